@@ -5,10 +5,12 @@ The command line, `LLM` and the table of docs/options.md are derived from `Engin
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
@@ -16,6 +18,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
+from tangram.speculative_config import CompressedKv, SpeculativeConfig, read_speculative_config
 
 MOST_TOKENS = 2**24  # of any option: no model takes as many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
@@ -162,6 +165,12 @@ class EngineConfig:
         512, "tokens of a chunk, which is prefilled and compressed as a unit", bounds=_TOKENS
     )
 
+    speculative_config: str | Mapping[str, Any] | None = _batching(
+        None,
+        """draft tokens and verify several at a time: JSON like '{"method": "ngram"}'; """
+        "other methods are suffix, compressed_kv and draft_model",
+        unset="one token of a sequence in a step",
+    )
     max_num_seqs: int = _batching(32, "maximum sequences in one step", bounds=_TOKENS)
     max_num_batched_tokens: int = _batching(
         2048, "maximum tokens in one step", bounds=Bounds(1, 2 * MOST_TOKENS)
@@ -210,6 +219,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_config, Mapping):
+            object.__setattr__(
+                self, "speculative_config", json.dumps(dict(self.speculative_config))
+            )
+        if isinstance(self.speculation, CompressedKv):
+            self._keep_everything()
         profile = (self.profile,) if isinstance(self.profile, str) else tuple(self.profile)
         object.__setattr__(self, "profile", profile)
         for name, option in OPTIONS.items():
@@ -241,6 +256,25 @@ class EngineConfig:
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching "
                 "nothing is kept: enable it, or set kv_offload_gib to 0"
             )
+
+    @cached_property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read."""
+        given = self.speculative_config
+        return None if given is None else read_speculative_config(given)
+
+    def _keep_everything(self) -> None:
+        """Set ρ = 1.0, on which drafts from a part of the entries are verified.
+
+        Raises `ConfigError` if another one is configured.
+        """
+        if self.kv_retention not in (1.0, type(self).kv_retention):
+            raise ConfigError(
+                f"kv_retention is {self.kv_retention}, but with the speculative method "
+                "compressed_kv every entry is kept: set speculative_config.kv_retention, which "
+                "says how many of them drafts read"
+            )
+        object.__setattr__(self, "kv_retention", 1.0)
 
 
 # In the order of the groups.

@@ -27,6 +27,19 @@ class GroupOverflow:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """Counts since the start: of drafts, drafted tokens and accepted tokens.
+
+    `accepted_at[i]` counts the accepted tokens at place i of their drafts.
+    """
+
+    drafts: int
+    drafted: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One consistent reading of the engine's state, taken between two steps.
 
@@ -58,7 +71,7 @@ class EngineStats:
       for the device (on a CPU: ran the model). `sealing_s` are the device's for scoring, selecting
       and storing chunks.
     - `plans` counts decode plans by planner. `overflow` has a line a head group where it is
-      measured.
+      measured. `speculation` is None where the engine does not speculate.
     """
 
     running: int
@@ -95,6 +108,7 @@ class EngineStats:
     sealing_s: float
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
+    speculation: SpeculationStats | None
 
     @property
     def pool_bytes(self) -> int:

@@ -106,11 +106,19 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class DraftedTokens:
+    """The tokens that were drafted for a completion: those that are in it, and the others."""
+
+    accepted: int
+    rejected: int
+
+
+@dataclass(frozen=True)
 class Usage:
     """The cost of one finished (or running) completion.
 
     `kv_bytes` is the size of its KV pages, `kv_bytes_uncompressed` that of the same tokens with
-    nothing dropped.
+    nothing dropped. `drafted` is None where the engine does not speculate.
     """
 
     prompt_tokens: int
@@ -118,6 +126,7 @@ class Usage:
     cached_tokens: int
     kv_bytes: int
     kv_bytes_uncompressed: int
+    drafted: DraftedTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ a window has left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +28,7 @@ SCALING = 0.2
 @dataclass
 class Batch:
     """R rows over 2 layers (full, window 50); kv[r][l][h] [2, n, D] holds each head's entries,
-    dense.
+    dense. The last `counts[r]` of them are those of the row's tokens.
     """
 
     rows: DecodeRows
@@ -38,6 +40,7 @@ class Batch:
     k: Tensor
     v: Tensor
     sinks: Tensor
+    counts: np.ndarray
 
     def copy(self) -> Batch:
         return replace(self, pool=self.pool.clone())
@@ -61,6 +64,7 @@ def make_batch(
     longest: int = 300,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    counts: Sequence[int] | None = None,
 ) -> Batch:
     """Heads at scattered pages, random columns and unrelated table offsets, as rows of several
     layouts have.
@@ -68,6 +72,8 @@ def make_batch(
     rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
     shape = (r, 2, h)
     lengths = rng.integers(1, longest + 1, shape)
+    tokens = np.ones(r, np.int32) if counts is None else np.asarray(counts, np.int32)
+    lengths = np.maximum(lengths, tokens[:, None, None])
     pages = -(-lengths // page) + rng.integers(0, 3, shape)
     table = np.cumsum(pages.ravel()) - pages.ravel() + 5
     count = int(pages.sum())
@@ -90,25 +96,29 @@ def make_batch(
         for layers in lengths
     ]
     for cell in np.ndindex(shape):
-        entries = kv[cell[0]][cell[1]][cell[2]]
-        first = 0 if cell[1] == 0 else max(0, lengths[cell] - WINDOW)
-        for entry in range(first, lengths[cell] - 1):  # the last one is appended by the kernel
-            place = (
-                tables[rows.table[cell] + entry // page],
-                rows.column[cell],
-                slice(None),
-                entry % page,
-            )
-            pool[place] = entries[:, entry]
-    k, v = (
-        torch.stack([torch.stack([kv[i][0][j][side, -1] for j in range(h)]) for i in range(r)])
-        for side in (0, 1)
-    )
+        own = tokens[cell[0]]
+        first = 0 if cell[1] == 0 else max(0, lengths[cell] - WINDOW - own + 1)
+        for entry in range(first, lengths[cell] - own):  # the last ones are appended by the kernel
+            page_id = tables[rows.table[cell] + entry // page]
+            entries = kv[cell[0]][cell[1]][cell[2]]
+            pool[page_id, rows.column[cell], :, entry % page] = entries[:, entry]
+    k, v = (_newest(kv, tokens, side) for side in (0, 1))
+    ends = np.cumsum(tokens)
     for i, j in np.ndindex(r, h):
-        kv[i][1][j][:, -1] = torch.stack([k[i, j], v[i, j]])
-    q, sinks = torch.randn(r, h * g, d).to(dtype), torch.randn(h * g)
-    return Batch(
-        rows, pool, torch.from_numpy(tables), torch.from_numpy(flat_lengths), kv, q, k, v, sinks
+        own = slice(int(ends[i] - tokens[i]), int(ends[i]))
+        kv[i][1][j][:, -int(tokens[i]) :] = torch.stack([k[own, j], v[own, j]])
+    q, sinks = torch.randn(len(k), h * g, d).to(dtype), torch.randn(h * g)
+    flat = torch.from_numpy(flat_lengths)
+    return Batch(rows, pool, torch.from_numpy(tables), flat, kv, q, k, v, sinks, tokens)
+
+
+def _newest(kv: Sequence[Sequence[Sequence[Tensor]]], tokens: np.ndarray, side: int) -> Tensor:
+    """Keys (side 0) or values (1) of the tokens that rows decode: [T, H, D]."""
+    return torch.cat(
+        [
+            torch.stack([head[side, -own:] for head in layers[0]], 1)
+            for layers, own in zip(kv, tokens.tolist(), strict=True)
+        ]
     )
 
 
@@ -149,10 +159,12 @@ def dense_decode(
     heads = batch.k.shape[1]
     grouped = batch.q.unflatten(1, (heads, -1))
     out = torch.empty_like(grouped)
-    for row, head in np.ndindex(len(grouped), heads):
-        k, v = batch.kv[row][layer][head][:, -WINDOW if layer else 0 :]
+    tokens = [(row, behind) for row, n in enumerate(batch.counts) for behind in range(n)[::-1]]
+    for (token, (row, behind)), head in product(enumerate(tokens), range(heads)):
+        k, v = batch.kv[row][layer][head][:, : len(batch.kv[row][layer][head][0]) - behind]
+        seen = slice(-WINDOW if layer else 0, None)
         sink = None if sinks is None else sinks.view(heads, -1)[head]
-        out[row, head] = dense_attention(
-            grouped[row, head][None], k, v, None, softcap=softcap, sinks=sink
+        out[token, head] = dense_attention(
+            grouped[token, head][None], k[seen], v[seen], None, softcap=softcap, sinks=sink
         )[0]
     return out.flatten(1, 2)

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
 from tangram.cli.foreign import FOREIGN, Foreign
-from tangram.metrics import EngineStats
+from tangram.metrics import EngineStats, SpeculationStats
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.vllm_names import VllmNames
 
@@ -34,6 +35,7 @@ SAME = (
     "--port",
     "--seed",
     "--served-model-name",
+    "--speculative-config",
 )
 RATIOS = {"vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`'}
 HEAD = """# Coming from vLLM
@@ -51,6 +53,8 @@ This page is written by `python -m tools.vllm_page`.
   does, too, with a line in the log and a count in the metrics ([HTTP](http.md#request-fields)).
 - **A schema is `response_format`**, as in the OpenAI API. `guided_json` and `structured_outputs`
   are refused by name.
+- **[Speculation](speculation.md) has four methods**: `ngram`, `suffix` and `draft_model` as in
+  vLLM, and `compressed_kv`. Other methods are refused at the start.
 - **One server uses one device.**
 
 ## Options with the same name
@@ -78,8 +82,8 @@ know vLLM then work unchanged ([watching a server](observability.md)).
 |---|---|---|---|
 """
 FOOT = """
-vLLM's metrics of adapters, drafts, transfers between servers and request parameters have no
-counterpart.
+vLLM's metrics of adapters, transfers between servers and request parameters have no counterpart.
+Those of `spec_decode` are there if the server speculates.
 """
 
 
@@ -117,7 +121,13 @@ def make_distinct_metrics() -> ServerMetrics:
     """Metrics of a server of which no two have the same value."""
     numbers = count(101)  # no count, and no 1 that every server shows
     fields = dataclasses.fields(EngineStats)
-    others = {"cache_dtype": "float32", "plans": {}, "overflow": ()}
+    drafted = SpeculationStats(next(numbers), next(numbers), next(numbers), (next(numbers),))
+    others: dict[str, Any] = {
+        "cache_dtype": "float32",
+        "plans": {},
+        "overflow": (),
+        "speculation": drafted,
+    }
     stats = EngineStats(**{one.name: others.get(one.name, next(numbers)) for one in fields})
     metrics = ServerMetrics(lambda: stats)
     metrics.completions.labels(finish_reason="stop").inc(next(numbers))

@@ -1,7 +1,8 @@
 """The same document and questions with the full KV cache and with a quarter of it: `make demo`.
 
 It needs no network and no GPU: the model is the embedded one. The exit code is 0 only if every
-question was answered at both ratios, the document was reused, and the compressed cache was smaller.
+question was answered at both ratios, the document was reused, the compressed cache was smaller, and
+drafts changed no word.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from bench.demo import show
 from bench.demo.paint import Word, words_of
+from bench.demo.quote import Quotations, quote_twice
 from bench.demo.talk import FULL, MODEL, QUESTIONS, SMALL, DemoConversation, Pair
 from tangram.errors import TangramError
 
@@ -28,11 +30,14 @@ PARAGRAPH = "The large telescope has a name."
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of the demo: engine and document, all answers, and a painted paragraph."""
+    """The findings of the demo: engine and document, all answers, a painted paragraph, and the same
+    paragraph quoted without drafts and with them.
+    """
 
     talk: DemoConversation
     pairs: list[Pair]
     words: list[Word]
+    quotations: Quotations
 
     @property
     def problems(self) -> list[str]:
@@ -47,6 +52,9 @@ class Findings:
                     f"question {number} holds {small.kv_bytes} KV bytes at ρ {SMALL}, not below "
                     f"the {whole.kv_bytes} at ρ {FULL}"
                 )
+        plain, drafted = self.quotations
+        if plain.text != drafted.text:
+            found.append(f"with drafts the model wrote {drafted.text!r}, not {plain.text!r}")
         return found
 
 
@@ -92,9 +100,12 @@ def run(console: Console, model: str = MODEL) -> Findings:
     console.print(f"Starting {model}; the first start compiles kernels and may take a minute.")
     talk = DemoConversation(model)
     pairs = converse(talk, console)
-    words = words_of(talk.pieces(QUESTIONS[0]), _paragraph(talk.document), talk.kept)
-    findings = Findings(talk, pairs, words)
-    console.print(show.explanation(talk, pairs, words, show.takes_colors(console)))
+    paragraph = _paragraph(talk.document)
+    words = words_of(talk.pieces(QUESTIONS[0]), paragraph, talk.kept)
+    quotations = quote_twice(talk.loaded, paragraph)
+    findings = Findings(talk, pairs, words, quotations)
+    colored = show.takes_colors(console)
+    console.print(show.explanation(talk, pairs, words, quotations, colored))
     for problem in findings.problems:
         console.print(problem, style="red", markup=False)
     console.print(f"{time.perf_counter() - begin_s:.0f} s in all", style="dim")

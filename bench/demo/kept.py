@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +59,7 @@ class _NotedRanking(Ranking):
     asked: Ranking
     note: Callable[[int, list[Tensor]], None]
 
-    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
-        places = self.asked.best(chunk, start, counts)
+    def places(self, chunk: int, start: int, first: Int32, kept: Int32) -> list[Tensor]:
+        places = self.asked.places(chunk, start, first, kept)
         self.note(start, places)
         return places

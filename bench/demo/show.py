@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.demo.paint import MARKED, STEPS, Word, paint
+from bench.demo.quote import METHOD, Quotations
 from bench.demo.talk import FULL, MODEL, SMALL, DemoAnswer, DemoConversation, Pair
+from tangram.types import DraftedTokens
 
 MOST_COLUMNS = 100
 _MIB, _GIB = 2**20, 2**30
@@ -29,7 +32,11 @@ def heading(title: str) -> Rule:
 
 
 def explanation(
-    talk: DemoConversation, pairs: Sequence[Pair], words: Sequence[Word], colored: bool
+    talk: DemoConversation,
+    pairs: Sequence[Pair],
+    words: Sequence[Word],
+    quotations: Quotations,
+    colored: bool,
 ) -> Group:
     """All parts after the answers."""
     geometry, tokens = talk.engine.geometry, pairs[0][0].held_tokens
@@ -38,6 +45,7 @@ def explanation(
         "Answers, time and memory": figures(talk, pairs),
         "How many such conversations fit": bars(talk, tokens),
         "What the heads kept": show_kept_words(words, heads, colored=colored),
+        "Faster with drafts": show_drafts(quotations),
         "What to try next": farewell(),
     }
     return Group(*chain.from_iterable((heading(name), part, "") for name, part in parts.items()))
@@ -164,6 +172,19 @@ def _legend(colored: bool) -> Text:
     names = [f"below {ends[0]}", *(f"{end} and more" for end in ends)]
     styled = (Text(f" {name} ", style) for name, (_, style) in zip(names, STEPS, strict=True))
     return Text(" ").join(styled)
+
+
+def show_drafts(quotations: Quotations) -> Text:
+    """What drafts gain where an answer repeats its prompt."""
+    plain, drafted = quotations
+    counts = drafted.drafted or DraftedTokens(0, 0)
+    same = "the same text" if plain.text == drafted.text else "ANOTHER TEXT"
+    return Text(
+        f"Asked to repeat that paragraph, the model writes {plain.tokens_per_s:.1f} tokens/s, and "
+        f"{drafted.tokens_per_s:.1f} with drafts from what it has read: {same}. It accepted "
+        f"{counts.accepted} of {counts.accepted + counts.rejected} drafted tokens "
+        f"(--speculative-config '{json.dumps(dict(METHOD))}')."
+    )
 
 
 def next_commands() -> list[tuple[str, str]]:

@@ -82,7 +82,7 @@ class DemoConversation:
     """
 
     def __init__(self, model: str = MODEL) -> None:
-        loaded = load_model(model, dtype="auto", device="cpu", load_format="auto")
+        self.loaded = load_model(model, dtype="auto", device="cpu", load_format="auto")
         # A chunk a step, so that a progress bar moves.
         config = EngineConfig(
             model=model,
@@ -92,7 +92,7 @@ class DemoConversation:
             max_num_batched_tokens=544,
         )
         self.kept = KeptEntries()
-        self.engine: Engine = engine_of(config, loaded, self.kept.kernels)
+        self.engine: Engine = engine_of(config, self.loaded, self.kept.kernels)
         self.document = DOCUMENT.read_text()
 
     def prompt(self, question: DemoQuestion) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from bench.accuracy import kvpress_pairs as control_pairs
 from bench.kernels import summary as kernels
 from bench.render.template_filters import FILTERS
 from bench.serving import series as serving
+from bench.speculation import figures as speculation
 from tangram.lab.calibration import calibration_report as calibration
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -36,6 +37,7 @@ SUBJECTS = {
     "control_pairs": control_pairs,
     "kernels": kernels,
     "serving": serving,
+    "speculation": speculation,
 }
 _BLOCK = re.compile(
     r"(?P<begin><!-- (?P<name>\S[^>\n]*?) -->\n)(?P<text>.*?)(?P<end><!-- end (?P=name) -->)",

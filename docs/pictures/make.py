@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from drafts import draw_drafts
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -255,7 +256,7 @@ def main(folder: Path, suffix: str) -> None:
         "font.family": "DejaVu Sans",
         "hatch.linewidth": 0.6,
     }
-    for name, draw in (("walk", draw_walk), ("pages", draw_pages)):
+    for name, draw in (("walk", draw_walk), ("pages", draw_pages), ("drafts", draw_drafts)):
         draw()
         plt.savefig(
             folder / f"{name}.{suffix}",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tangram.cache.draft_tables import DraftTables
 from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, raw_key, window_key
 from tangram.cache.layout import Layout
@@ -29,7 +30,8 @@ class CacheManager:
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
-    `lengths` is int32 [max_sequences, groups]: entries by group.
+    `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
+    drafts read, if a retention has a draft.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class CacheManager:
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
+        drafted = any(retention.draft is not None for retention in retentions)
+        self.drafts = DraftTables(retentions, max_sequences) if drafted else None
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
@@ -62,12 +66,14 @@ class CacheManager:
         owed = sum(seq.promised_pages - seq.booked_pages for seq in self.sequences.values())
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
-    def extend(self, seq: SequenceCache, limit: int) -> bool:
+    def extend(self, seq: SequenceCache, limit: int, tokens: int | None = None) -> bool:
         """Promise `seq` the pages that it needs until its current chunk ends.
 
-        Returns False if there are not enough pages now.
+        With `tokens`, it is the chunk that so many tokens reach. Returns False if there are not
+        enough pages now.
         """
-        wanted = seq.layout.count_promised_pages(seq.sealed_chunks * seq.layout.chunk_tokens, limit)
+        reached = seq.sealed_chunks * seq.layout.chunk_tokens if tokens is None else tokens
+        wanted = seq.layout.count_promised_pages(reached, limit)
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)
@@ -138,6 +144,24 @@ class CacheManager:
             seq.raw_pages.append(pages)
         seq.raw_tokens += tokens
         self.lengths[seq.slot, : len(layout.groups)] += tokens
+
+    def shrink(self, seq: SequenceCache, tokens: int) -> None:
+        """Release the last `tokens` raw tokens, which were drafted and refused.
+
+        Raises `IntegrityError` if the tail has fewer, or if the prefix cache has a page of theirs.
+        """
+        layout, left = seq.layout, seq.raw_tokens - tokens
+        if left < len(seq.raw_nodes) * layout.page_tokens:
+            raise IntegrityError(
+                f"{tokens} of {seq.raw_tokens} raw tokens cannot be taken back: "
+                f"{len(seq.raw_nodes)} pages of them are in the prefix cache"
+            )
+        kept = -(-left // layout.page_tokens)
+        for pages in seq.raw_pages[kept:]:
+            self.ledger.release(pages)
+        del seq.raw_pages[kept:]
+        seq.raw_tokens = left
+        self.lengths[seq.slot, : len(layout.groups)] -= tokens
 
     def seal(self, seq: SequenceCache) -> None:
         """Release the raw tail and take the final pages of the current chunk.
@@ -213,6 +237,8 @@ class CacheManager:
         seq.arriving |= bool(self.host.arriving[pages].any())
         if self.follower is not None:
             self.follower(seq.slot, entries)
+        if self.drafts is not None:
+            self.drafts.enter(seq, entries, pages)
 
     def _enter_all(self, seq: SequenceCache, entries: Int64, pages: Sequence[Int32]) -> None:
         if pages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tangram.cache.layout import Layout
+from tangram.types import Int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +15,9 @@ class Retention:
     Each sequence, and each row of its steps, carries one. It is compared by identity. Prefix keys
     begin with `fingerprint`. Chunks that are `scored` when they are sealed keep the first
     `sink_tokens` of the sequence and the last `window_tokens` of the chunk whatever their scores.
-    With `one_chunk_a_step` a step takes at most one chunk of a sequence.
+    With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
+    the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
+    chunk keeps all its entries, those that score best first.
     """
 
     kv_retention: float
@@ -24,3 +27,14 @@ class Retention:
     sink_tokens: int = 0
     window_tokens: int = 0
     one_chunk_a_step: bool = False
+    draft: Retention | None = None
+
+    @property
+    def orders(self) -> bool:
+        """Whether sealing moves entries: it drops some, or stores the best first."""
+        return self.draft is not None or not self.layout.keeps_everything
+
+    @property
+    def head_first_tokens(self) -> Int32:
+        """[L, H]: how many of a sealed chunk's entries a head stores in the order of scores."""
+        return (self if self.draft is None else self.draft).layout.head_kept_tokens

@@ -12,9 +12,9 @@ from tangram.types import Int64, PageMove
 class RowKind(Enum):
     """What one row of a step does.
 
-    DECODE computes one token against the row's cache. TAIL computes the end of a prompt that does
-    not fill its chunk, and keeps it raw. SEAL computes one whole chunk in one piece and packs it
-    into its final pages.
+    DECODE computes the newest token of a sequence, and drafts behind it, against the row's cache.
+    TAIL computes the end of a prompt that does not fill its chunk, and keeps it raw. SEAL computes
+    one whole chunk in one piece and packs it into its final pages.
     """
 
     DECODE = "decode"
@@ -27,8 +27,8 @@ class Row:
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
-    row of the block tables. With `pending` the last of `tokens` is sampled by the step before, so
-    only the device knows it yet.
+    row of the block tables. With `pending` only the device knows the last of `tokens`, which the
+    step before samples. In a row with drafts these are what only the device knows.
     """
 
     request_id: str
@@ -40,6 +40,11 @@ class Row:
     preceding: Int64
     sample: bool
     pending: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """How many of its tokens are drafts: all but the first of a DECODE row."""
+        return len(self.tokens) - 1 if self.kind is RowKind.DECODE else 0
 
 
 @dataclass(frozen=True)

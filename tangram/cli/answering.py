@@ -72,12 +72,21 @@ class TerminalAnswer:
 
     @property
     def speed(self) -> str:
-        """The time to the first token, and the rate of the other tokens."""
+        """The time to the first token, the rate of the others, and what was drafted of them."""
         if self.first_s is None or self.usage is None:
             return "no token"
         first = f"first token after {self.first_s - self.begin_s:.1f} s"
         others, seconds = self.usage.completion_tokens - 1, self.last_s - self.first_s
-        return f"{first}, then {others / seconds:.1f} tokens/s" if others > 0 < seconds else first
+        if others <= 0 or seconds <= 0:
+            return first
+        return f"{first}, then {others / seconds:.1f} tokens/s{_describe_drafts(self.usage)}"
+
+
+def _describe_drafts(usage: Usage) -> str:
+    if usage.drafted is None:
+        return ""
+    accepted = usage.drafted.accepted
+    return f" ({accepted} of {accepted + usage.drafted.rejected} drafted tokens accepted)"
 
 
 def answer_prompt(

@@ -49,7 +49,7 @@ Suites = Annotated[
     ),
 ]
 Methods = Annotated[
-    str, typer.Option(help="full, uniform, dynamic, static, one-shot; comma-separated")
+    str, typer.Option(help="full, uniform, dynamic, static, one-shot, lossless; comma-separated")
 ]
 Scorers = Annotated[
     str | None,
@@ -150,7 +150,7 @@ class EvalOptions:
     model: Model = "smollm2"
     quick: Quick = False
     suites: Suites = "ruler, multiturn"
-    methods: Methods = "full, uniform, dynamic, static"
+    methods: Methods = "full, uniform, dynamic, static, lossless"
     samples: Samples = None
     context_tokens: Context = 4096
     max_questions: MostQuestions = None

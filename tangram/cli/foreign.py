@@ -53,6 +53,11 @@ _INSTEAD = (
     ),
     ("--api-key", "or set TANGRAM_API_KEY", "--api-key-file"),
     ("--temperature", "", "--temp"),
+    (
+        "--speculative-config",
+        "JSON that has the method and all its numbers",
+        "--speculative-model --num-speculative-tokens -md --model-draft --draft --draft-max",
+    ),
     ("--batch", "", "-i --input-file"),
     ("--output", "", "--output-file"),
 )
@@ -124,11 +129,6 @@ _NONE = (
     (
         "There is none: LoRA is not supported",
         "--enable-lora --lora-modules --max-loras --max-lora-rank --lora --lora-scaled",
-    ),
-    (
-        "There is none: speculative decoding is not supported",
-        "--speculative-config --speculative-model --num-speculative-tokens -md --model-draft "
-        "--draft --draft-max",
     ),
     (
         "There is none: images and sound are not supported",

@@ -110,6 +110,8 @@ def _parameter(name: str, info: Any = None) -> inspect.Parameter:
         return inspect.Parameter(name, _KEYWORD, default=value, annotation=Model)
     if name == "profile":
         kind, value = list[str] | None, None
+    if name == "speculative_config":
+        kind = str | None
     if name == "enable_prefix_caching":
         info = engine_option(name, "do not reuse the KV state of prefixes seen before")
         name, value = "no_enable_prefix_caching", False

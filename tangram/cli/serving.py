@@ -216,13 +216,16 @@ def _report(
     for name, summary in summaries.items():
         table.add_row(name, *(cell(summary) for cell in columns.values()))
     console.output().print(table)
-    stats = asdict(engine.stats())
-    console.output().print(
-        f"{stats['pages_total']:,} pages, {stats['capacity_tokens']:,} tokens fit; "
-        f"{stats['preemptions']} preemptions"
+    stats = engine.stats()
+    told = (
+        f"{stats.pages_total:,} pages, {stats.capacity_tokens:,} tokens fit; "
+        f"{stats.preemptions} preemptions"
     )
+    if (drafted := stats.speculation) is not None:
+        told += f"; {drafted.accepted:,} of {drafted.drafted:,} drafted tokens accepted"
+    console.output().print(told)
     kept = {name: asdict(summary) for name, summary in summaries.items()}
-    keep(output, title, engine.config, {"stats": stats, "parts": kept, **more})
+    keep(output, title, engine.config, {"stats": asdict(stats), "parts": kept, **more})
 
 
 def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:

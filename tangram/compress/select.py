@@ -36,17 +36,29 @@ def keep(scores: Tensor, counts: Sequence[int] | Int32) -> list[Tensor]:
     `scores` is [H, C], already protected. Selection is one batch over the heads; the results are
     views of one tensor. Raises `IntegrityError` unless there is one count of 0 to C for each head.
     """
+    return order(scores, counts, counts)
+
+
+def order(
+    scores: Tensor, first: Sequence[int] | Int32, kept: Sequence[int] | Int32
+) -> list[Tensor]:
+    """The `first[h]` best positions, then the others if `kept[h]` is C: int64 [kept[h]].
+
+    Both parts ascend. Raises `IntegrityError` if `kept[h]` is neither `first[h]` nor C.
+    """
     heads, tokens = scores.shape
-    limits = [int(count) for count in counts]
+    limits, stored = [int(count) for count in first], [int(count) for count in kept]
     if len(limits) != heads or any(not 0 <= count <= tokens for count in limits):
         raise IntegrityError(
             f"counts are {limits}, there must be {heads} of them, each 0 to {tokens}"
         )
+    if any(count not in (limit, tokens) for limit, count in zip(limits, stored, strict=True)):
+        raise IntegrityError(f"heads keep {stored} of {tokens} entries, {limits} of them first")
     # A blocking copy would make the host wait for all work queued on the device.
     dropped = ~choose_entries(scores, torch.tensor(limits).to(scores.device, non_blocking=True))
-    # A stable sort of the flags puts the kept positions first and leaves them ascending.
-    kept_first = torch.argsort(dropped.to(torch.uint8), dim=-1, stable=True)
-    return [positions[:count] for positions, count in zip(kept_first.unbind(), limits, strict=True)]
+    # A stable sort of the flags puts the kept positions first and leaves both parts ascending.
+    ordered = torch.argsort(dropped.to(torch.uint8), dim=-1, stable=True)
+    return [positions[:count] for positions, count in zip(ordered.unbind(), stored, strict=True)]
 
 
 def choose_entries(scores: Tensor, counts: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from tangram.engine.meters import Meters
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats
-from tangram.types import Request, Usage
+from tangram.metrics import EngineStats, SpeculationStats
+from tangram.types import DraftedTokens, Request, Usage
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,48 @@ class Admission:
             )
         return granted
 
-    def usage(self, sequence: TokenSequence, completion_tokens: int) -> Usage:
-        """The KV use of one sequence now. For a preempted one, as it was when last computed."""
+    def usage(
+        self, sequence: TokenSequence, completion_tokens: int, drafted: DraftedTokens | None = None
+    ) -> Usage:
+        """The KV use of one sequence now. For a preempted one, as it was when last computed.
+
+        Tokens count up to the one before the newest: accepted drafts do as they become known.
+        """
         cache, layout = sequence.cache, sequence.retention.layout
         if cache is not None:
-            held, computed = cache.held_pages, cache.computed_tokens
+            ahead = max(0, cache.computed_tokens - (sequence.known - 1))
+            computed = cache.computed_tokens - ahead
+            held = layout.count_held_pages(cache.sealed_chunks, cache.raw_tokens - ahead)
         else:
             computed = (
                 0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
             )
             held = layout.count_held_pages(*divmod(computed, layout.chunk_tokens))
+        return self._usage(sequence, completion_tokens, computed, held, drafted)
+
+    def usage_at(
+        self,
+        sequence: TokenSequence,
+        completion_tokens: int,
+        sealed_chunks: int,
+        drafted: DraftedTokens,
+    ) -> Usage:
+        """`usage` as it was when the sequence had so many tokens and chunks."""
+        layout = sequence.retention.layout
+        computed = sequence.prompt_tokens + completion_tokens - 1
+        raw = computed - sealed_chunks * layout.chunk_tokens
+        held = layout.count_held_pages(sealed_chunks, raw)
+        return self._usage(sequence, completion_tokens, computed, held, drafted)
+
+    def _usage(
+        self,
+        sequence: TokenSequence,
+        completion_tokens: int,
+        computed: int,
+        held: int,
+        drafted: DraftedTokens | None,
+    ) -> Usage:
+        layout = sequence.retention.layout
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=completion_tokens,
@@ -117,6 +149,7 @@ class Admission:
             kv_bytes=held * layout.page_bytes(self.element_bytes),
             kv_bytes_uncompressed=layout.count_uncompressed_entries(computed)
             * self._entry_bytes(layout),
+            drafted=drafted,
         )
 
     @property
@@ -124,8 +157,10 @@ class Admission:
         """The layout of ρ = 1.0."""
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
-    def stats(self, scheduler: Scheduler, meters: Meters) -> EngineStats:
-        """One reading of the scheduler's state and of the meters."""
+    def stats(
+        self, scheduler: Scheduler, meters: Meters, speculation: SpeculationStats | None = None
+    ) -> EngineStats:
+        """One reading of the scheduler's state, of the meters, and of what was drafted."""
         cache, counters = scheduler.cache, scheduler.counters
         usages = [self.usage(sequence, 0) for sequence in scheduler.running]
         layout, pages = self.retentions[0].layout, PageStates.of(cache)
@@ -168,6 +203,7 @@ class Admission:
             sealing_s=meters.sealing.seconds,
             plans=dict(meters.plans),
             overflow=() if meters.overflow is None else meters.overflow.figures,
+            speculation=speculation,
         )
 
     def _entry_bytes(self, layout: Layout) -> int:

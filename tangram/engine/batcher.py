@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
@@ -37,13 +37,25 @@ MOST_APART, MOST_TOKENS_APART = 4, 2048
 LEAST_ROOM = 64
 
 
+class BlockTables(Protocol):
+    """Block tables, as `CacheManager` and `DraftTables` have them."""
+
+    tables: Int32
+    lengths: Int32
+    follower: Callable[[int, Int64], None] | None
+
+    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
+        """[groups]: the entries that each member head has of the tokens before `position`."""
+        ...
+
+
 class DeviceTables:
     """Block tables on the pool's device: a copy of those of `cache` that follows every write.
 
     In host memory they are the same tables.
     """
 
-    def __init__(self, cache: CacheManager, device: torch.device) -> None:
+    def __init__(self, cache: BlockTables, device: torch.device) -> None:
         self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
         self._written: dict[int, list[Int64]] = {}
         if not self._device.is_cpu:
@@ -86,19 +98,22 @@ class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
     `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
-    decode membership changes (`Step.epoch`), and stays valid while lengths grow.
+    decode membership changes (`Step.epoch`), and stays valid while lengths grow. A decode row may
+    have as many tokens as the last of `queries`; its kernels are those of the next larger number.
     """
 
     retentions: Sequence[Retention]
     scorer: Scorer | None
     kernels: PoolKernels
-    cache: CacheManager
+    cache: BlockTables
     tables: DeviceTables
     rotary: Rotary | None
     meters: Meters
     observer: ScoreObserver | None = None
+    queries: Sequence[int] = (1,)
     _epoch: int | None = field(default=None, init=False)
-    _width: int = field(default=0, init=False)
+    _batches: dict[int, Decoding] = field(default_factory=dict, init=False)
+    _loaded: tuple[int, int] | None = field(default=None, init=False)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -124,13 +139,11 @@ class Batcher:
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
         rest = rows[len(decode) :]
-        if decode and epoch != self._epoch:
-            self._plan(decode)
-            self._epoch = epoch
-        width = self._width if decode else 0
+        counts = np.array([len(row.tokens) for row in decode], np.int32)
+        width = self._load(decode, counts, epoch) if decode else 0
         prefill = self._prefill_rows(rest, width)
         shape = self._padded_shape(rest[0]) if padded and not decode else None
-        is_padded = self._begin(width, prefill, shape)
+        is_padded = self._begin(width, counts, prefill, shape)
         sealers = list(self._sealers(rest))
         return StepAttention(
             self.kernels,
@@ -142,10 +155,22 @@ class Batcher:
             shape.tokens if shape is not None and is_padded else None,
         )
 
-    def _plan(self, decode: Sequence[Row]) -> None:
-        self._width = self.kernels.width(len(decode))
-        batch = self._decoding(decode, self.cache.tables, self.cache.lengths)
-        self.meters.plans[self.kernels.load(batch, self._width)] += 1
+    def _load(self, decode: Sequence[Row], counts: Int32, epoch: int) -> int:
+        """Load a plan for `decode`, of `counts` tokens, unless it is loaded; returns the width."""
+        most = int(counts.max())
+        queries = next(number for number in self.queries if number >= most)
+        width = self.kernels.width(int(counts.sum()), queries)
+        if epoch != self._epoch:
+            self._epoch, self._loaded = epoch, None
+            self._batches.clear()
+        if queries not in self._batches:
+            self._batches[queries] = self._decoding(
+                decode, self.cache.tables, self.cache.lengths, queries
+            )
+        if self._loaded != (width, queries):
+            self.meters.plans[self.kernels.load(self._batches[queries], width)] += 1
+            self._loaded = width, queries
+        return width
 
     def _padded_shape(self, row: Row) -> PaddedShape:
         """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
@@ -163,7 +188,7 @@ class Batcher:
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
         if not few or self.meters.overflow is not None:
             return False
-        return all(isinstance(sealer, FusedSealer) for sealer in self._sealers(rows))
+        return all(sealer.replayable for sealer in self._sealers(rows))
 
     def typical(self) -> Iterator[Row]:
         """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails.
@@ -181,43 +206,48 @@ class Batcher:
             if size and self.apart((row,)):
                 yield row
 
-    def rehearse(self, rows: int) -> StepAttention:
-        """The attention of `rows` empty decoding rows, planned as long rows that share nothing."""
+    def rehearse(self, tokens: int, queries: int = 1) -> StepAttention:
+        """The attention of `tokens` tokens, up to `queries` of each of some empty sequences.
+
+        These are planned as long ones that share nothing.
+        """
         most = self.retentions[0].layout.max_tokens
-        self.kernels.load(
-            self._make_rows(np.linspace(most - 1, most // 8, rows, dtype=np.int64)), self._width
-        )
-        return self._rehearse()
+        rows = min(tokens, len(self.cache.lengths))
+        starts = np.linspace(most - queries, most // 8, rows, dtype=np.int64)
+        width = self.kernels.width(tokens, queries)
+        self.kernels.load(self._make_rows(starts, queries), width)
+        counts = np.full(rows, tokens // rows, np.int32)
+        counts[: tokens % rows] += 1
+        return self._rehearse(width, counts)
 
     def rehearsals(self, rows: int) -> Iterator[StepAttention]:
         """The attention of `rows` empty decoding rows, under plans that launch every kernel."""
-        for _ in self.kernels.rehearsals(
-            self._make_rows(np.zeros(rows, np.int64)), self.kernels.width(rows)
-        ):
-            yield self._rehearse()
+        for queries in self.queries:
+            width = self.kernels.width(rows, queries)
+            batch = self._make_rows(np.zeros(rows, np.int64), queries)
+            for _ in self.kernels.rehearsals(batch, width):
+                yield self._rehearse(width, np.ones(rows, np.int32))
 
-    def _make_rows(self, positions: Int64) -> Decoding:
-        """Rows at `positions` that share nothing; sets the width of their decode passes."""
-        default, nothing, rows = self.retentions[0], np.zeros(0, np.int64), len(positions)
-        layout = default.layout
+    def _make_rows(self, starts: Int64, queries: int) -> Decoding:
+        """Rows of sequences at `starts` that share nothing."""
+        default, nothing = self.retentions[0], np.zeros(0, np.int64)
+        layout, rows = default.layout, len(starts)
         rehearsed = [
-            Row("", slot, default, RowKind.DECODE, int(position), nothing, nothing, sample=True)
-            for slot, position in enumerate(positions)
+            Row("", slot, default, RowKind.DECODE, start, nothing, nothing, sample=True)
+            for slot, start in enumerate(starts.tolist())
         ]
         lengths = np.zeros_like(self.cache.lengths)
         lengths[:rows, : len(layout.groups)] = layout.lengths(
-            *np.divmod(positions, layout.chunk_tokens)
+            *np.divmod(starts, layout.chunk_tokens)
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
-        self._width, self._epoch = self.kernels.width(rows), None
-        return self._decoding(rehearsed, apart, lengths)
+        self._epoch = None
+        return self._decoding(rehearsed, apart, lengths, queries)
 
-    def _rehearse(self) -> StepAttention:
-        prefill = self._prefill_rows((), self._width)
-        self._begin(self._width, prefill)
-        return StepAttention(
-            self.kernels, self.windows, self._width, prefill, (), self.meters.sealing
-        )
+    def _rehearse(self, width: int, counts: Int32) -> StepAttention:
+        prefill = self._prefill_rows((), width)
+        self._begin(width, counts, prefill)
+        return StepAttention(self.kernels, self.windows, width, prefill, (), self.meters.sealing)
 
     def repetition(
         self, attention: StepAttention, sealer: ChunkSealer, tokens: int
@@ -226,17 +256,18 @@ class Batcher:
 
         The chunk belongs to the step of `attention`.
         """
-        self._begin(0, attention.prefill.repeat_row(sealer.number, tokens))
+        repeated = attention.prefill.repeat_row(sealer.number, tokens)
+        self._begin(0, np.zeros(0, np.int32), repeated)
         return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
 
     def _begin(
-        self, decode_rows: int, prefill: PrefillRows, shape: PaddedShape | None = None
+        self, width: int, counts: Int32, prefill: PrefillRows, shape: PaddedShape | None = None
     ) -> bool:
         """Begin a pass; returns whether it is padded to `shape`."""
         tables = self.tables.flat()
         if shape is not None and self.kernels.begin_row(tables, prefill, shape):
             return True
-        self.kernels.begin(tables, self.cache.lengths, decode_rows, prefill)
+        self.kernels.begin(tables, self.cache.lengths, width, counts, prefill)
         return False
 
     def _address(self, row: Row) -> Int64:
@@ -245,14 +276,16 @@ class Batcher:
         table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
         return np.stack([table, layout.head_column], axis=-1)
 
-    def _decoding(self, rows: Sequence[Row], tables: Int32, lengths: Int32) -> Decoding:
+    def _decoding(
+        self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
+    ) -> Decoding:
         """`rows` over block `tables` and `lengths`, which have one line for each slot."""
         layouts = [row.retention.layout for row in rows]
         kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
-        group = layouts[0].geometry.group_size
+        group, slots = layouts[0].geometry.group_size, len(self.cache.lengths)
         decode = self._decode_rows(rows)
         prefixes = partial(_prefixes, rows, layouts, decode.table, tables.reshape(-1))
-        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes)
+        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries, slots)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
         slots, start = (
@@ -276,7 +309,8 @@ class Batcher:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
         geometry = self.retentions[0].layout.geometry
         address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
-        spans, kept = np.empty((len(rows), 5), np.int32), np.empty(address.shape[:3], np.int32)
+        spans = np.empty((len(rows), 5), np.int32)
+        kept, first_kept = (np.empty(address.shape[:3], np.int32) for _ in range(2))
         for number, row in enumerate(rows):
             layout = row.retention.layout
             past = self.cache.past_lengths(row.slot, layout, row.start)
@@ -290,8 +324,10 @@ class Batcher:
                 row.start,
             )
             kept[:, number] = self._count_stored_tokens(row)
+            sealed = row.kind is RowKind.SEAL and row.retention.draft is not None
+            first_kept[:, number] = row.retention.head_first_tokens if sealed else kept[:, number]
             first += len(row.tokens)
-        return PrefillRows(address, spans, kept, slice(0, len(rows)))
+        return PrefillRows(address, spans, kept, first_kept, slice(0, len(rows)))
 
     def _count_stored_tokens(self, row: Row) -> Int32 | int:
         """Entries that the pass stores of a prefill row: [L, H], or one number for every head."""
@@ -313,7 +349,7 @@ class Batcher:
         """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer
         fused = self.kernels.fused_scores.get(scorer.name)
-        apart = self.observer is not None or retention.layout.keeps_everything
+        apart = self.observer is not None or not retention.orders
         receivers = {at: self._receiver(rows[at]) for at in numbers}
         if fused is None or apart:
             for at in numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,33 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
+from tangram.engine.draft_model import (
+    PoolShape,
+    check_vocabulary,
+    draft_bytes,
+    draft_config,
+    draft_pages,
+    readable_tokens,
+)
 from tangram.engine.loop import Engine
 from tangram.engine.memory import (
+    GRAPH_BYTES,
     cache_dtype,
     explain_exhaustion,
     kv_bytes,
     offload_bytes,
     table_bytes,
 )
+from tangram.engine.meters import Meters
+from tangram.engine.model_drafts import ModelDrafter
+from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.startup import announce
-from tangram.errors import ConfigError
+from tangram.engine.self_drafts import SelfDrafter
+from tangram.engine.speculation import Speculation, speculate_by_lookup
+from tangram.engine.startup import announce, announce_speculation
+from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.threads import use_threads
@@ -39,6 +54,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
+from tangram.speculative_config import NAME, CompressedKv, DraftModel, Ngram, Suffix
 
 Parts = tuple[Admission, Scheduler, Runner]
 
@@ -85,21 +101,25 @@ class EngineBuilder:
         self.config = self.compression.config
         self.most_tokens = config.max_model_len or limit
         self._given_kernels = kernels
+        self.drafting = self._load_drafting()
 
     def engine(self) -> Engine:
         """The engine."""
-        return Engine(self.config, self.loaded, *self.parts())
+        admission, scheduler, runner = self.parts()
+        speculation = self.speculation(admission, scheduler.cache, runner)
+        announce_speculation(self.config)
+        return Engine(self.config, self.loaded, admission, scheduler, runner, speculation)
 
     def parts(self) -> Parts:
         """Admission, scheduler and runner."""
         config, loaded = self.config, self.loaded
         # Before a calibration, which takes a minute.
-        kernels = self._given_kernels or self.kernels()
+        kernels = self._kernels()
         scorer, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
         page_bytes = default.layout.page_bytes(dtype.itemsize)
-        pages = kv_bytes(config, loaded, table_bytes(config, layouts)) // page_bytes
+        pages = self._served_bytes(layouts, page_bytes) // page_bytes
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
         span_bytes = default.layout.span_pages * page_bytes
         cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
@@ -112,26 +132,156 @@ class EngineBuilder:
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache), runner
 
+    def speculation(
+        self, admission: Admission, cache: CacheManager, runner: Runner
+    ) -> Speculation | None:
+        """What drafts, if the config says how."""
+        match self.config.speculation:
+            case Ngram() | Suffix() as lookup:
+                return speculate_by_lookup(lookup)
+            case CompressedKv() as own:
+                drafter = self._self_drafter(admission.retentions, cache, runner)
+                return Speculation(own, drafter=drafter)
+            case DraftModel() as other:
+                model = self._model_drafter(other, admission, runner)
+                return None if model is None else Speculation(other, drafter=model)
+            case _:
+                return None
+
+    def _load_drafting(self) -> EngineBuilder | None:
+        """The builder of a second model that drafts, if the config names one.
+
+        Raises `ConfigError` if its tokens are others.
+        """
+        config, drafts = self.config, self.config.speculation
+        if not isinstance(drafts, DraftModel):
+            return None
+        other = load_model(
+            drafts.model,
+            dtype=config.dtype,
+            device=self.loaded.device.type,
+            load_format=config.load_format,
+        )
+        check_vocabulary(self.loaded, other)
+        tokens = readable_tokens(other, self.loaded.name, self.most_tokens)
+        return EngineBuilder(draft_config(config, drafts, tokens), other, self._given_kernels)
+
+    def _served_bytes(self, layouts: Sequence[Layout], page_bytes: int) -> int:
+        """Bytes of the served model's KV pages."""
+        config, drafts, tables = (
+            self.config,
+            self.config.speculation,
+            table_bytes(self.config, layouts),
+        )
+        if self.drafting is None or not isinstance(drafts, DraftModel):
+            return kv_bytes(config, self.loaded, tables)
+        shape = self.drafting.uncompressed_pool()
+        beside = table_bytes(self.drafting.config, [shape.layout]) + GRAPH_BYTES
+        total = kv_bytes(config, self.loaded, tables + beside)
+        return total - draft_bytes(total, drafts, PoolShape(layouts[0], page_bytes), shape)
+
+    def uncompressed_pool(self) -> PoolShape:
+        """The pages of a model that keeps everything."""
+        layout = self.lay_out_uncompressed()
+        return PoolShape(layout, layout.page_bytes(cache_dtype(self.config, self.loaded).itemsize))
+
+    def _model_drafter(
+        self, drafts: DraftModel, admission: Admission, runner: Runner
+    ) -> ModelDrafter | None:
+        """The drafter of draft_model, which shares the meters of `runner`."""
+        if self.drafting is None:
+            return None
+        _, retentions = self.drafting.retentions()
+        served_tokens = admission.retentions[0].layout.tokens_in(admission.total_pages)
+        pages = draft_pages(drafts, served_tokens, self.drafting.uncompressed_pool())
+        cache = self.drafting.cache(retentions, pages, 0)
+        _log.info(
+            "%s drafts for %s: %s tokens of it fit in %d pages",
+            drafts.model,
+            self.config.model,
+            f"{retentions[0].layout.tokens_in(pages):,}",
+            pages,
+        )
+        return ModelDrafter(
+            self.drafting.draft_runner(retentions, cache, pages, runner.meters),
+            cache,
+            retentions[0],
+            most_tokens=self.config.max_num_batched_tokens,
+            vocabulary=self.loaded.geometry.vocab_size,
+        )
+
+    def draft_runner(
+        self, retentions: Sequence[Retention], cache: CacheManager, pages: int, meters: Meters
+    ) -> Runner:
+        """The runner of a model that drafts for another one, whose `meters` count its work too."""
+        return self._ready_runner(
+            retentions,
+            None,
+            cache=cache,
+            pages=pages,
+            kernels=self._kernels(),
+            cache_dtype=cache_dtype(self.config, self.loaded),
+            meters=meters,
+        )
+
+    def _self_drafter(
+        self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
+    ) -> SelfDrafter:
+        """The drafter of compressed_kv."""
+        drafts = [entry.draft for entry in retentions if entry.draft is not None]
+        if not drafts or cache.drafts is None:
+            raise IntegrityError("compressed_kv has no retention with a draft")
+        passes = runner.draft_passes(drafts[0], cache.drafts, self._kernels())
+        self._prepare_decode(passes, self.config.max_num_seqs, "Capturing draft steps")
+        runner.meters.clear()
+        return SelfDrafter(passes, cache.drafts)
+
     def retentions(self) -> tuple[Scorer | None, list[Retention]]:
         """The scorer, if one is needed, and the retentions: default ρ, 1.0, then other profiles.
 
         All have pages of one shape.
         """
-        config = self.config
+        config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
+            if isinstance(drafts, CompressedKv):
+                raise ConfigError(
+                    f"{NAME}.method is {drafts.method}, but {config.model} has "
+                    "sliding-window layers only, of which drafts can leave out nothing: choose "
+                    "ngram or suffix"
+                )
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )
             return None, [full]
-        if config.kv_retention == 1.0 and not config.profile:
+        if (
+            config.kv_retention == 1.0
+            and not config.profile
+            and not isinstance(drafts, CompressedKv)
+        ):
             return None, [full]
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
+        if isinstance(drafts, CompressedKv):
+            full = self.lossless(self.compression.find_draft_profile(self.loaded, scorer), scorer)
         profiles = self.compression.find_served_profiles(self.loaded, scorer)
         found = [self.retention(profile, scorer) for profile in profiles]
         defaults = [entry for entry in found if entry.kv_retention == config.kv_retention]
         default = defaults[0] if defaults else full
         return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
+
+    def lossless(self, profile: Profile, scorer: Scorer) -> Retention:
+        """ρ = 1.0 in chunks that begin with what `profile` keeps, which drafts read."""
+        draft = self.retention(profile, scorer)
+        layout = draft.layout
+        pages = [layout.chunk_pages] * layout.full_groups
+        whole = self.make_retention(
+            profile,
+            scorer,
+            layout.groups[: layout.full_groups],
+            pages,
+            f"{self._full_fingerprint()}:{draft.fingerprint}",
+        )
+        return replace(whole, kv_retention=1.0, draft=draft)
 
     def _full_fingerprint(self) -> str:
         """ρ = 1.0 depends on the model alone: its weights replace the profile's fingerprint."""
@@ -212,6 +362,9 @@ class EngineBuilder:
         """The runner, which computes steps; `options` are those of `Runner`."""
         return Runner(self.loaded, retentions, scorer, cache=cache, **options)
 
+    def _kernels(self) -> KernelChoice:
+        return self._given_kernels or self.kernels()
+
     def kernels(self) -> KernelChoice:
         """The kernels of the device, with the decode policy."""
         return partial(pool_kernels, policy=self._decode_policy())
@@ -230,17 +383,36 @@ class EngineBuilder:
         if fast:
             join_projections(loaded.model)
             compile_layers(loaded.model)
+        drafts = config.speculation
+        most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scope = config.overflow_every, self.compression.choice.scope
         overflow = None if every is None else Overflow(retentions, scope, every)
         runner = self.runner(
-            retentions, scorer, cache=cache, graphs=fast, overflow=overflow, **options
+            retentions,
+            scorer,
+            cache=cache,
+            graphs=fast,
+            overflow=overflow,
+            queries=query_counts(most_drafted),
+            **options,
         )
         if loaded.device.type == "cuda":
-            runner.rehearse(config.max_num_seqs, config.max_num_batched_tokens)
-        track = partial(show_progress, description="Capturing decode steps")
-        runner.capture(config.max_num_seqs, track)
+            runner.rehearse(config.max_num_batched_tokens)
+        runner.passes.capture_prefill()
+        self._prepare_decode(runner.passes, config.max_num_seqs, "Capturing decode steps")
+        if most_drafted:
+            rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
+            track = partial(show_progress, description="Capturing steps with drafts")
+            for queries in runner.passes.batcher.queries[1:]:
+                runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
         runner.meters.clear()
         return runner
+
+    def _prepare_decode(self, passes: Passes, rows: int, description: str) -> None:
+        """Compile the kernels of decode passes of up to `rows` rows, and capture their graphs."""
+        if self.loaded.device.type == "cuda":
+            passes.rehearse_decode(rows)
+        passes.capture(rows, partial(show_progress, description=description))
 
     def _decode_policy(self) -> Policy | None:
         """The configured policy, or the one that was kept for this GPU and geometry."""
@@ -266,6 +438,11 @@ class EngineBuilder:
         except OSError as error:
             _log.warning("the decode policy kept for this GPU cannot be read: %s", error)
             return None
+
+
+def query_counts(most_drafted: int) -> tuple[int, ...]:
+    """The numbers of tokens of a decode row that kernels are prepared for."""
+    return tuple(sorted({1, most_drafted // 4 + 1, most_drafted + 1}))
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:

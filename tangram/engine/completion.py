@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -16,7 +16,15 @@ from tangram.cache.step import Step
 from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.engine.text import TextCodec, TextStream
 from tangram.engine.token_sequence import TokenSequence, sequence_of
-from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
+from tangram.types import (
+    DraftedTokens,
+    Event,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 
 _log = logging.getLogger("tangram")
 
@@ -72,6 +80,24 @@ class Completion:
         After an `error` there is neither.
         """
         self.sequence.settle(token.token_id)
+        return self._write(token)
+
+    def goes_on(self, tokens: Sequence[TokenLogprob]) -> bool:
+        """Whether it is certain, without their text, that none of the next `tokens` ends it."""
+        sequence = self.sequence
+        return (
+            sequence.read_tokens > 0
+            and sequence.known + len(tokens) <= sequence.limit
+            and not self.request.sampling.stop
+            and not self.constrained
+            and all(token.token_id not in self.end_token_ids for token in tokens)
+        )
+
+    def write(self, token: TokenLogprob) -> str:
+        """The text that is certain with `token`, which is settled and does not end it."""
+        return self._write(token)[0]
+
+    def _write(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
         if (matcher := self.sampler.matcher) is not None:
             matcher.take(token.token_id)
             if matcher.error is not None:
@@ -110,6 +136,21 @@ class Completion:
             error_field=error_field,
             admitted_s=self.sequence.admitted_s,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """Settled `tokens` of `completion` that are still to be sent.
+
+    Before them it had `completion_tokens` tokens and `sealed_chunks` chunks. `drafted` counts all
+    drafts up to the last of `tokens`.
+    """
+
+    completion: Completion
+    tokens: Sequence[TokenLogprob]
+    completion_tokens: int
+    sealed_chunks: int
+    drafted: DraftedTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +211,9 @@ class Answers:
             )
             for index in range(sampling.n)
         ]
+        for one in (first, *others):
+            # A grammar's mask would have to follow the drafts.
+            one.sequence.speculative = request.grammar is None
         self._arrivals += sampling.n
         self._all |= {(request_id, completion.index): completion for completion in (first, *others)}
         self._siblings[request_id] = others

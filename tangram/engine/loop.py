@@ -11,28 +11,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
+from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.completion import Answers, Completion, Flight, refuse
+from tangram.engine.completion import Answers, Completion, Flight, Parcel, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
+from tangram.engine.sampling import BROKEN_LOGITS, SampleRow, check_tokens
 from tangram.engine.scheduler import Scheduler
+from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.engine.text import TextCodec
+from tangram.errors import IntegrityError
+from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
 
 STATS_EVERY_S = 0.05
 
@@ -55,8 +64,11 @@ class Engine:
         admission: Admission,
         scheduler: Scheduler,
         runner: Runner,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
+        self._speculation = speculation
+        scheduler.drafts = speculation
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
@@ -73,8 +85,9 @@ class Engine:
             self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
         )
         self._flight: Flight | None = None
+        self._parcels: list[Parcel] = []
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
-        self._stats = admission.stats(scheduler, runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -176,9 +189,11 @@ class Engine:
 
     def _step(self) -> bool:
         changed = self._do_jobs() or self._checked
+        self._plan_drafts()
         step = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
+            self._send_parcels()
             if self._land():
                 return True
             self._runner.meters.collect()
@@ -188,22 +203,50 @@ class Engine:
             self._publish_stats()
         self._checked = False
         sampled = self._answers.of(step)
-        samplers, constrained = (
-            [entry.sampler for entry in sampled],
-            any(entry.constrained for entry in sampled),
-        )
+        if any(row.drafts for row in step.rows):
+            self._verify(step, sampled)
+        else:
+            self._run_plainly(step, sampled)
+        self._runner.meters.collect()
+        return True
+
+    def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
+        """Run a step without drafts. The tokens of the step before are read while it runs."""
+        samplers = [entry.sampler for entry in sampled]
+        constrained = any(entry.constrained for entry in sampled)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
-        self._land()
-        self._runner.meters.collect()
+        self._send_parcels()
+        awaited = self._land() or not self.ahead
         self._scheduler.commit(step)
         for completion in sampled:
             completion.sequence.expect()
         self._flight = None if choice is None else Flight(sampled, choice)
         if not self.ahead:
             self._land()
-        return True
+        if awaited:
+            self._end_step(step)
+
+    def _plan_drafts(self) -> None:
+        """Choose the drafts of the next step. It can have some if all tokens are known.
+
+        A step that prefills has none: its time and its tokens are for the prompts.
+        """
+        speculation = self._speculation
+        if speculation is None:
+            return
+        decoding = self._scheduler.decoding
+        if self._scheduler.prefilling or not speculation.plan(decoding):
+            speculation.skip(decoding)
+        else:
+            self._land()
+            speculation.prepare(self._scheduler.decoding)
+        speculation.begin_step()
+
+    def _end_step(self, step: Step) -> None:
+        if self._speculation is not None and step.decode_rows == len(step.rows):
+            self._speculation.end_step()
 
     def _land(self) -> bool:
         """Read the tokens of the step in flight and send events.
@@ -225,9 +268,115 @@ class Engine:
         self._publish_queue()
         return True
 
+    def _verify(self, step: Step, sampled: list[Completion]) -> None:
+        """Run a step with drafts, accept those that equal the model's tokens, and send events."""
+        step, drafted = self._draft(step, sampled)
+        samplers = _samplers(step, sampled, drafted)
+        choice = self._runner.run(step, samplers, drafted=drafted)
+        if choice is None:
+            raise IntegrityError("a step with drafts has chosen no token")
+        self._send_parcels()
+        with self._runner.meters.waiting():
+            tokens = choice.tokens_on_host()
+            drafts = iter(drafted.tolist())
+        taken, at = [], 0
+        rows = (row for row in step.rows if row.sample)
+        for row, completion in zip(rows, sampled, strict=True):
+            own = list(islice(drafts, row.drafts))
+            found = tokens[at : at + 1 + row.drafts]
+            taken.append((completion, self._settle(completion, own, found)))
+            at += 1 + row.drafts
+        self._scheduler.commit(step)
+        for completion, accepted in taken:
+            self._take_all(completion, accepted)
+        self._publish_queue()
+        self._end_step(step)
+
+    def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
+        """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
+        drafter = None if self._speculation is None else self._speculation.drafter
+        if drafter is None:
+            known = [row.tokens[1:] for row in step.rows if row.drafts]
+            return step, place(np.concatenate(known), self.device)
+        self._runner.move(step)
+        rows = (row for row in step.rows if row.sample)
+        drafting = [
+            Drafting(completion.sequence, row, completion.sampler)
+            for row, completion in zip(rows, sampled, strict=True)
+            if row.drafts
+        ]
+        return replace(step, moves=()), drafter.draft(drafting)
+
+    def _settle(
+        self, completion: Completion, drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
+    ) -> list[TokenLogprob | None]:
+        """The tokens that a sequence goes on with: accepted drafts and one more."""
+        taken = accept(drafts, tokens)
+        accepted = len(taken) - 1
+        self._scheduler.settle(completion.sequence, drafts, accepted)
+        if self._speculation is not None:
+            self._speculation.settle(completion.sequence, len(drafts), accepted)
+        return taken
+
+    def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
+        """Enter `tokens` one after the other, until one of them ends the completion.
+
+        On a GPU those that end nothing are sent while it computes the next step.
+        """
+        found = [token for token in tokens if token is not None]
+        if self.ahead and len(found) == len(tokens) and completion.goes_on(found):
+            self._take_later(completion, found)
+            return
+        for token in tokens:
+            if completion.ended:
+                return
+            completion.sequence.expect()
+            if token is None:
+                self._fail(completion)
+                return
+            completion.sampler.extend([token.token_id])
+            self._take(completion, token)
+
+    def _take_later(self, completion: Completion, tokens: Sequence[TokenLogprob]) -> None:
+        sequence = completion.sequence
+        if self._speculation is None or sequence.cache is None:
+            raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
+        count, chunks = sequence.read_tokens, sequence.cache.sealed_chunks
+        token_ids = [token.token_id for token in tokens]
+        sequence.extend(token_ids)
+        completion.sampler.extend(token_ids)
+        drafted = self._speculation.usage(sequence)
+        self._parcels.append(Parcel(completion, tokens, count, chunks, drafted))
+
+    def _send_parcels(self) -> None:
+        """Send what earlier steps have settled, unless the completion has ended since."""
+        parcels, self._parcels = self._parcels, []
+        for parcel in parcels:
+            if not parcel.completion.ended:
+                self._send(parcel)
+
+    def _send(self, parcel: Parcel) -> None:
+        completion, last = parcel.completion, len(parcel.tokens) - 1
+        for number, token in enumerate(parcel.tokens):
+            unsent = max(0, last - number - 1)  # accepted drafts behind this token
+            drafted = DraftedTokens(
+                parcel.drafted.accepted - unsent, parcel.drafted.rejected + unsent
+            )
+            usage = self._admission.usage_at(
+                completion.sequence,
+                parcel.completion_tokens + number + 1,
+                parcel.sealed_chunks,
+                drafted,
+            )
+            self._scheduler.counters.generated_tokens += 1
+            text = completion.write(token)
+            completion.request.on_event(completion.event(usage, token, text, None))
+
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
         found = bool(self._mail)
+        if found:  # an abort comes after what is settled
+            self._send_parcels()
         while (job := self._mail.take()) is not None:
             job()
         return found
@@ -236,8 +385,13 @@ class Engine:
         self._mail.publish(self._scheduler.excess(self._answers.held_back))
 
     def _publish_stats(self) -> None:
-        self._stats = self._admission.stats(self._scheduler, self._runner.meters)
+        self._stats = self._read_stats()
         self._stats_s = time.monotonic()
+
+    def _read_stats(self) -> EngineStats:
+        speculation = self._speculation
+        drafted = None if speculation is None else speculation.counters.read()
+        return self._admission.stats(self._scheduler, self._runner.meters, drafted)
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits show unsound state, and forget that state."""
@@ -253,21 +407,37 @@ class Engine:
 
     def _abandon(self, error: str) -> None:
         self._flight = None
+        self._parcels.clear()
         while self._answers:
             request_id = self._answers.request_ids[0]
             try:
                 self._drop(request_id, error)
             except Exception:
                 _log.exception("request %s could not be notified that %s", request_id, error)
-        self._scheduler.cache.prefix.clear()
+        self._clear_prefixes()
 
     def clear_cache(self) -> None:
         """Forget every unused cached prefix."""
-        self._between_steps(self._scheduler.cache.prefix.clear)
+        self._between_steps(self._clear_prefixes)
 
     def check_accounting(self) -> None:
         """Raise `IntegrityError` unless every page is accounted for and footprints are right."""
-        self._between_steps(partial(check_accounting, self._scheduler.cache))
+        self._between_steps(self._check_pages)
+
+    @property
+    def _caches(self) -> Iterator[CacheManager]:
+        """That of the model, and that of a model which drafts."""
+        yield self._scheduler.cache
+        if self._speculation is not None and self._speculation.cache is not None:
+            yield self._speculation.cache
+
+    def _clear_prefixes(self) -> None:
+        for cache in self._caches:
+            cache.prefix.clear()
+
+    def _check_pages(self) -> None:
+        for cache in self._caches:
+            check_accounting(cache)
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Do `work`, between two steps if a thread steps; raises what `work` raises."""
@@ -362,14 +532,28 @@ class Engine:
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True
+        if self._speculation is not None:
+            self._speculation.remember(completion.sequence)
         self._scheduler.remove(completion.sequence)
 
     def _usage(self, completion: Completion) -> Usage:
-        return self._admission.usage(completion.sequence, completion.sequence.read_tokens)
+        sequence, speculation = completion.sequence, self._speculation
+        drafted = None if speculation is None else speculation.usage(sequence)
+        return self._admission.usage(sequence, sequence.read_tokens, drafted)
 
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""
         if not self._checked:
-            check_accounting(self._scheduler.cache)
+            self._check_pages()
             self._checked = True
             self._publish_stats()
+
+
+def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
+    """What chooses each token of a step: behind drafts, as if these were accepted."""
+    samplers, begin = list[SampleRow](), 0
+    rows = (row for row in step.rows if row.sample)
+    for row, completion in zip(rows, sampled, strict=True):
+        samplers += verifiers(completion.sampler, drafted[begin : begin + row.drafts])
+        begin += row.drafts
+    return samplers

@@ -23,7 +23,7 @@ GIB = 1 << 30
 _DEFAULT_CPU_BYTES = 4 * GIB
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MOST_ENTRIES = (1 << 31) - 1  # of all block tables: kernels address them by int32
-_GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator cannot use
+GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator cannot use
 
 
 class _NoAttention:
@@ -74,7 +74,7 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     needed = (
         _activation_bytes(config, loaded)
         + _count_gathered_bytes(config, loaded)
-        + _GRAPH_BYTES
+        + GRAPH_BYTES
         + beside
     )
     needed += STAGING_BYTES if config.kv_offload_gib else 0

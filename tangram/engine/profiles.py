@@ -20,6 +20,7 @@ from tangram.errors import ConfigError, ProfileError
 from tangram.kernels.threads import use_threads
 from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
+from tangram.speculative_config import CompressedKv
 
 _log = logging.getLogger("tangram")
 
@@ -67,6 +68,17 @@ class Compression:
                 "to one of them"
             )
         return [find_or_make_profile(config, loaded, scorer, self.choice.scope)]
+
+    def find_draft_profile(self, loaded: LoadedModel, scorer: Scorer) -> Profile:
+        """The profile of what drafts read: configured, shipped, kept, or made."""
+        drafts = self.config.speculation
+        if not isinstance(drafts, CompressedKv):
+            raise ConfigError("only the speculative method compressed_kv has a draft profile")
+        for profile in self.named:
+            if profile.kv_retention == drafts.kv_retention:
+                return self._check(profile, loaded, scorer)
+        config = replace(self.config, speculative_config=None, kv_retention=drafts.kv_retention)
+        return find_or_make_profile(config, loaded, scorer, self.choice.scope)
 
     def _check(self, profile: Profile, loaded: LoadedModel, scorer: Scorer) -> Profile:
         config = self.config

@@ -19,6 +19,7 @@ where two tokens are that close.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ class SampleRow:
         return self.params.temperature < _GREEDY_BELOW
 
     @property
+    def remembers(self) -> bool:
+        """True when the tokens before matter, not only their number."""
+        return self._history is not None
+
+    @property
     def changes_logits(self) -> bool:
         """True when a bias or a penalty moves this row's logits, or the answer may not end yet."""
         return self._bias is not None or self._history is not None or self._must_go_on
@@ -91,11 +97,28 @@ class SampleRow:
     def _must_go_on(self) -> bool:
         return self._ends is not None and self.step < self.params.min_tokens
 
+    def ahead(self, count: int, tokens: Tensor | None) -> SampleRow:
+        """How a token is chosen behind the first `count` of `tokens` [n], if these come next.
+
+        This row stays as it is.
+        """
+        later = copy.copy(self)
+        later.step += count
+        if self._history is not None and tokens is not None and count:
+            later._history = self._history.ahead(tokens[:count])
+        return later
+
     def append(self, token: Tensor) -> None:
         """Add a token, int64 [1] on the logits' device, to the completion."""
         self.step += 1
         if self._history is not None:
-            self._history.output_counts.index_add_(0, token, self._history.one)
+            self._history.add(token)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add `tokens` to the completion."""
+        self.step += len(tokens)
+        if self._history is not None:
+            self._history.add(on_device(self._history.output_counts.device, tokens))
 
     def change_logits(self, logits: Tensor) -> None:
         """Add the bias and the penalties to `logits` [V] (float32), in place; mask early ends."""
@@ -119,6 +142,17 @@ class _History:
         )
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
+
+    def add(self, tokens: Tensor) -> None:
+        """Count `tokens`, int64 [n], as part of the output."""
+        self.output_counts.index_add_(0, tokens, self.one.expand(len(tokens)))
+
+    def ahead(self, tokens: Tensor) -> _History:
+        """The history with `tokens` [n] at its end."""
+        later = copy.copy(self)
+        later.output_counts = self.output_counts.clone()
+        later.add(tokens)
+        return later
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
         """Apply the penalties in place.
@@ -186,6 +220,20 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
     Greedy rows take the first of equal maxima.
     """
     raw = _mask_forbidden(logits.float(), rows)
+    tokens = _choose(raw, rows)
+    normaliser = raw.logsumexp(dim=-1)
+    logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
+    return SampledTokens(
+        tokens, HostCopies(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
+    )
+
+
+def choose_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """The tokens of `choose` alone: int64 [R] on the device."""
+    return _choose(_mask_forbidden(logits.float(), rows), rows)
+
+
+def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     changed = _change(raw, rows)
     tokens = changed.argmax(dim=-1)
     random = [index for index, row in enumerate(rows) if not row.greedy]
@@ -193,11 +241,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
         weights = weights_of(pick(changed, random), [rows[i].params for i in random])
         keys = [row_key(rows[i].seed, rows[i].sample_index, rows[i].step) for i in random]
         tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
-    normaliser = raw.logsumexp(dim=-1)
-    logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
-    return SampledTokens(
-        tokens, HostCopies(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
-    )
+    return tokens
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

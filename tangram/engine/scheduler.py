@@ -21,8 +21,11 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
@@ -30,10 +33,9 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
+from tangram.engine.rows import prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
-from tangram.types import Int32
-
-PRECEDING_TOKENS = 16
+from tangram.types import Int32, Int64
 
 
 @dataclass
@@ -50,15 +52,32 @@ class SchedulerCounters:
     generated_tokens: int = 0
 
 
+class Drafts(Protocol):
+    """What may come behind the newest tokens of sequences."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are not known when a step is scheduled."""
+        ...
+
+    def offer(self, sequence: TokenSequence, most: int) -> Int64:
+        """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
+        ...
+
+
 @dataclass
 class Scheduler:
-    """Two queues in order of rank, `waiting` and `running`, over one cache manager."""
+    """Two queues in order of rank, `waiting` and `running`, over one cache manager.
+
+    `drafts` says what may come behind the newest token of a sequence.
+    """
 
     config: EngineConfig
     cache: CacheManager
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    drafts: Drafts | None = None
     _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
@@ -119,8 +138,8 @@ class Scheduler:
             [sequence for sequence in self.running if not sequence.complete],
         )
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
-        decode = [self._decode_row(sequence) for sequence in active if _decodes(sequence)]
-        budget -= len(decode)
+        decode = self._decode_rows([one for one in active if _decodes(one)], budget)
+        budget -= sum(len(row.tokens) for row in decode)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving), budget
@@ -138,6 +157,24 @@ class Scheduler:
         self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
         return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
 
+    def settle(self, sequence: TokenSequence, drafts: Sequence[int], accepted: int) -> None:
+        """Of `drafts`, which a step has computed, the model takes the first `accepted`.
+
+        Call it before `commit`.
+        """
+        sequence.foresee(drafts[:accepted])
+        self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a running sequence has more to compute than its newest token."""
+        return any(not one.complete and not _decodes(one) for one in self.running)
+
+    @property
+    def decoding(self) -> list[TokenSequence]:
+        """The running sequences whose next row decodes."""
+        return [one for one in self.running if not one.complete and _decodes(one)]
+
     def commit(self, step: Step) -> None:
         """Record what `step` computes.
 
@@ -151,7 +188,7 @@ class Scheduler:
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
             sequence = by_slot.get(row.slot)
             if sequence is not None and sequence.cache is not None:
-                self.cache.commit(sequence.cache, sequence.known_tokens)
+                self.cache.commit(sequence.cache, sequence.computable_tokens)
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -237,11 +274,38 @@ class Scheduler:
             self.counters.cached_tokens += sequence.cached_tokens
         return True
 
-    def _decode_row(self, sequence: TokenSequence) -> Row:
+    def _decode_rows(self, sequences: Sequence[TokenSequence], budget: int) -> list[Row]:
+        """The newest token of each sequence, and its drafts as far as `budget` allows."""
+        rows: list[Row] = []
+        spare = budget - len(sequences)
+        if self.waiting or len(sequences) < len(self.running):
+            spare -= self.config.chunk_tokens  # drafts leave room for prefill
+        for sequence in sequences:
+            row = self._row_of_newest(sequence)
+            drafts = self._draft(sequence, spare)
+            spare -= len(drafts)
+            if len(drafts):
+                on_device = self.drafts is not None and self.drafts.on_device
+                tokens = np.concatenate([row.tokens, drafts])
+                row = replace(row, tokens=tokens, pending=on_device)
+            rows.append(row)
+        return rows
+
+    def _row_of_newest(self, sequence: TokenSequence) -> Row:
         cache = _require_cache(sequence)
         start = cache.computed_tokens
         self.cache.grow(cache, 1)
-        return self._row(sequence, RowKind.DECODE, start, start + 1, sample=True)
+        return row_of(sequence, cache, RowKind.DECODE, start, start + 1, sample=True)
+
+    def _draft(self, sequence: TokenSequence, most: int) -> Int64:
+        """Drafts behind the newest token, with pages for them; none crosses the end of a chunk."""
+        cache = _require_cache(sequence)
+        left = min(cache.layout.chunk_tokens - cache.raw_tokens, sequence.limit - sequence.known)
+        if self.drafts is None or sequence.pending or min(left, most) <= 0:
+            return np.zeros(0, np.int64)
+        drafts = self.drafts.offer(sequence, min(left, most))
+        self.cache.grow(cache, len(drafts))
+        return drafts
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
         """All rows that the first sequence may have, then those of the second, while they fit."""
@@ -271,17 +335,12 @@ class Scheduler:
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
         cache = _require_cache(sequence)
-        chunk_tokens = cache.layout.chunk_tokens
-        begin = cache.sealed_chunks * chunk_tokens
-        if sequence.known - begin < chunk_tokens:
-            start, kind, end = cache.computed_tokens, RowKind.TAIL, sequence.known
-        else:
-            start, kind, end = begin, RowKind.SEAL, begin + chunk_tokens
+        kind, start, end = prefill_span(cache, sequence.known)
         if end - start > budget:
             return None
         # A chunk that decode completed has been sampled already; one that ends the known tokens has
         # not.
-        sample = end == sequence.known and cache.raw_tokens < chunk_tokens
+        sample = end == sequence.known and cache.raw_tokens < cache.layout.chunk_tokens
         if kind is RowKind.SEAL:
             key = self.cache.next_key(cache, sequence.settled_tokens)
             if key is not None:
@@ -290,27 +349,7 @@ class Scheduler:
         else:
             self.cache.grow(cache, end - start)
         self.counters.computed_prompt_tokens += max(0, min(end, sequence.prompt_tokens) - start)
-        return self._row(sequence, kind, start, end, sample=sample)
-
-    @staticmethod
-    def _row(sequence: TokenSequence, kind: RowKind, start: int, end: int, *, sample: bool) -> Row:
-        tokens, preceding = (
-            sequence.tokens[start:end],
-            sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
-        )
-        slot = _require_cache(sequence).slot
-        pending = sequence.pending and end == sequence.known
-        return Row(
-            sequence.request_id,
-            slot,
-            sequence.retention,
-            kind,
-            start,
-            tokens,
-            preceding,
-            sample,
-            pending,
-        )
+        return row_of(sequence, cache, kind, start, end, sample=sample)
 
     def _epoch_of(self, decode: list[Row]) -> int:
         members = tuple((row.slot, row.retention) for row in decode)

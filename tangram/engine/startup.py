@@ -11,6 +11,7 @@ from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.memory import GIB
 from tangram.model.load import LoadedModel
+from tangram.speculative_config import CompressedKv
 
 _log = logging.getLogger("tangram")
 
@@ -55,7 +56,8 @@ def announce(
     compressed = default.layout.tokens_in(admission.total_pages)
     uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
-    method = f"{config.scorer}, scope {config.scope}" if default.scored else "nothing dropped"
+    everything = default.layout.keeps_everything
+    method = "nothing dropped" if everything else f"{config.scorer}, scope {config.scope}"
     _log.info(
         "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), "
         "%s would without compression; max_model_len %d, chunk %d tokens",
@@ -80,4 +82,27 @@ def announce(
             host_pages,
             f"{default.layout.tokens_in(host_pages):,}",
             default.kv_retention,
+        )
+
+
+def announce_speculation(config: EngineConfig) -> None:
+    """Log what drafts, if anything does, and what that costs in memory.
+
+    `config` names scorer and scope.
+    """
+    drafts = config.speculation
+    if drafts is None:
+        return
+    _log.info(
+        "speculation: %s, at most %d drafted tokens of a sequence in a step",
+        drafts.method,
+        drafts.num_speculative_tokens,
+    )
+    if isinstance(drafts, CompressedKv):
+        _log.info(
+            "drafts read %s of the KV entries (%s, scope %s), verification reads all of them: "
+            "nothing is dropped, no entry is held twice, and memory is that of kv_retention 1.0",
+            drafts.kv_retention,
+            config.scorer,
+            config.scope,
         )

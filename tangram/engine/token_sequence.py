@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,8 @@ class TokenSequence:
     request share its prompt. `keys` name its chunks in the prefix cache. `limit` is the most tokens
     whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed
     tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
-    first leaves the queue.
+    first leaves the queue. `foreseen` tokens behind the known ones are accepted drafts. Nothing is
+    drafted for a sequence that is not `speculative`.
     """
 
     request_id: str
@@ -37,6 +39,8 @@ class TokenSequence:
     admitted_s: float | None = None
     preemptions: int = 0
     pending: bool = False
+    foreseen: int = 0
+    speculative: bool = True
 
     @property
     def retention(self) -> Retention:
@@ -68,13 +72,35 @@ class TokenSequence:
         """int64 [n]: the known tokens whose values are on the host."""
         return self.tokens[: self.known - self.pending]
 
-    def expect(self) -> None:
-        """Count one more token, which is being sampled."""
+    @property
+    def computable_tokens(self) -> Int64:
+        """int64 [n]: the known tokens and those foreseen behind them."""
+        return self.tokens[: self.known + self.foreseen]
+
+    def foresee(self, tokens: Sequence[int]) -> None:
+        """`tokens` come next: their KV state is in the pool, and they are about to be expected."""
+        self._allocate()
+        self.tokens[self.known : self.known + len(tokens)] = tokens
+        self.foreseen = len(tokens)
+
+    def _allocate(self) -> None:
         if self.known == len(self.tokens):
             prompt, self.tokens = self.tokens, np.zeros(self.limit + 1, np.int64)
             self.tokens[: self.known] = prompt
+
+    def expect(self) -> None:
+        """Count one more token, which is being sampled."""
+        self._allocate()
+        self.foreseen = max(0, self.foreseen - 1)
         self.known += 1
         self.pending = True
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append `tokens`, the foreseen ones first; none is pending."""
+        self._allocate()
+        self.tokens[self.known : self.known + len(tokens)] = tokens
+        self.known += len(tokens)
+        self.foreseen = 0
 
     def settle(self, token: int) -> None:
         """Store the value of the expected token."""

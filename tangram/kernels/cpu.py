@@ -28,7 +28,7 @@ from tangram.kernels import reference
 from tangram.kernels.cpu_tasks import step
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
-from tangram.types import Int64
+from tangram.types import Int32, Int64
 
 
 def _share_torch_openmp() -> None:
@@ -120,18 +120,22 @@ def decode_step(
     layer: int,
     *,
     scaling: float,
+    counts: Int32 | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append`, then `reference.decode`, for one layer: q [R, Q, D] → [R, Q, D].
+    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, D].
 
-    k, v are [R, H, D]. Compiled code computes in float32; pools of other dtypes go to the
-    reference.
+    k, v are [T, H, D]. `counts` are the tokens of each row; None means one. Compiled code computes
+    in float32; pools of other dtypes go to the reference.
     """
+    if counts is None:
+        counts = np.ones(plan.address.shape[1], np.int32)
     if not runs_compiled(pool):
-        reference.append(k, v, pool, tables, lengths, *np.moveaxis(plan.address[layer], -1, 0))
+        table, column, index = np.moveaxis(plan.address[layer], -1, 0)
+        reference.append(k, v, pool, tables, lengths, table, column, index, counts)
         decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-        return decode(q, pool, tables, lengths, plan.plan, layer)
+        return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts)
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
     out = torch.empty(q.shape, dtype=torch.float32)
@@ -144,6 +148,7 @@ def decode_step(
         _array(pool),
         _array(tables),
         _array(lengths),
+        np.append(0, np.cumsum(counts)),
         plan.address[layer],
         plan.tasks,
         plan.entries,

@@ -29,7 +29,7 @@ SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
-KIND_ABS, KIND_OPEN, KIND_FRAC = 0, 1, 2
+KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
 
 
 @compile_kept()
@@ -88,19 +88,22 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
 
 
 @compile_kept()
-def append_rows(k, v, blocks, heads_per_page, tables, lengths, address):  # type: ignore[no-untyped-def]
-    """Write k, v [R, H, D] at index length − 1.
+def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address):  # type: ignore[no-untyped-def]
+    """Write k, v [T, H, D] so that the last token of a row is at index length − 1.
 
-    `address` [R, H, 3] holds table offset, column and length index.
+    Row r has the tokens first[r] to first[r + 1]. `address` [R, H, 3] holds table offset, column
+    and length index.
     """
     page_tokens = blocks.shape[2]
-    for row in range(k.shape[0]):
+    for row in range(address.shape[0]):
         for head in range(k.shape[1]):
-            index = lengths[address[row, head, 2]] - 1
-            page = tables[address[row, head, 0] + index // page_tokens]
-            block, place = page * heads_per_page + address[row, head, 1], index % page_tokens
-            blocks[block, 0, place, :] = k[row, head]
-            blocks[block, 1, place, :] = v[row, head]
+            end = lengths[address[row, head, 2]] - first[row + 1]
+            for token in range(first[row], first[row + 1]):
+                index = end + token
+                page = tables[address[row, head, 0] + index // page_tokens]
+                block, place = page * heads_per_page + address[row, head, 1], index % page_tokens
+                blocks[block, 0, place, :] = k[token, head]
+                blocks[block, 1, place, :] = v[token, head]
 
 
 @compile_kept(fastmath=FAST)
@@ -164,17 +167,25 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 
 @compile_kept(fastmath=FAST)
-def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore[no-untyped-def]
+def cap(scores, count, softcap):  # type: ignore[no-untyped-def]
+    """Bound scores[m, :count] to softcap · tanh(s / softcap)."""
+    for m in range(scores.shape[0]):
+        for i in range(count):
+            scores[m, i] = softcap * np.tanh(scores[m, i] / softcap)
+
+
+@compile_kept(fastmath=FAST)
+def online_softmax(scores, count, maximum, total, out):  # type: ignore[no-untyped-def]
     """Turn scores[m, :count] into weights.
 
     Updates the running maximum and sum, and rescales `out` where the maximum rises.
     """
     for m in range(out.shape[0]):
         s = scores[m]
-        if softcap > 0:
-            for i in range(count):
-                s[i] = softcap * np.tanh(s[i] / softcap)
         top = max(maximum[m], largest(s, count))
+        if top == -np.inf:  # nothing is visible yet
+            s[:count] = np.float32(0.0)
+            continue
         if top > maximum[m]:
             shrink = exp_negative(maximum[m] - top)
             total[m] *= shrink
@@ -189,10 +200,35 @@ def online_softmax(scores, count, maximum, total, out, softcap):  # type: ignore
 
 
 @compile_kept()
-def attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
+def hide(scores, start, stop, oldest, newest):  # type: ignore[no-untyped-def]
+    """scores[m, i] = −∞ for entries start + i before oldest[m] or after newest[m]."""
+    for m in range(oldest.shape[0]):
+        for entry in range(start, min(stop, oldest[m])):
+            scores[m, entry - start] = -np.inf
+        for entry in range(max(start, newest[m] + 1), stop):
+            scores[m, entry - start] = -np.inf
+
+
+@compile_kept()
+def attend(  # type: ignore[no-untyped-def]
+    query,
+    oldest,
+    newest,
+    blocks,
+    heads_per_page,
+    tables,
+    table,
+    column,
+    begin,
+    end,
+    softcap,
+    out,
+    lse,
+):
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head.
 
-    Writes out [M, D] and lse [M].
+    Query m sees entries oldest[m] to newest[m] of them; all, where these arrays are empty. Writes
+    out [M, D] and lse [M].
     """
     page_tokens = blocks.shape[2]
     scores = np.empty((query.shape[0], STRETCH), np.float32)
@@ -201,6 +237,8 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
         np.zeros(query.shape[0], np.float32),
     )
     out[:] = 0
+    masked = oldest.shape[0] > 0
+    seen_from, seen_to = (oldest.max(), newest.min() + 1) if masked else (begin, end)
     for start in range(begin, end, STRETCH):
         stop = min(start + STRETCH, end)
         first_page, last_page = start // page_tokens, (stop - 1) // page_tokens
@@ -212,7 +250,11 @@ def attend(query, blocks, heads_per_page, tables, table, column, begin, end, sof
                 prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, 1])
             low, high = max(start, first), min(stop, first + page_tokens)
             dot_keys(query, blocks[block, 0], low - first, high - first, scores, low - start)
-        online_softmax(scores, stop - start, maximum, total, out, softcap)
+        if softcap > 0:
+            cap(scores, stop - start, softcap)
+        if masked and (start < seen_from or stop > seen_to):
+            hide(scores, start, stop, oldest, newest)
+        online_softmax(scores, stop - start, maximum, total, out)
         for page in range(first_page, last_page + 1):
             block, first = tables[table + page] * heads_per_page + column, page * page_tokens
             if page < last_page:
@@ -241,30 +283,31 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def merge(parts, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Merge `parts` in that order into out [G, D].
+def merge(parts, number, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
+    """Merge `parts` of token `number` of a row in that order into out [G, D].
 
-    They are slots of partial_out [slots, G, D] and partial_lse [slots, G].
+    They are slots of partial_out [slots, tokens, G, D] and partial_lse [slots, tokens, G].
     """
     for g in range(out.shape[0]):
         top = -np.inf
         for slot in parts:
-            top = max(top, partial_lse[slot, g])
+            top = max(top, partial_lse[slot, number, g])
         out[g, :] = 0
         if top == -np.inf:
             continue
         total = np.exp(sinks[g] - top)
         for slot in parts:
-            total += np.exp(partial_lse[slot, g] - top)
+            total += np.exp(partial_lse[slot, number, g] - top)
         for slot in parts:
-            weight = np.float32(np.exp(partial_lse[slot, g] - top) / total)
+            weight = np.float32(np.exp(partial_lse[slot, number, g] - top) / total)
             for d in range(out.shape[1]):
-                out[g, d] += weight * partial_out[slot, g, d]
+                out[g, d] += weight * partial_out[slot, number, g, d]
 
 
 @compile_kept()
 def _work(  # type: ignore[no-untyped-def]
     queries,
+    first,
     blocks,
     heads_per_page,
     tables,
@@ -290,20 +333,57 @@ def _work(  # type: ignore[no-untyped-def]
         if task >= task_end:
             break
         table, length_index, column, head, kind, a, b, row_begin, row_end = tasks[task]
-        begin, end = resolve_one(kind, a, b, lengths[length_index], tile)
-        count = row_end - row_begin
+        length = lengths[length_index]
+        begin, end = resolve_one(kind, a, b, length, tile)
+        count = 0
+        for entry in range(row_begin, row_end):
+            row = entries[entry, 0]
+            count += first[row + 1] - first[row]
         query = np.empty((count * group, head_dim), np.float32)
-        for i in range(count):
-            query[i * group : (i + 1) * group] = queries[entries[row_begin + i, 0], head] * scaling
-        out, lse = np.empty_like(query), np.empty(count * group, np.float32)
-        attend(query, blocks, heads_per_page, tables, table, column, begin, end, softcap, out, lse)
-        for i in range(count):
-            row, direct, slot = entries[row_begin + i]
-            part, part_lse = out[i * group : (i + 1) * group], lse[i * group : (i + 1) * group]
-            if direct:
-                finish(part, part_lse, sinks[head], outs[row, head])
-            else:
-                partial_out[slot], partial_lse[slot] = part, part_lse
+        at = 0
+        for entry in range(row_begin, row_end):
+            row = entries[entry, 0]
+            for token in range(first[row], first[row + 1]):
+                query[at : at + group] = queries[token, head] * scaling
+                at += group
+        # What several rows share is older than the tokens of any of them.
+        drafts = count - 1 if row_end - row_begin == 1 else 0
+        bounds = at if drafts else 0
+        oldest, newest = np.zeros(bounds, np.int64), np.empty(bounds, np.int64)
+        if row_end - row_begin == 1:  # refused drafts may have made it shorter than it was
+            end = min(end, length)
+        for m in range(bounds):
+            newest[m] = length - 1 - drafts + m // group
+        if kind == KIND_WINDOW and drafts:
+            begin = max(begin - drafts, 0)
+            oldest[:] = np.maximum(newest + 1 - a, 0)
+        out, lse = np.empty_like(query), np.empty(at, np.float32)
+        attend(
+            query,
+            oldest,
+            newest,
+            blocks,
+            heads_per_page,
+            tables,
+            table,
+            column,
+            begin,
+            end,
+            softcap,
+            out,
+            lse,
+        )
+        at = 0
+        for entry in range(row_begin, row_end):
+            row, direct, slot = entries[entry]
+            for token in range(first[row], first[row + 1]):
+                part, part_lse = out[at : at + group], lse[at : at + group]
+                at += group
+                if direct:
+                    finish(part, part_lse, sinks[head], outs[token, head])
+                else:
+                    number = token - first[row]
+                    partial_out[slot, number], partial_lse[slot, number] = part, part_lse
 
 
 @compile_kept(parallel=True, notice=NOTICE)
@@ -314,6 +394,7 @@ def step(  # type: ignore[no-untyped-def]
     pool,
     tables,
     lengths,
+    first,
     address,
     tasks,
     entries,
@@ -333,9 +414,12 @@ def step(  # type: ignore[no-untyped-def]
 ):
     """One layer: append k, v, run tasks [task_begin, task_end), then merge the segments.
 
-    These are [segment_begin, segment_end).
+    These are [segment_begin, segment_end). Row r has the tokens first[r] to first[r + 1].
     """
     rows, query_heads, head_dim = q.shape
+    most = 1
+    for row in range(address.shape[0]):
+        most = max(most, first[row + 1] - first[row])
     heads, heads_per_page = k.shape[1], pool.shape[1]
     group = query_heads // heads
     blocks = pool.reshape((pool.shape[0] * heads_per_page, 2, pool.shape[3], head_dim))
@@ -344,15 +428,16 @@ def step(  # type: ignore[no-untyped-def]
         out.reshape((rows, heads, group, head_dim)),
     )
     sink = sinks.reshape((heads, group))
-    append_rows(k, v, blocks, heads_per_page, tables, lengths, address)
+    append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address)
     partial_out, partial_lse = (
-        np.empty((slots, group, head_dim), np.float32),
-        np.empty((slots, group), np.float32),
+        np.empty((slots, most, group, head_dim), np.float32),
+        np.empty((slots, most, group), np.float32),
     )
     counters = np.arange(task_begin, task_begin + workers)
     if useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers) == 1:
         _work(
             queries,
+            first,
             blocks,
             heads_per_page,
             tables,
@@ -375,6 +460,7 @@ def step(  # type: ignore[no-untyped-def]
         for worker in prange(workers):
             _work(
                 queries,
+                first,
                 blocks,
                 heads_per_page,
                 tables,
@@ -395,4 +481,12 @@ def step(  # type: ignore[no-untyped-def]
             )
     for segment in range(segment_begin, segment_end):
         row, head, begin, end = segments[segment]
-        merge(part_slot[begin:end], partial_out, partial_lse, sink[head], outs[row, head])
+        for number in range(first[row + 1] - first[row]):
+            merge(
+                part_slot[begin:end],
+                number,
+                partial_out,
+                partial_lse,
+                sink[head],
+                outs[first[row] + number, head],
+            )

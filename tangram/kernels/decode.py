@@ -20,6 +20,7 @@ from tangram.kernels.e4m3 import widen
 from tangram.kernels.tiles import (
     LOG2E,
     OPEN,
+    WINDOW,
     let_next_start,
     multiply,
     resolve_range,
@@ -38,6 +39,8 @@ def _take(
     page,
     n,
     stop,
+    low,
+    high,
     pool,
     column,
     scaling,
@@ -50,10 +53,12 @@ def _take(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    NQ: tl.constexpr,
 ):
     """Add the entries `n`, on pages `page`, to the online softmax.
 
-    Where MASKED, entries from `stop` on are left out.
+    Where MASKED, entries from `stop` on are left out, and with several queries a row those outside
+    [low, high) of each query.
     """
     d = tl.arange(0, BLOCK_D)
     entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
@@ -77,6 +82,9 @@ def _take(
         scores = scores * (scaling * k_scale * LOG2E)
     if MASKED:
         scores = tl.where((n < stop)[None, :], scores, float("-inf"))
+        if NQ > 1:
+            visible = (n[None, :] >= low[:, None]) & (n[None, :] < high[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     safe = new_peak
     if MASKED:  # an EMPTY range has no entries
@@ -100,6 +108,8 @@ def _tiles(
     begin,
     end,
     stop,
+    low,
+    high,
     scaling,
     softcap,
     k_scale,
@@ -110,10 +120,11 @@ def _tiles(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    NQ: tl.constexpr,
 ):
     """Online softmax of `q` over entries [begin, end) by tiles.
 
-    Where MASKED, entries from `stop` on are hidden.
+    Where MASKED, entries are hidden as in `_take`.
     """
     for first in range(begin, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -129,6 +140,8 @@ def _tiles(
             page,
             n,
             stop,
+            low,
+            high,
             pool,
             column,
             scaling,
@@ -141,6 +154,7 @@ def _tiles(
             BLOCK_N,
             MASKED,
             SOFTCAP,
+            NQ,
         )
     return acc, peak, total
 
@@ -246,6 +260,7 @@ def _finish_last(
         "entries",
         "part_indptr",
         "merge_indptr",
+        "first_tokens",
     ],
 )
 def decode_tasks(
@@ -259,6 +274,7 @@ def decode_tasks(
     part_indptr,
     merge_indptr,
     arrivals,
+    first_tokens,
     scales,
     sinks,
     out,
@@ -289,15 +305,19 @@ def decode_tasks(
     SHORT: tl.constexpr,
     FINISH: tl.constexpr,
     CHAINED: tl.constexpr,
+    NQ: tl.constexpr,
 ):
     """Run the tasks of one layer and one tile size.
 
-    q [R, H*G, D] with any strides of rows and heads, out [R, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`. `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and
-    kind. `entries` [M, 5]: row, direct, slot, segment, parts to finish. `scales` [L, H, 2] multiply
-    keys and values of an FP8 pool. part_out [slots, G, D] is in any floating dtype, part_lse
-    [slots, G] in float32 (base 2).
+    q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, D]; pool, tables, lengths as in
+    `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to first_tokens[r + 1],
+    at most NQ of them. Each sees the entries up to its own. Otherwise row and token are the same.
+    `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 5]:
+    row, direct, slot, segment, parts to finish. `scales` [L, H, 2] multiply keys and values of an
+    FP8 pool. part_out [slots, NQ * G, D] is in any floating dtype, part_lse [slots, NQ * G] in
+    float32 (base 2). ATOMIC and SHORT need NQ = 1.
     """
+    GT: tl.constexpr = NQ * G
     # Waiting and releasing cost nothing where no launch depends on this one, so one kernel serves
     # as first, last and in between.
     if CHAINED:
@@ -314,22 +334,31 @@ def decode_tasks(
         head = tl.load(record + 3)
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
-        group = m % G
+        group = m % GT
+        query_number = group // G
+        low = tl.zeros([BLOCK_M], tl.int32)
+        high = low
         if SHORT:
             # One row, named in the record itself: fewer dependent loads, which dominate short
             # tasks.
-            serves = m < G
+            serves = m < GT
             row = tl.load(record + 9).to(tl.int64) + tl.zeros([BLOCK_M], tl.int64)
             final = (tl.load(record + 10) + tl.zeros([BLOCK_M], tl.int32)) == 1
-            slot = tl.load(record + 11).to(tl.int64) * G + group
+            slot = tl.load(record + 11).to(tl.int64) * GT + group
         else:
-            entry = tl.load(record + 7) + m // G
+            entry = tl.load(record + 7) + m // GT
             serves = entry < tl.load(record + 8)
             row = tl.load(entries + entry * 5, mask=serves, other=0).to(tl.int64)
             final = tl.load(entries + entry * 5 + 1, mask=serves, other=1) == 1
-            slot = tl.load(entries + entry * 5 + 2, mask=serves, other=0).to(tl.int64) * G + group
-        place = (row * H + head) * G + group
-        source = row * stride_row + (head * G + group) * stride_head
+            slot = tl.load(entries + entry * 5 + 2, mask=serves, other=0).to(tl.int64) * GT + group
+        token = row
+        if NQ > 1:
+            token = tl.load(first_tokens + row, mask=serves, other=0).to(tl.int64)
+            count = tl.load(first_tokens + row + 1, mask=serves, other=0) - token.to(tl.int32)
+            serves = serves & (query_number < count)
+            token = token + query_number
+        place = (token * H + head) * G + group % G
+        source = token * stride_row + (head * G + group % G) * stride_head
         query = tl.load(
             q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0
         )
@@ -355,6 +384,8 @@ def decode_tasks(
                 page,
                 n,
                 end,
+                begin,
+                end,
                 pool,
                 column,
                 scaling,
@@ -367,13 +398,28 @@ def decode_tasks(
                 BLOCK_N,
                 True,
                 SOFTCAP,
+                1,
             )
             whole = begin + BLOCK_N
         else:
             begin, end = resolve_range(
                 tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
             )
-            whole = begin + (tl.maximum(end - begin, 0) // BLOCK_N) * BLOCK_N
+            visible_end = end
+            if NQ > 1:
+                # What several rows share is older than the tokens of any of them.
+                alone = tl.load(record + 8) - tl.load(record + 7) == 1
+                length = tl.load(length_place)
+                drafts = tl.where(alone, tl.max(tl.where(serves, count, 1), 0) - 1, 0)
+                high = tl.where(alone, length - drafts + query_number, 2147483647)
+                if tl.load(record + 4) == WINDOW:
+                    low = tl.maximum(high - tl.load(record + 5), 0)
+                    begin = tl.maximum(begin - drafts, 0)
+                    visible_end = begin
+                elif alone:
+                    end = tl.minimum(end, length)
+                    visible_end = tl.minimum(end, length - drafts)
+            whole = begin + (tl.maximum(visible_end - begin, 0) // BLOCK_N) * BLOCK_N
             acc, peak, total = _tiles(
                 acc,
                 peak,
@@ -386,6 +432,8 @@ def decode_tasks(
                 begin,
                 whole,
                 end,
+                low,
+                high,
                 scaling,
                 softcap,
                 k_scale,
@@ -396,6 +444,7 @@ def decode_tasks(
                 BLOCK_N,
                 False,
                 SOFTCAP,
+                NQ,
             )
         acc, peak, total = _tiles(
             acc,
@@ -409,6 +458,8 @@ def decode_tasks(
             whole,
             end,
             end,
+            low,
+            high,
             scaling,
             softcap,
             k_scale,
@@ -419,6 +470,7 @@ def decode_tasks(
             BLOCK_N,
             True,
             SOFTCAP,
+            NQ,
         )
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
@@ -430,7 +482,7 @@ def decode_tasks(
             if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(
-                acc, peak, total, part_out, part_lse, slot, before, G, D, BLOCK_D
+                acc, peak, total, part_out, part_lse, slot, before, GT, D, BLOCK_D
             )
         seen = tl.where(total > 0, total, 1.0)
         result = acc / seen[:, None]
@@ -444,7 +496,7 @@ def decode_tasks(
         )
         tl.store(part_lse + slot, lse, mask=partial)
         if SINKS:
-            sink = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
+            sink = tl.load(sinks + head * G + group % G).to(tl.float32) * LOG2E
             result = result / (1.0 + tl.exp2(sink - lse))[:, None]
         out_place = out + place[:, None] * D + d[None, :]
         tl.store(

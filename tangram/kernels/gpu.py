@@ -33,9 +33,9 @@ class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer.
 
     This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
-    buffers; with `slack` the sizes are rounded up to powers of two. `group` is G. An FP8 pool needs
-    `scales`, float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's
-    own. Raises `ConfigError` if a plan does not fit.
+    buffers; with `slack` the sizes are rounded up to powers of two. `group` is G. A row has up to
+    `queries` tokens. An FP8 pool needs `scales`, float32 [L, H, 2], the factors of stored keys and
+    values. `card` None is the pool's own. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
@@ -51,12 +51,16 @@ class GpuDecode:
         least: Capacity | None = None,
         slack: bool = False,
         card: Card | None = None,
+        queries: int = 1,
     ) -> None:
         self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
+        if queries > 1:
+            self._options = self._options.for_drafts
         self._group, self._head_dim, self._scales = group, head_dim, scales
+        self._queries = queries
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
-        packed = [pack(plan, group, self._options, lengths) for plan in plans]
+        packed = [pack(plan, group * queries, self._options, lengths) for plan in plans]
         size = (
             Capacity.of(plans, packed) if least is None else Capacity.of(plans, packed).join(least)
         )
@@ -64,7 +68,7 @@ class GpuDecode:
         device, total = pool.device, sum(size.sizes.values())
         self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
         self._plan = self._views(self._device_plan)
-        rows = max(1, size.slots) * group
+        rows = max(1, size.slots) * group * queries
         # A part is a mean of values: float16 holds it if it holds these, and rounds it no more than
         # the output.
         part = torch.float16 if pool.dtype == torch.float16 else torch.float32
@@ -102,7 +106,8 @@ class GpuDecode:
         return plan.tile_tokens == self._tile_tokens and self._load(plan, lengths) is None
 
     def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
-        packed = pack(plan, self._group, self._options, lengths, np.asarray(self.capacity.finishes))
+        group, finishes = self._group * self._queries, np.asarray(self.capacity.finishes)
+        packed = pack(plan, group, self._options, lengths, finishes)
         misfit = self.capacity.misfit(plan, packed)
         if misfit is None:
             self._upload(packed)
@@ -129,16 +134,21 @@ class GpuDecode:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        first_tokens: Tensor | None = None,
     ) -> Tensor:
-        """One layer of the loaded plan: q [R, Q, D] → [R, Q, D], contiguous.
+        """One layer of the loaded plan: q [T, Q, D] → [T, Q, D], contiguous.
 
-        The contract of `reference.decode`.
+        The contract of `reference.decode`. `first_tokens` int32 [R + 1] on the device: where the
+        tokens of each row begin; needed with several queries.
         """
+        first = self._part_lse if first_tokens is None else first_tokens
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
-            self._launch(kind, number == 0, layer, q, out, tables, lengths, scaling, softcap, sinks)
+            self._launch(
+                kind, number == 0, layer, q, out, tables, lengths, first, scaling, softcap, sinks
+            )
         if self._merges:
-            self._launch_merge(layer, out, sinks)
+            self._launch_merge(layer, out, first, sinks)
         return out
 
     def _launch(
@@ -150,6 +160,7 @@ class GpuDecode:
         out: Tensor,
         tables: Tensor,
         lengths: Tensor,
+        first: Tensor,
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None,
@@ -167,6 +178,7 @@ class GpuDecode:
             plan["part_indptr"],
             plan["merge_indptr"],
             self._arrivals,
+            first,
             self._scales if self._scales is not None else self._part_lse,
             sinks if sinks is not None else q,
             out,
@@ -181,9 +193,7 @@ class GpuDecode:
             tables.numel(),
             KIND=kind,
             KINDS=len(options.kinds),
-            H=self._kv_heads,
-            G=self._group,
-            D=self._head_dim,
+            **self._sizes,
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
@@ -211,7 +221,7 @@ class GpuDecode:
             ]
         return self._tiles[q.dtype]
 
-    def _launch_merge(self, layer: int, out: Tensor, sinks: Tensor | None) -> None:
+    def _launch_merge(self, layer: int, out: Tensor, first: Tensor, sinks: Tensor | None) -> None:
         """Few parts: one program a segment.
 
         Many: one program a query head, with all of its parts.
@@ -220,10 +230,11 @@ class GpuDecode:
             self._group,
             next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS),
         )
+        total = group * self._queries
         block_group = triton.next_power_of_2(group) if parts <= 4 else 1
         grid = (
             min(self.capacity.segments, self._options.programs),
-            triton.cdiv(group, block_group),
+            triton.cdiv(total, block_group),
         )
         merge_segments[grid](
             self._part_out,
@@ -232,10 +243,9 @@ class GpuDecode:
             self._plan["segments"],
             sinks if sinks is not None else out,
             out,
+            first,
             layer,
-            H=self._kv_heads,
-            G=group,
-            D=self._head_dim,
+            **self._sizes,
             BLOCK_G=block_group,
             BLOCK_D=triton.next_power_of_2(self._head_dim),
             BLOCK_PARTS=parts,
@@ -244,6 +254,10 @@ class GpuDecode:
             num_warps=1 if parts <= 8 else 4,
             **self._launch_options,
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"H": self._kv_heads, "G": self._group, "D": self._head_dim, "NQ": self._queries}
 
     @property
     def _launch_options(self) -> dict[str, bool]:

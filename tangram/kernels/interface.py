@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -25,20 +25,22 @@ class PrefillRows:
     `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32
     [N, 5]: the row's queries [begin, end) and keys [begin, end) in the flattened batch, and the
     position of its first key. The queries belong to its last keys. `kept` int32 [L, N, H]: how many
-    of its entries each head keeps. A row may follow another row of its sequence, whose entries are
-    then part of its past. `asking` are the rows that attend.
+    of its entries each head keeps, of them `first` int32 [L, N, H] by score, before all others. A
+    row may follow another row of its sequence, whose entries are then part of its past. `asking`
+    are the rows that attend.
     """
 
     address: Int32
     spans: Int32
     kept: Int32
+    first: Int32
     asking: slice
 
     @cached_property
     def whole(self) -> Bool:
-        """[L, N]: where all heads keep all entries."""
+        """[L, N]: where all heads keep all entries as they come."""
         keys = self.spans[:, 3] - self.spans[:, 2]
-        return np.asarray((self.kept == keys[:, None]).all(axis=2), np.bool_)
+        return np.asarray((self.first == keys[:, None]).all(axis=2), np.bool_)
 
     @cached_property
     def longest(self) -> int:
@@ -82,10 +84,11 @@ class Ranking(ABC):
     window: int
 
     @abstractmethod
-    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
-        """The `counts[h]` best places of each head: int64 [counts[h]], ascending.
+    def places(self, chunk: int, start: int, first: Int32, kept: Int32) -> list[Tensor]:
+        """The `kept[h]` places that each head stores, in their order: int64 [kept[h]].
 
-        The chunk begins at position `start`.
+        The `first[h]` best come first; these and the others ascend. The chunk begins at position
+        `start`. Raises `IntegrityError` if a head keeps some of the others, but not all.
         """
 
 
@@ -105,12 +108,17 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def width(self, rows: int) -> int:
-        """The number of decode rows of a pass that decodes `rows`; the excess rows are padding."""
+    def width(self, tokens: int, queries: int) -> int:
+        """The number of tokens of a pass that decodes `tokens`; the excess ones are padding.
+
+        A row has up to `queries` of them.
+        """
         ...
 
     def load(self, batch: Decoding, width: int) -> str:
         """Plan for the rows of `batch` and decode them from now on; their lengths may grow.
+
+        With several queries a row they may also shrink again, by refused drafts.
 
         Returns the name of the planner.
         """
@@ -128,11 +136,14 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
-        """Prepare a forward pass: `decode_rows` is 0 or the width of the loaded plan.
+    def begin(
+        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
+    ) -> None:
+        """Prepare a forward pass: `width` is 0 or that of the loaded plan.
 
         `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are
-        read flat.
+        read flat. They count all tokens of the decode rows, `counts` [R], which lie end to end in
+        the flattened batch.
         """
         ...
 
@@ -156,9 +167,9 @@ class PoolKernels(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Append the first `decode_rows` of k and v [T, H, D], then attend by the plan.
+        """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
 
-        q → out, both [T, Q, D].
+        Each token attends to the entries up to its own. q → out, both [T, Q, D].
         """
         ...
 
@@ -182,9 +193,10 @@ class PoolKernels(Protocol):
         ...
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
-        """Store the `kept` best entries of each of N prefill rows after its past, in their order.
+        """Store the `kept` entries of each of N prefill rows after its past, the `first` in front.
 
-        `rows` have one length C and lie end to end: k, v [N · C, H, D].
+        Both parts keep their order. `rows` have one length C and lie end to end: k, v [N · C, H,
+        D].
         """
         ...
 

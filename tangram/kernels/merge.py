@@ -12,7 +12,8 @@ from tangram.kernels.tiles import LOG2E, wait_for_tasks
 
 
 @triton.jit(
-    do_not_specialize=["layer"], do_not_specialize_on_alignment=["merge_indptr", "segments"]
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["merge_indptr", "segments", "first_tokens"],
 )
 def merge_segments(
     part_out,
@@ -21,6 +22,7 @@ def merge_segments(
     segments,
     sinks,
     out,
+    first_tokens,
     layer,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -30,13 +32,15 @@ def merge_segments(
     BLOCK_PARTS: tl.constexpr,
     SINKS: tl.constexpr,
     CHAINED: tl.constexpr,
+    NQ: tl.constexpr,
 ):
     """Merge the segments [S, 4] of one layer by online softmax, BLOCK_PARTS at a time.
 
     A segment is (row, head, slots from, to). `merge_indptr` [L + 1] bounds a layer's segments;
-    slots count from the layer's first. The grid is (segments, ceil(G / BLOCK_G)). CHAINED: this
-    launch overlaps the end of the tasks' launch.
+    slots count from the layer's first. The grid is (segments, ceil(NQ * G / BLOCK_G)). Rows have
+    tokens as in `decode_tasks`. CHAINED: this launch overlaps the end of the tasks' launch.
     """
+    GT: tl.constexpr = NQ * G
     begin = tl.load(merge_indptr + layer)
     end = tl.load(merge_indptr + layer + 1)
     g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -44,9 +48,14 @@ def merge_segments(
     if CHAINED:
         wait_for_tasks()
     for segment in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        place = tl.load(segments + segment * 4).to(tl.int64) * H + tl.load(
-            segments + segment * 4 + 1
-        )
+        row = tl.load(segments + segment * 4).to(tl.int64)
+        head = tl.load(segments + segment * 4 + 1)
+        token = row + tl.zeros([BLOCK_G], tl.int64)
+        merged = g < GT
+        if NQ > 1:
+            token = tl.load(first_tokens + row) + (g // G).to(tl.int64)
+            merged = merged & (token < tl.load(first_tokens + row + 1))
+        place = token * H + head
         first = tl.load(segments + segment * 4 + 2)
         stop = tl.load(segments + segment * 4 + 3)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -54,8 +63,8 @@ def merge_segments(
         total = tl.zeros([BLOCK_G], tl.float32)
         for part in range(first, stop, BLOCK_PARTS):
             n = part + tl.arange(0, BLOCK_PARTS)
-            at = n.to(tl.int64)[:, None] * G + g[None, :]
-            here = (n < stop)[:, None] & (g < G)[None, :]
+            at = n.to(tl.int64)[:, None] * GT + g[None, :]
+            here = (n < stop)[:, None] & merged[None, :]
             lse = tl.load(part_lse + at, mask=here, other=float("-inf"))
             value = tl.load(
                 part_out + at[:, :, None] * D + d[None, None, :],
@@ -70,14 +79,12 @@ def merge_segments(
             total = total * shrink + tl.sum(weight, 0)
             peak = new_peak
         if SINKS:
-            sink = (
-                tl.load(sinks + (place % H) * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2E
-            )
+            sink = tl.load(sinks + head * G + g % G, mask=merged, other=0.0).to(tl.float32) * LOG2E
             safe = tl.where(peak == float("-inf"), sink, peak)
             total = total + tl.exp2(sink - safe)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
-            out + (place * G + g)[:, None] * D + d[None, :],
+            out + (place * G + g % G)[:, None] * D + d[None, :],
             result.to(out.dtype.element_ty),
-            mask=(g < G)[:, None] & (d < D)[None, :],
+            mask=merged[:, None] & (d < D)[None, :],
         )

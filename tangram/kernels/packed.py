@@ -44,7 +44,7 @@ FINISHING = 2  # the smallest kinds, whose tasks may finish rows
 class DecodeOptions:
     """Options that change a result in its last place at most.
 
-    A task takes the first of `tiles` that holds its rows. A short one (at most 64 tokens) that
+    A task takes the first of `tiles` that holds its rows. A short one (at most `short_tokens`) that
     serves one row takes `short`, which runs many small programs on a multiprocessor instead of deep
     pipelines. A layer of at most `one_tile_tasks` tasks runs them all with its largest tile, in one
     launch.
@@ -61,6 +61,7 @@ class DecodeOptions:
     merge: MergeBy = "tails"
     chained: bool = True
     programs: int = 8192
+    short_tokens: int = SHORT_TOKENS
 
     def __post_init__(self) -> None:
         if self.merge not in get_args(MergeBy):
@@ -82,6 +83,12 @@ class DecodeOptions:
             else "tails"
         )
         return cls(tiles, one_tile_tasks=one, merge=merge, chained="serial" not in schedule.flags)
+
+    @property
+    def for_drafts(self) -> DecodeOptions:
+        """The same for rows of several tokens: no short tasks, and no merging by arrival."""
+        merge: MergeBy = "kernel" if self.merge == "atomic" else self.merge
+        return replace(self, merge=merge, short_tokens=0)
 
     @property
     def kinds(self) -> tuple[Tile, ...]:
@@ -214,9 +221,10 @@ def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | 
             (plan.row_end - plan.row_begin == 1)
             & (plan.kind <= RangeKind.OPEN)
             & (group <= options.short.queries)
+            & (options.short_tokens > 0)
         )
         end = np.where(plan.kind == RangeKind.OPEN, lengths[plan.length_index], plan.b)
-        kind[alone & (end - plan.a <= SHORT_TOKENS)] = 0
+        kind[alone & (end - plan.a <= options.short_tokens)] = 0
     return kind
 
 

@@ -24,7 +24,7 @@ class RowBuffers:
     """The buffers of the one row of a pass, sized for the longest row, as are `rows` and `cells`.
 
     Launches depend on `rows` and `cells` alone. `views` of `whole` are the row's address, spans,
-    kept counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
+    counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
     `copies`, which must exist as long as a graph.
     """
 
@@ -46,7 +46,10 @@ class RowBuffers:
         """Buffers for rows like `row`, with at most `entries` gathered entries in a layer."""
         tokens, layers = shape.tokens, len(row.address)
         spans = np.array([[0, tokens, 0, tokens, 0]], np.int32)
-        kept = np.where(row.whole[:, :, None], np.int32(tokens), row.kept)
+        kept, first = (
+            np.where(row.whole[:, :, None], np.int32(tokens), counts)
+            for counts in (row.kept, row.first)
+        )
         most = [
             replace(
                 part,
@@ -60,7 +63,7 @@ class RowBuffers:
         arrays = _arrays(row, cells)
         whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=device)
         return cls(
-            replace(row, spans=spans, kept=kept),
+            replace(row, spans=spans, kept=kept, first=first),
             replace(cells, gathered=most),
             whole,
             views(whole, arrays),
@@ -73,4 +76,5 @@ class RowBuffers:
 
 
 def _arrays(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:
-    return [row.address, row.spans, row.kept, cells.order, cells.offsets, cells.sources]
+    orders = cells.order, cells.offsets, cells.sources
+    return [row.address, row.spans, row.first, *orders]

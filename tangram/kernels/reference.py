@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tangram.errors import IntegrityError
-from tangram.plan.form import WorkPlan
+from tangram.plan.form import RangeKind, WorkPlan
 
 FP8_MAX = 448.0  # the largest finite E4M3 value
 Indices = Tensor | npt.NDArray[np.integer]
@@ -108,26 +108,36 @@ def decode(
     layer: int,
     *,
     scaling: float,
+    counts: Indices | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Execute one layer of a work plan: q [R, Q, D] → [R, Q, D] in q's dtype.
+    """Execute one layer of a work plan: q [T, Q, D] → [T, Q, D] in q's dtype.
 
-    `lengths` already count the token just appended. `softcap` c bounds scores to c · tanh(s / c);
-    `sinks` [Q] adds one logit per query head to the softmax denominator.
+    `counts` are the tokens of each row, end to end; None means one. `lengths` already count the
+    tokens just appended. A token attends to the entries up to its own. `softcap` c bounds scores to
+    c · tanh(s / c); `sinks` [Q] adds one logit per query head to the softmax denominator.
     """
     queries = q.reshape(len(q), plan.kv_heads, -1, q.shape[-1])
     out = torch.zeros_like(queries)
     sink = None if sinks is None else sinks.reshape(plan.kv_heads, -1)
-    final, parts = _run_tasks(queries, pool, tables, lengths, plan, layer, scaling, softcap)
+    rows = _rows(np.ones(len(q), np.int64) if counts is None else np.asarray(counts))
+    final, parts = _run_tasks(queries, pool, tables, lengths, plan, layer, scaling, softcap, rows)
     segments = plan.segments(layer)
     for segment in range(segments.start, segments.stop):
         slots = plan.part_slot[plan.part_indptr[segment] : plan.part_indptr[segment + 1]].tolist()
         cell = int(plan.merge_row[segment]), int(plan.merge_head[segment])
         final[cell] = merge_parts([parts[slot] for slot in slots])
     for (row, head), part in final.items():
-        out[row, head] = apply_sinks(part, None if sink is None else sink[head]).to(q.dtype)
+        found = apply_sinks(part, None if sink is None else sink[head]).to(q.dtype)
+        out[rows[row], head] = found
     return out.view(q.shape)
+
+
+def _rows(counts: npt.NDArray[np.integer]) -> list[slice]:
+    """The tokens of each row."""
+    ends = np.cumsum(counts).tolist()
+    return [slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def _run_tasks(
@@ -139,26 +149,56 @@ def _run_tasks(
     layer: int,
     scaling: float,
     softcap: float | None,
+    rows: Sequence[slice],
 ) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
-    """Run a layer's tasks on queries [R, H, G, D].
+    """Run a layer's tasks on queries [T, H, G, D]; row r has the tokens `rows[r]`.
 
     Returns whole results by (row, head), and partial results by slot.
     """
     final: dict[tuple[int, int], Part] = {}
     parts: dict[int, Part] = {}
     tasks = plan.tasks(layer)
-    spans = plan.table[tasks], plan.column[tasks], *plan.spans(lengths.cpu().numpy(), tasks)
+    host = lengths.cpu().numpy()
+    spans = plan.table[tasks], plan.column[tasks], *plan.spans(host, tasks)
     entries = plan.head[tasks], plan.row_begin[tasks], plan.row_end[tasks]
-    for *span, head, row_begin, row_end in np.stack([*spans, *entries], axis=1).tolist():
-        keys, values = gather(pool, tables, *span)
+    ranges = host[plan.length_index[tasks]], plan.kind[tasks], plan.a[tasks]
+    for table, column, begin, end, head, row_begin, row_end, length, kind, window in np.stack(
+        [*spans, *entries, *ranges], axis=1
+    ).tolist():
+        own = rows[int(plan.rows[row_begin])]
+        drafts = own.stop - own.start - 1 if row_end - row_begin == 1 else 0
+        sliding = kind == RangeKind.WINDOW
+        if row_end - row_begin == 1:  # refused drafts may have made it shorter than it was
+            end = min(end, length)
+        begin = max(begin - drafts, 0) if sliding else begin
+        keys, values = gather(pool, tables, table, column, begin, max(begin, end))
+        bias = None
+        if drafts:
+            bias = _visible(begin, max(begin, end), length, drafts, window if sliding else None)
+            bias = bias.to(queries.device).repeat_interleave(queries.shape[2], 0)
         for entry in range(row_begin, row_end):
             row = int(plan.rows[entry])
-            part = softmax_part(queries[row, head], keys, values, None, scaling, softcap)
+            asked = queries[rows[row], head].flatten(0, 1)
+            found = softmax_part(asked, keys, values, bias, scaling, softcap)
+            part = found[0].view(-1, *queries.shape[2:]), found[1].view(-1, queries.shape[2])
             if plan.direct[entry]:
                 final[row, head] = part
             else:
                 parts[int(plan.slot[entry])] = part
     return final, parts
+
+
+def _visible(begin: int, end: int, length: int, drafts: int, window: int | None) -> Tensor:
+    """[drafts + 1, end - begin]: 0 for entries that a token sees, else −∞.
+
+    The tokens are the last of `length` entries; each sees those up to its own, or the newest
+    `window` of them.
+    """
+    entries, last = torch.arange(begin, end), torch.arange(length - drafts, length + 1)[:, None]
+    seen = entries < last
+    if window is not None:
+        seen &= entries >= last - window
+    return torch.where(seen, 0.0, -torch.inf)
 
 
 def append(
@@ -170,15 +210,23 @@ def append(
     table_off: Indices,
     column: Indices,
     length_index: Indices,
+    counts: Indices | None = None,
 ) -> None:
-    """Write one new entry for each (row, head), at index length − 1 of its head.
+    """Write the new entries of each (row, head), the last one at index length − 1 of its head.
 
-    k, v are [R, H, D], addresses [R, H].
+    k, v are [T, H, D], addresses [R, H]. `counts` [R] are the tokens of each row, end to end; None
+    means one.
     """
     offset, col, index = (
         torch.as_tensor(x, device=pool.device).long() for x in (table_off, column, length_index)
     )
-    _write(k, v, pool, tables, offset, col, lengths[index].long() - 1)
+    last = lengths[index].long() - 1
+    if counts is not None:
+        each = torch.as_tensor(counts, device=pool.device).long()
+        row = torch.repeat_interleave(torch.arange(len(each), device=pool.device), each)
+        behind = each.cumsum(0)[row] - 1 - torch.arange(len(row), device=pool.device)
+        offset, col, last = offset[row], col[row], last[row] - behind[:, None]
+    _write(k, v, pool, tables, offset, col, last)
 
 
 def store(

@@ -24,7 +24,8 @@ def _convert(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["layer"], do_not_specialize_on_alignment=["tables", "lengths", "address"]
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["tables", "lengths", "address", "first_tokens"],
 )
 def append_entries(
     k,
@@ -33,6 +34,7 @@ def append_entries(
     tables,
     lengths,
     address,
+    first_tokens,
     scales,
     layer,
     stride_k,
@@ -46,15 +48,21 @@ def append_entries(
     BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    NQ: tl.constexpr,
 ):
-    """Write k, v [R, H, D] at index length - 1, if that is not negative.
+    """Write k, v [T, H, D] so that a row's last token is at index length - 1, if that is not -1.
 
-    `address` is [L, R, H, 3]; grid (R, H).
+    Rows have tokens as in `decode_tasks`. `address` is [L, R, H, 3]; grid (R, H, NQ).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
     index = tl.load(lengths + tl.load(record + 2)) - 1
+    token = row
+    if NQ > 1:
+        token = tl.load(first_tokens + row).to(tl.int64) + tl.program_id(2)
+        behind = tl.load(first_tokens + row + 1) - 1 - token.to(tl.int32)
+        index = tl.where(behind >= 0, index - behind, -1)
     page = tl.load(tables + tl.load(record) + tl.maximum(index, 0) // P).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     here = d < tl.where(index >= 0, D, 0)
@@ -64,8 +72,8 @@ def append_entries(
     if SCALED:
         k_scale = tl.load(scales + (layer * H + head) * 2)
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    key = tl.load(k + row * stride_k + head * stride_k_head + d, mask=here)
-    value = tl.load(v + row * stride_v + head * stride_v_head + d, mask=here)
+    key = tl.load(k + token * stride_k + head * stride_k_head + d, mask=here)
+    value = tl.load(v + token * stride_v + head * stride_v_head + d, mask=here)
     tl.store(place, _convert(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
     tl.store(
         place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
@@ -192,14 +200,16 @@ def seal_chunk(
     BLOCK_D: tl.constexpr,
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Select, gather and pack chunks of one layer.
 
     Kept entries go, in their order, to the head's next pages. The best stay as in `select.keep`:
-    higher first, equal ones by lower index, NaN last. Shapes: `scores` float32 [N, H, C]; k, v [N ·
-    C, H, D]; `address` [N, H, 3], which is table offset, column, first index; `spans` [N, 5] as in
-    `prefill.py`. `kept` [N, H] is how many stay. The grid is (N · H, ceil(C / BLOCK)): each program
-    finds its head's threshold by itself, then moves its own tokens.
+    higher first, equal ones by lower index, NaN last. With REST the others follow. Shapes:
+    `scores` float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3], which is table offset,
+    column, first index; `spans` [N, 5] as in `prefill.py`. `kept` [N, H] is how many stay. The grid
+    is (N · H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves its
+    own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -227,15 +237,20 @@ def seal_chunk(
     rank = equal_before + tl.cumsum(equal, 0) - equal
     stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
     moved = stays.to(tl.int32)
-    index = tl.load(address + place * 3 + 2) + better_before + tl.minimum(equal_before, ties)
-    index += tl.cumsum(moved, 0) - moved
-    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stays, other=0).to(
+    stay_before = better_before + tl.minimum(equal_before, ties) + tl.cumsum(moved, 0) - moved
+    stored = stays
+    rank_stored = stay_before
+    if REST:
+        stored = own < C
+        rank_stored = tl.where(stays, stay_before, wanted + own - stay_before)
+    index = tl.load(address + place * 3 + 2) + rank_stored
+    page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stored, other=0).to(
         tl.int64
     )
     d = tl.arange(0, BLOCK_D)
     entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
     target = pool + entry[:, None] + d[None, :]
-    here = stays[:, None] & (d < D)[None, :]
+    here = stored[:, None] & (d < D)[None, :]
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
@@ -261,19 +276,23 @@ def append(
     address: Tensor,
     layer: int,
     scales: Tensor | None = None,
+    first_tokens: Tensor | None = None,
+    queries: int = 1,
 ) -> None:
-    """`reference.append` for one layer: k, v [R, H, D].
+    """`reference.append` for one layer: k, v [T, H, D].
 
-    `address` int32 [L, R, H, 3]: table, column, length index.
+    `address` int32 [L, R, H, 3]: table, column, length index. Row r has the tokens
+    first_tokens[r] to first_tokens[r + 1], up to `queries`; None means the token r.
     """
-    rows, heads, dim = k.shape
-    append_entries[(rows, heads)](
+    (_, heads, dim), rows = k.shape, address.shape[1]
+    append_entries[(rows, heads, queries)](
         k,
         v,
         pool,
         tables,
         lengths,
         address,
+        first_tokens if first_tokens is not None else address,
         scales if scales is not None else k,
         layer,
         *k.stride()[:2],
@@ -285,6 +304,7 @@ def append(
         BLOCK_D=triton.next_power_of_2(dim),
         LIMIT=FP8_MAX,
         SCALED=scales is not None,
+        NQ=queries,
         num_warps=1,
     )
 
@@ -346,10 +366,12 @@ def seal(
     layer: int,
     sinks: int,
     window: int,
+    keeps_rest: bool = False,
     scales: Tensor | None = None,
 ) -> None:
     """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
+    With `keeps_rest` the others follow in the pages behind them.
     `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
     `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
     3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
@@ -382,5 +404,6 @@ def seal(
         BLOCK_D=triton.next_power_of_2(dim),
         LIMIT=FP8_MAX,
         SCALED=scales is not None,
+        REST=keeps_rest,
         num_warps=4,
     )

@@ -10,7 +10,7 @@ from tangram.plan.form import RangeKind
 _ABS = tl.constexpr(int(RangeKind.ABS))
 OPEN = tl.constexpr(int(RangeKind.OPEN))
 _FRAC = tl.constexpr(int(RangeKind.FRAC))
-_WINDOW = tl.constexpr(int(RangeKind.WINDOW))
+WINDOW = tl.constexpr(int(RangeKind.WINDOW))
 # Triton's interpreter multiplies the bits of a bfloat16 as an integer.
 _WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -48,7 +48,7 @@ def resolve_range(kind, a, b, length_place, TILE: tl.constexpr):
         length = tl.load(length_place)
         end = length
         begin = tl.minimum(a, length)
-        if kind == _WINDOW:
+        if kind == WINDOW:
             begin = tl.maximum(length - a, 0)
         if kind == _FRAC:
             tiles = (length + TILE - 1) // TILE

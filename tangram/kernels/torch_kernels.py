@@ -20,14 +20,16 @@ from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
+# Rows that share pages read these together.
+SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
     """`PoolKernels` for any device and dtype.
 
-    Every batch is decoded by `schedule`; None splits by budgets. Raises `ConfigError` if the
-    schedule has options that only the GPU's kernels support.
+    Every batch is decoded by `schedule`. None splits by budgets, and where rows share pages, packs
+    them. Raises `ConfigError` if the schedule has options that only the GPU's kernels support.
     """
 
     fused_scores = NOTHING_FUSED
@@ -36,37 +38,43 @@ class TorchKernels:
     _rows: PrefillRows
     _tables: Tensor
     _lengths: Tensor
+    _counts: Int32
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
-        self._pool, self._decode_rows, self._waiting = pool, 0, WaitPolicy()
-        self._schedule = Schedule.parse(BY_BUDGETS) if schedule is None else schedule
-        given = {*self._schedule.flags, *self._schedule.numbers}
-        if foreign := sorted(given - {*self._schedule.planner.numbers}):
+        self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
+        self._schedule = schedule
+        given = set() if schedule is None else {*schedule.flags, *schedule.numbers}
+        if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
             raise ConfigError(
-                f"decode_schedule is {self._schedule.text!r}: +{foreign[0]} is an option of "
+                f"decode_schedule is {schedule.text!r}: +{foreign[0]} is an option of "
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
             cpu.warm_up()
 
-    def width(self, rows: int) -> int:
-        """See `PoolKernels`: always `rows`."""
-        return rows
+    def width(self, tokens: int, queries: int) -> int:
+        """See `PoolKernels`: always `tokens`."""
+        return tokens
 
     def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`: for torch's threads."""
-        plan = self._schedule.plan(batch, torch.get_num_threads(), CostModel())
+        schedule = self._schedule
+        if schedule is None:
+            schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
+        plan = schedule.plan(batch, torch.get_num_threads(), CostModel())
         self._plan = cpu.CpuPlan.build(plan, batch.rows)
-        return self._schedule.kind
+        return schedule.kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`: nothing is compiled."""
         return iter(())
 
-    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
+    def begin(
+        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
+    ) -> None:
         """See `PoolKernels`."""
         self._waiting.adjust()
-        self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
+        self._tables, self._width, self._counts, self._rows = tables, width, counts, prefill
         self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
@@ -86,17 +94,18 @@ class TorchKernels:
         sinks: Tensor | None,
     ) -> None:
         """See `PoolKernels`."""
-        rows = self._decode_rows
-        if rows:
-            out[:rows] = cpu.decode_step(
-                q[:rows],
-                k[:rows],
-                v[:rows],
+        tokens = self._width
+        if tokens:
+            out[:tokens] = cpu.decode_step(
+                q[:tokens],
+                k[:tokens],
+                v[:tokens],
                 self._pool,
                 self._tables,
                 self._lengths,
                 self._plan,
                 layer,
+                counts=self._counts,
                 scaling=scaling,
                 softcap=softcap,
                 sinks=sinks,
@@ -144,10 +153,9 @@ class TorchKernels:
         count = rows.stop - rows.start
         for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
             row = rows.start + chunk
-            best = ranking.best(chunk, int(self._rows.spans[row, 4]), self._rows.kept[layer, row])
-            keys, values = (
-                [x[:, head][positions] for head, positions in enumerate(best)] for x in parts
-            )
+            first, kept = self._rows.first[layer, row], self._rows.kept[layer, row]
+            places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
+            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in parts)
             self._store(layer, row, keys, values)
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:

@@ -30,8 +30,10 @@ from tangram.types import Int32
 FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"keydiff": keydiff.score}
 )
-# (most rows, step): the batch width is rounded up to a multiple of the step.
+# (most tokens, step): the width of a pass is rounded up to a multiple of the step.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
+# The same where rows have drafts, so that their number changes from step to step.
+DRAFT_WIDTHS = ((4, 4), (16, 8), (64, 16), (128, 32), (256, 64), (1 << 30, 128))
 # Without a policy: a work queue that reads shared prefixes once where that saves enough.
 UNMEASURED = "packing:thrifty"
 
@@ -64,11 +66,14 @@ class TritonKernels:
     ) -> None:
         self._card = card or Card.of(pool.device)
         self._pool, self._dtype = address(pool, self._card), pool.dtype
-        self._group, self._policy, self._decode_rows, self._fixed = group, policy, 0, schedule
+        self._group, self._policy, self._width, self._fixed = group, policy, 0, schedule
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
-        self._decoders: dict[tuple[int, DecodeOptions], GpuDecode] = {}
+        self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
         self._addresses: dict[int, Tensor] = {}
+        self._first_tokens: dict[int, Tensor] = {}
+        self._queries = 1
+        self._decodes_alone = False  # whether the rows of the last pass were decode rows only
         self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
@@ -77,10 +82,11 @@ class TritonKernels:
         )
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
-    def width(self, rows: int) -> int:
+    def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
-        step = next(step for most, step in WIDTHS if rows <= most)
-        return -(-rows // step) * step
+        widths = WIDTHS if queries == 1 else DRAFT_WIDTHS
+        step = next(step for most, step in widths if tokens <= most)
+        return -(-tokens // step) * step
 
     @property
     def captured(self) -> object | None:
@@ -88,22 +94,29 @@ class TritonKernels:
         return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`. The plan replaces the last one of this width, if it fits."""
+        """See `PoolKernels`. The plan replaces the last one of this width, if it fits.
+
+        Each number of queries has its own kernels.
+        """
         self._scale(*batch.rows.table.shape[1:])
         schedule = self._schedule(batch)
         plan, options = (
             schedule.plan(batch, self._card.processors, self._cost),
             DecodeOptions.of(schedule),
         )
-        known = self._decoders.get((width, options))
+        place = width, options, batch.queries
+        known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
             least = None if known is None else known.capacity
-            known = self._decoders[width, options] = self._executing(plan, batch, options, least)
-        self._decoder, self._decode_address = (
-            known,
-            self._pack_addresses(batch.rows, len(batch.lengths), width),
-        )
+            known = self._decoders[place] = self._executing(plan, batch, options, least)
+        self._adopt_decoder(known, batch, width)
         return schedule.kind
+
+    def _adopt_decoder(self, decoder: GpuDecode, batch: Decoding, width: int) -> None:
+        self._decoder, self._queries = decoder, batch.queries
+        # Rows with several tokens are fewer than the tokens.
+        rows = width if batch.queries == 1 else min(width, batch.most_rows)
+        self._decode_address = self._pack_addresses(batch.rows, len(batch.lengths), rows)
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`."""
@@ -114,13 +127,14 @@ class TritonKernels:
             DecodeOptions.of(schedule),
         )
         apart = replace(options, merge="kernel")
-        self._decode_address = self._pack_addresses(batch.rows, len(batch.lengths), width)
         for one, parts in (
             (options, FEW_PARTS[0]),
             *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
         ):
-            needed = Capacity.of([plan], [pack(plan, self._group, one, batch.lengths)])
-            self._decoder = self._executing(plan, batch, one, needed.launching_all(one, parts))
+            group = self._group * batch.queries
+            needed = Capacity.of([plan], [pack(plan, group, one, batch.lengths)])
+            executing = self._executing(plan, batch, one, needed.launching_all(one, parts))
+            self._adopt_decoder(executing, batch, width)
             yield
 
     def _executing(
@@ -137,6 +151,7 @@ class TritonKernels:
             least=least,
             slack=True,
             card=self._card,
+            queries=batch.queries,
         )
 
     def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
@@ -164,26 +179,18 @@ class TritonKernels:
         # FlashInfer would plan every layer on the host at every step, too slow for an engine.
         return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
 
-    def begin(self, tables: Tensor, lengths: Int32, decode_rows: int, prefill: PrefillRows) -> None:
+    def begin(
+        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
+    ) -> None:
         """See `PoolKernels`."""
         self._scale(prefill.address.shape[0], prefill.address.shape[2])
-        self._tables, self._decode_rows, self._rows = tables, decode_rows, prefill
-        self._begun = self._decoder if decode_rows else None
-        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
-        self._runs = dense.runs(prefill) if self._fuses else []
-        apart = [run.rows for run in self._runs]
-        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
-        arrays = [
-            prefill.address,
-            prefill.spans,
-            prefill.kept,
-            self._cells.order,
-            self._cells.offsets,
-            self._cells.sources,
-        ]
-        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = upload(
-            arrays, self._pool.device
-        )
+        self._tables, self._width, self._rows = tables, width, prefill
+        self._begun = self._decoder if width else None
+        if width and self._queries > 1:
+            self._place_tokens(counts)
+        if len(prefill.spans) or not self._decodes_alone:
+            self._load_rows(prefill)
+        self._decodes_alone = not len(prefill.spans)
         # Graphs contain the address.
         if not hasattr(self, "_lengths"):
             self._lengths = torch.empty(
@@ -191,6 +198,35 @@ class TritonKernels:
             )
         new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
+
+    def _load_rows(self, prefill: PrefillRows) -> None:
+        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
+        self._runs = dense.runs(prefill) if self._fuses else []
+        apart = [run.rows for run in self._runs]
+        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
+        arrays = [
+            prefill.address,
+            prefill.spans,
+            prefill.first,
+            self._cells.order,
+            self._cells.offsets,
+            self._cells.sources,
+        ]
+        self._adopt(upload(arrays, self._pool.device))
+
+    def _place_tokens(self, counts: Int32) -> None:
+        """Upload where the tokens of each row begin; rows beyond the batch have none."""
+        rows = self._decode_address.shape[1]
+        # Graphs contain the address.
+        if rows not in self._first_tokens:
+            self._first_tokens[rows] = torch.empty(
+                rows + 1, dtype=torch.int32, device=self._pool.device
+            )
+        first = np.full(rows + 1, counts.sum(), np.int32)
+        first[0] = 0
+        first[1 : len(counts) + 1] = np.cumsum(counts)
+        staged = stage(first, self._pool.device)
+        self._first_tokens[rows].copy_(staged, non_blocking=True)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
         """See `PoolKernels`. A row that another kernel computes, or in parts, is not padded."""
@@ -206,21 +242,25 @@ class TritonKernels:
         key = shape, row.whole.tobytes(), bool(cells.gathered)
         if key not in self._padded:
             self._padded[key] = RowBuffers.of(row, cells, shape, entries, self._pool.device)
+        self._decodes_alone = False
         known = self._begun = self._padded[key]
         known.load(row, cells)
         for part in known.cells.gathered:
             known.copies = self._gather_buffers(part, 0)
-        self._tables, self._decode_rows, self._rows, self._cells, self._runs = (
+        self._tables, self._width, self._rows, self._cells, self._runs = (
             tables,
             0,
             known.rows,
             known.cells,
             [],
         )
-        self._address, self._spans, self._kept, self._order, self._offsets, self._sources = (
-            known.views
-        )
+        self._adopt(known.views)
         return True
+
+    def _adopt(self, inputs: list[Tensor]) -> None:
+        """`inputs` of the begun pass, on the device."""
+        self._address, self._spans, self._first, *rest = inputs
+        self._order, self._offsets, self._sources = rest
 
     def decode(
         self,
@@ -235,27 +275,32 @@ class TritonKernels:
         sinks: Tensor | None,
     ) -> None:
         """See `PoolKernels`."""
-        pool, tables, rows = self._pool, self._tables, self._decode_rows
-        if rows:
+        tables, tokens = self._tables, self._width
+        if tokens:
+            address = self._decode_address
+            first = None if self._queries == 1 else self._first_tokens[address.shape[1]]
             store.append(
-                k[:rows],
-                v[:rows],
-                pool,
+                k[:tokens],
+                v[:tokens],
+                self._pool,
                 tables,
                 self._lengths,
-                self._decode_address,
+                address,
                 layer,
                 self._scales,
+                first,
+                self._queries,
             )
             self._decoder.attend(
                 layer,
-                q[:rows],
+                q[:tokens],
                 tables,
                 self._lengths,
                 scaling=scaling,
                 softcap=softcap,
                 sinks=sinks,
-                out=out[:rows],
+                out=out[:tokens],
+                first_tokens=first,
             )
 
     def prefill(
@@ -282,7 +327,7 @@ class TritonKernels:
                 self._tables,
                 address[own],
                 spans[own],
-                self._kept[layer, own],
+                self._first[layer, own],
                 layer=layer,
                 longest=rows.longest,
                 scales=self._scales,
@@ -365,8 +410,9 @@ class TritonKernels:
             self._tables,
             self._address[layer, rows],
             self._spans[rows],
-            self._kept[layer, rows],
+            self._first[layer, rows],
             layer=layer,
+            keeps_rest=bool((self._rows.kept > self._rows.first)[layer, rows].any()),
             sinks=ranking.sinks,
             window=ranking.window,
             scales=self._scales,

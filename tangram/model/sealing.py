@@ -5,8 +5,9 @@ By the purity law the result depends on the chunk alone, whatever the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
-from tangram.compress.select import keep, protect
+from tangram.compress.select import order, protect
 from tangram.kernels.interface import PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
@@ -28,9 +29,10 @@ ScoreReceiver = Callable[[Tensor], None]
 class ChunkRanking(Ranking):
     """The order of `compress/select.py`."""
 
-    def best(self, chunk: int, start: int, counts: Sequence[int] | Int32) -> list[Tensor]:
+    def places(self, chunk: int, start: int, first: Int32, kept: Int32) -> list[Tensor]:
         """See `Ranking`."""
-        return keep(protect(self.scores[chunk], start, self.sinks, self.window), counts)
+        scores = protect(self.scores[chunk], start, self.sinks, self.window)
+        return order(scores, first, kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class FusedSealer:
     kernels: PoolKernels
     scores: Callable[[Tensor], Tensor]
     rows: slice
+    replayable: ClassVar[bool] = True
     receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
 
     def take(
@@ -90,6 +93,11 @@ class ChunkSealer:
     def rows(self) -> slice:
         """Its one row."""
         return slice(self.number, self.number + 1)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph can hold its work."""
+        return self.scorer.replayable and self.observer is None and self.receiver is None
 
     @property
     def waits(self) -> bool:
@@ -140,7 +148,7 @@ class ChunkSealer:
     def store(self, chunk: ChunkView, scores: Tensor) -> None:
         """Store the entries of one layer that `scores` [H, C] select in their final pages."""
         retention = self.retention
-        if retention.layout.keeps_everything:
+        if not retention.orders:
             return  # it is stored already
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
         self.kernels.seal(

@@ -29,6 +29,8 @@ from tangram.plan.split import Sources
 from tangram.plan.workqueue import Grain, cut
 from tangram.types import Int32, Int64
 
+MAX_QUERY_ROWS = 64
+
 
 def plan_packing(
     rows: DecodeRows,
@@ -40,7 +42,7 @@ def plan_packing(
     group: int,
     cost: CostModel,
     rule: PackingRule = "measured",
-    max_query_rows: int = 64,
+    max_query_rows: int = MAX_QUERY_ROWS,
     tile_tokens: int = 64,
     min_tokens: int = 128,
     tasks_per_worker: int = 1,

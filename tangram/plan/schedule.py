@@ -21,7 +21,7 @@ from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.packing import plan_packing
+from tangram.plan.packing import MAX_QUERY_ROWS, plan_packing
 from tangram.plan.plain import plan_plain
 from tangram.plan.profit import PackingRule
 from tangram.plan.workqueue import plan_workqueue
@@ -38,6 +38,7 @@ TILE_NUMBERS = ("entries", "stages", "warps")
 CTAS = 3  # fastest on an H100; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64
 MIN_TOKENS = 128
+MOST_ROWS = 1 << 20  # where a batch does not say
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ class Decoding:
     """A batch that decodes, as planners see it.
 
     `lengths` is the flat int32 array, `group` is G, and `kept_tokens` [R, L, H] is what each head
-    keeps of a sealed chunk. `prefixes` builds the prefix forest.
+    keeps of a sealed chunk. `prefixes` builds the prefix forest. A row has up to `queries` tokens,
+    its newest and drafts; there are at most `most_rows` rows in any batch.
     """
 
     rows: DecodeRows
@@ -53,6 +55,8 @@ class Decoding:
     group: int
     kept_tokens: Int64
     prefixes: Callable[[], Forest]
+    queries: int = 1
+    most_rows: int = MOST_ROWS
 
     @cached_property
     def forest(self) -> Forest:
@@ -68,6 +72,8 @@ class Decoding:
                 self.group,
                 self.kept_tokens[:, i : i + 1],
                 self.prefixes,
+                self.queries,
+                self.most_rows,
             )
             for i in range(self.rows.table.shape[1])
         ]
@@ -105,13 +111,15 @@ def _workqueue(
 def _packing(
     batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, **numbers: int
 ) -> WorkPlan:
+    group = batch.group * batch.queries
+    numbers["max_query_rows"] = max(group, numbers.get("max_query_rows", MAX_QUERY_ROWS))
     return plan_packing(
         batch.rows,
         batch.lengths,
         batch.forest,
         batch.kept_tokens,
         workers,
-        group=batch.group,
+        group=group,
         cost=cost,
         rule=rule,
         **numbers,

@@ -135,16 +135,26 @@ class ChunkWriter(Writer):
         return {"usage": self._write_usage(usage) if self._options.continuous_usage_stats else None}
 
     def _write_usage(self, usage: AnswerUsage) -> Json:
-        counted, thoughts = usage.engine, {"reasoning_tokens": usage.reasoning_tokens}
+        counted, details = usage.engine, self._write_details(usage)
         return {
             "prompt_tokens": counted.prompt_tokens,
             "completion_tokens": counted.completion_tokens,
             "total_tokens": counted.prompt_tokens + counted.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
-            **({"completion_tokens_details": thoughts} if self.shows_reasoning_tokens else {}),
+            **({"completion_tokens_details": details} if details else {}),
             "kv_bytes": counted.kv_bytes,
             "kv_bytes_uncompressed": counted.kv_bytes_uncompressed,
         }
+
+    def _write_details(self, usage: AnswerUsage) -> Json:
+        """Kinds of completion tokens, as far as the server knows them."""
+        details: Json = {}
+        if self.shows_reasoning_tokens:
+            details["reasoning_tokens"] = usage.reasoning_tokens
+        if (drafted := usage.engine.drafted) is not None:
+            details["accepted_prediction_tokens"] = drafted.accepted
+            details["rejected_prediction_tokens"] = drafted.rejected
+        return details
 
 
 def _write_frame(data: Json) -> str:

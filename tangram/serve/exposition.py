@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tangram.metrics import EngineStats, GroupOverflow
+from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.serve.record import Record
 from tangram.types import Event, FinishReason
 
@@ -185,7 +185,39 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
         _GROUP,
         lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
     ),
+    (
+        "drafts",
+        "Drafts verified",
+        (),
+        lambda stats: [((), one.drafts) for one in _speculation(stats)],
+    ),
+    (
+        "draft_tokens",
+        "Tokens drafted",
+        (),
+        lambda stats: [((), one.drafted) for one in _speculation(stats)],
+    ),
+    (
+        "accepted_draft_tokens",
+        "Drafted tokens that were accepted",
+        (),
+        lambda stats: [((), one.accepted) for one in _speculation(stats)],
+    ),
+    (
+        "accepted_draft_tokens_per_position",
+        "Drafted tokens that were accepted, by their place in the draft",
+        ("position",),
+        lambda stats: [
+            ((str(place),), count)
+            for one in _speculation(stats)
+            for place, count in enumerate(one.accepted_at)
+        ],
+    ),
 )
+
+
+def _speculation(stats: EngineStats) -> tuple[SpeculationStats, ...]:
+    return () if stats.speculation is None else (stats.speculation,)
 
 
 def _group(line: GroupOverflow) -> tuple[str, str]:

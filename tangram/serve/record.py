@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tangram.types import Event, FinishReason, SamplingParams, Usage
+from tangram.types import DraftedTokens, Event, FinishReason, SamplingParams, Usage
 
 _KEY = "tangram.record"
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -63,12 +63,19 @@ class Generation:
             cached_tokens=sum(usage.cached_tokens for usage in firsts.values()),
             kv_bytes=sum(usage.kv_bytes for usage in choices),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in choices),
+            drafted=_add([usage.drafted for usage in choices if usage.drafted is not None]),
         )
 
     @property
     def finish_reasons(self) -> list[str]:
         """Of the choices that have ended, in their order."""
         return [self.reasons[choice].value for choice in sorted(self.reasons)]
+
+
+def _add(drafted: Sequence[DraftedTokens]) -> DraftedTokens | None:
+    if not drafted:
+        return None
+    return DraftedTokens(sum(one.accepted for one in drafted), sum(one.rejected for one in drafted))
 
 
 @dataclass

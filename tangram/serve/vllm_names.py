@@ -1,8 +1,8 @@
 """Tangram's metrics under vLLM's names, for dashboards and autoscalers that use these.
 
 Names, types and labels are those of vLLM V1 (docs.vllm.ai, usage/metrics). Metrics of features that
-this engine lacks are missing: adapters, draft models, transfers between servers. Buckets are
-Tangram's.
+this engine lacks are missing: adapters, transfers between servers. Those of drafts are there if the
+engine speculates. Buckets are Tangram's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from tangram.metrics import EngineStats
+from tangram.metrics import EngineStats, SpeculationStats
 from tangram.serve.exposition import ServerMetrics
 
 _Reading = Callable[[EngineStats], float]
@@ -46,6 +46,11 @@ _COUNTERS: tuple[tuple[str, str, _Reading], ...] = (
         lambda stats: stats.prompt_tokens,
     ),
     ("prefix_cache_hits", "Tokens that it had", lambda stats: stats.cached_tokens),
+)
+_DRAFTS: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
+    ("num_drafts", "Drafts verified", lambda drafted: drafted.drafts),
+    ("num_draft_tokens", "Tokens drafted", lambda drafted: drafted.drafted),
+    ("num_accepted_tokens", "Drafted tokens that were accepted", lambda drafted: drafted.accepted),
 )
 _HISTOGRAMS: tuple[tuple[str, Callable[[ServerMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", lambda metrics: metrics.first_token_s),
@@ -84,9 +89,26 @@ class VllmNames(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             counter.add_metric(values, read(stats))
             yield counter
+        if stats.speculation is not None:
+            yield from self._drafts(stats.speculation)
         yield self._successes()
         for name, of in _HISTOGRAMS:
             yield self._histogram(name, of(self._metrics))
+
+    def _drafts(self, drafted: SpeculationStats) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        for name, text, count in _DRAFTS:
+            family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=names)
+            family.add_metric(values, count(drafted))
+            yield family
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the draft",
+            labels=[*names, "position"],
+        )
+        for place, accepted in enumerate(drafted.accepted_at):
+            by_place.add_metric([*values, str(place)], accepted)
+        yield by_place
 
     def _successes(self) -> Metric:
         family = CounterMetricFamily(

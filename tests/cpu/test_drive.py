@@ -275,6 +275,21 @@ def test_the_commands_keep_what_they_measure(
         assert content["parts"]["turn 2"]["cached_share"] >= 0.5
 
 
+def test_a_measurement_says_what_was_drafted(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    load = ["--requests", "2", "--input-tokens", "40", "--output-tokens", "24"]
+    method = ["--speculative-config", '{"method": "ngram"}']
+    command = ["bench", "serving", "throughput", str(folder), *SMALL, *load, *method]
+    result = CliRunner().invoke(app, [*command, "-o", str(kept)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    content = json.loads(kept.read_text())
+    drafted = content["stats"]["speculation"]
+    assert drafted["drafted"] >= drafted["accepted"] == sum(drafted["accepted_at"])
+    said = f"{drafted['accepted']} of {drafted['drafted']} drafted tokens accepted"
+    assert said in " ".join(result.output.split())
+    assert json.loads(content["config"]["speculative_config"]) == {"method": "ngram"}
+
+
 def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm: LLM) -> None:
     engine, asks = small_llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
     with pytest.raises(GivenUpError, match=r"more than 10% waited over 1e-09 s"):

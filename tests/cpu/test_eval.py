@@ -51,6 +51,7 @@ METHODS = [
     Method("static", 0.5, "keydiff", CHUNK, "model", 0.0, 4),
     Method("dynamic", 0.5, "keydiff", CHUNK, "model"),
     Method("one-shot", 0.5, "keydiff", CONTEXT, "layer"),
+    Method("lossless", 1.0, "keydiff", CHUNK, "model", 2.0, 4),
 ]
 
 
@@ -124,6 +125,18 @@ def test_methods_keep_different_entries(loaded: LoadedModel) -> None:
             found = ask(method, prompts.samples, lambda n: None)
             replies[method.title] = tuple(reply.text for own in found for reply in own)
     assert len(set(replies.values())) >= 5, replies
+
+
+def test_lossless_replies_are_those_of_the_full_cache(loaded: LoadedModel) -> None:
+    """Every token of them: random weights write what hangs on every entry."""
+    bench, prompts = bench_of(loaded)
+    found = []
+    for method in (METHODS[0], METHODS[-1]):
+        with bench.open([method]) as ask:
+            found.append(ask(method, prompts.samples, lambda n: None))
+    full, lossless = ([reply for own in replies for reply in own] for replies in found)
+    assert [reply.text for reply in lossless] == [reply.text for reply in full]
+    assert sum(reply.tokens for reply in lossless) > 20
 
 
 def test_a_reply_does_not_depend_on_which_ratios_the_engine_serves(loaded: LoadedModel) -> None:

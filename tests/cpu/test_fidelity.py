@@ -86,6 +86,28 @@ def test_the_less_is_kept_the_further_it_goes(loaded: LoadedModel, tmp_path: Pat
     assert 0 < found[0].divergence < found[1].divergence and len(full) == TAIL_TOKENS
 
 
+def test_lossless_diverges_by_rounding_only(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Chunks are stored in the order of their scores, and all of their entries count."""
+    pages: dict[str, Any] = {"chunk_tokens": 64, "page_tokens": 8, "heads_per_page": 2}
+    file, text = profile_file(loaded, tmp_path, retention=0.25, chunk_tokens=64), TEXT[:-65]
+    reference, lossless, static = (
+        ForcedText(config(**pages, **options), loaded).logits(text)
+        for options in (
+            {},
+            {
+                "profile": (file,),
+                "scorer": "keydiff",
+                "speculative_config": {"method": "compressed_kv", "kv_retention": 0.25},
+            },
+            {"profile": (file,), "kv_retention": 0.25},
+        )
+    )
+    same, less = fidelity(reference, lossless, text), fidelity(reference, static, text)
+    assert same.divergence == pytest.approx(0.0, abs=1e-6) and same.agreement == 1.0
+    assert not torch.equal(reference, lossless), "its entries have another order"
+    assert less.divergence > 1e-3
+
+
 def test_divergence_and_surprise_are_those_of_the_definition() -> None:
     full = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]).log()
     found = torch.tensor([[0.25, 0.75], [0.4, 0.6], [0.5, 0.5]]).log()

@@ -16,6 +16,7 @@ from tangram.kernels import cpu, reference
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
+from tangram.plan.workqueue import plan_workqueue
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
 from tests.plans import TaskList, assemble
 
@@ -32,9 +33,9 @@ def plans(rows: DecodeRows) -> list[WorkPlan]:
 
 
 def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -> Tensor:
-    reference.append(
-        batch.k, batch.v, batch.pool, batch.tables, batch.lengths, *batch.address(layer)
-    )
+    table, column, index = batch.address(layer)
+    pages = batch.pool, batch.tables, batch.lengths
+    reference.append(batch.k, batch.v, *pages, table, column, index, batch.counts)
     return reference.decode(
         batch.q,
         batch.pool,
@@ -43,6 +44,7 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
         plan,
         layer,
         scaling=SCALING,
+        counts=batch.counts,
         **options,  # type: ignore[arg-type]
     )
 
@@ -60,6 +62,7 @@ def run_compiled(
         cpu.CpuPlan.build(plan, batch.rows, threads),
         layer,
         scaling=SCALING,
+        counts=batch.counts,
         **options,  # type: ignore[arg-type]
     )
 
@@ -84,6 +87,31 @@ def test_decode_equals_dense_attention(
             out = run(batch.copy(), plan, layer, softcap=softcap, sinks=sinks)
             expected = dense_decode(batch, layer, softcap=softcap, sinks=sinks)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_compiled])
+@pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
+@pytest.mark.parametrize("longest", [9, 60, 300])
+def test_a_draft_sees_the_entries_up_to_its_own(
+    run, longest: int, softcap: float | None, use_sinks: bool
+) -> None:  # type: ignore[no-untyped-def]
+    batch = make_batch(4, 2, 3, 32, longest=longest, counts=(1, 5, 9, 2), seed=longest)
+    sinks = batch.sinks if use_sinks else None
+    for plan in plans(batch.rows):
+        for layer in (0, 1):
+            out = run(batch.copy(), plan, layer, softcap=softcap, sinks=sinks)
+            expected = dense_decode(batch, layer, softcap=softcap, sinks=sinks)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_compiled])
+def test_a_plan_serves_rows_whose_drafts_were_refused(run) -> None:  # type: ignore[no-untyped-def]
+    """A plan with fixed ranges, made when the rows were longer."""
+    batch = make_batch(3, 2, 2, 16, longest=200, counts=(4, 1, 3), seed=5)
+    drafted = batch.lengths.numpy() + 8
+    plan = plan_workqueue(batch.rows, drafted, 8, tile_tokens=16, min_tokens=16)
+    expected = dense_decode(batch, 0, softcap=None, sinks=None)
+    torch.testing.assert_close(run(batch.copy(), plan, 0), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -184,7 +184,8 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
         kv_cache_dtype="fp8" if variant.fp8 else "auto",
     )
     runner = engine._runner
-    runner.rehearse(8, 140)
+    runner.rehearse(140)
+    runner.passes.rehearse_decode(8)
     pool, place = words(runner.pool), torch.zeros(1, dtype=torch.int32)
     page_copies.copy(pool, place, torch.empty_like(pool[:1]), place, programs=1)
 

@@ -48,7 +48,10 @@ def run(
     address = torch.from_numpy(
         np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1).copy()
     )
-    store.append(k, v, pool, tables, lengths, address.to(device, torch.int32), layer)
+    queries = int(batch.counts.max())
+    first = torch.from_numpy(np.append(0, np.cumsum(batch.counts)).astype(np.int32)).to(device)
+    place = address.to(device, torch.int32)
+    store.append(k, v, pool, tables, lengths, place, layer, None, first, queries)
     settings = {
         name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options
     }
@@ -60,8 +63,10 @@ def run(
         pool=pool,  # type: ignore[arg-type]
         lengths=planned_at,
         options=settings.get("options"),  # type: ignore[arg-type]
+        queries=queries,
     )
     decoder.load(plan, planned_at)
+    options["first_tokens"] = first
     return decoder.attend(layer, q, tables, lengths, scaling=SCALING, **options).cpu()  # type: ignore[arg-type]
 
 
@@ -88,6 +93,33 @@ def test_decode_equals_dense_attention(
             sinks=None if sinks is None else sinks.to(device),
         )
         assert_close(out, dense_decode(batch, layer, softcap=softcap, sinks=sinks))
+
+
+@pytest.mark.parametrize(
+    ("planner", "counts"),
+    interpreter_few(
+        [(name, counts) for name in PLANNERS for counts in ((1, 5, 9), (3, 2, 1), (2, 2, 2))],
+        ("aot", (1, 5, 9)),
+        ("work queue", (3, 2, 1)),
+    ),
+)
+def test_a_draft_sees_the_entries_up_to_its_own(
+    planner: str, counts: tuple[int, ...], device: torch.device
+) -> None:
+    batch = make_batch(3, 2, 3, 64, longest=200, counts=counts)
+    plan = PLANNERS[planner](batch)
+    for layer in (0, 1):
+        out = run(batch, plan, layer, device, sinks=batch.sinks.to(device))
+        assert_close(out, dense_decode(batch, layer, softcap=None, sinks=batch.sinks))
+
+
+@pytest.mark.parametrize("merge", ["tails", "kernel"])
+def test_a_plan_serves_rows_whose_drafts_were_refused(merge: str, device: torch.device) -> None:
+    batch = make_batch(3, 2, 2, 64, longest=150, counts=(4, 1, 3), seed=5)
+    drafted = batch.lengths.numpy() + 8
+    plan = plan_workqueue(batch.rows, drafted, 8, tile_tokens=16, min_tokens=16)
+    out = run(batch, plan, 0, device, planned_at=drafted, options=options(merge))
+    assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
 
 @pytest.mark.parametrize(

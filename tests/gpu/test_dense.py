@@ -34,12 +34,8 @@ def rows_of(*rows: tuple[int, int, int, int]) -> PrefillRows:
         ],
         2,
     )
-    return PrefillRows(
-        address[None].astype(np.int32),
-        spans,
-        np.repeat(kept[None, :, None], 2, 2).astype(np.int32),
-        slice(0, len(rows)),
-    )
+    counts = np.repeat(kept[None, :, None], 2, 2).astype(np.int32)
+    return PrefillRows(address[None].astype(np.int32), spans, counts, counts, slice(0, len(rows)))
 
 
 @pytest.fixture(autouse=True)

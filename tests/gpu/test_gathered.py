@@ -59,9 +59,8 @@ class Requests:
         kept = np.broadcast_to(
             (self.spans[:, 3] - self.spans[:, 2])[None, :, None], (1, len(self.spans), HEADS)
         )
-        return PrefillRows(
-            self.address[None], self.spans, np.ascontiguousarray(kept, np.int32), asking
-        )
+        kept = np.ascontiguousarray(kept, np.int32)
+        return PrefillRows(self.address[None], self.spans, kept, kept, asking)
 
     def expected(self, row: int) -> Tensor:
         begin, end, first, last, _ = self.spans[row]

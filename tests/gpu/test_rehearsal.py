@@ -40,7 +40,8 @@ def test_a_rehearsal_leaves_no_trace(case: str, device: torch.device, tmp_path: 
     options = options_of(case, loaded, tmp_path)
     engines = both(loaded, options)
     for engine in engines:
-        engine._runner.rehearse(3, 50)
+        engine._runner.rehearse(50)
+        engine._runner.passes.rehearse_decode(3)
         engine._runner.pool.zero_()
     in_step(engines, PROMPTS)
 
@@ -83,7 +84,8 @@ def test_nothing_is_compiled_once_an_engine_serves(
         max_model_len=100,
         kv_cache_gib=1e-3,
     )
-    engine._runner.rehearse(8, 50)
+    engine._runner.rehearse(50)
+    engine._runner.passes.rehearse_decode(8)
     assert compiled, "the hook hears of kernels"
     compiled.clear()
     for prompts in (PROMPTS, [[*PROMPTS[2][:38], number] for number in range(3, 9)]):

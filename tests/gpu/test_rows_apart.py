@@ -25,8 +25,8 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Makes the engine take rows apart where nothing can be captured, too; which of them had room,
     as they come.
     """
-    runner, had_room = engine._runner, list[bool]()
-    runner._graphs = PassGraphs(runner._forward, engine.device)
+    passes, had_room = engine._runner.passes, list[bool]()
+    passes.graphs = PassGraphs(passes.forward, engine.device)
     begin = TritonKernels.begin_row
 
     def begun(kernels: TritonKernels, *arguments: Any) -> bool:

@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import PRECEDING_TOKENS, Scheduler
+from tangram.engine.rows import PRECEDING_TOKENS
+from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.types import Int64
 from tests.host.support import Device, retentions
 
 MAX_TOKENS = 48
+
+
+@dataclass
+class Drafts:
+    """Drafts of up to `most` tokens, of which each is right with probability `sure`.
+
+    With `on_device` the scheduler sees zeros; `offered` are the drafts themselves.
+    """
+
+    most: int
+    sure: float
+    on_device: bool
+    rng: random.Random
+    tastes: dict[TokenSequence, int] = field(default_factory=dict)
+    offered: dict[TokenSequence, list[int]] = field(default_factory=dict)
+    accepted: int = 0
+    refused: int = 0
+
+    def offer(self, sequence: TokenSequence, most: int) -> Int64:
+        """What a `Scheduler` asks: the sequence's answer as it will be, or something else."""
+        assert not sequence.pending
+        tokens, drafts = sequence.known_tokens.tolist(), list[int]()
+        for _ in range(min(most, self.rng.randint(0, self.most))):
+            token = next_token(self.tastes[sequence], [*tokens, *drafts])
+            wrong = self.rng.random() > self.sure
+            drafts.append((token + 1) % 3 if wrong else token)
+        self.offered[sequence] = drafts
+        return np.asarray([0] * len(drafts) if self.on_device else drafts, np.int64)
+
+
+def next_token(taste: int, tokens: Sequence[int]) -> int:
+    """The token behind `tokens`."""
+    return hash((taste, *tokens)) % 3
 
 
 class Service:
     """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token
     depends on its prefix and on the sequence's `taste`, so that sequences of one taste stay
     together and others part; one of taste 2 ends when it samples a 2. With `ahead` a step is
-    scheduled before the tokens of the one before are there.
+    scheduled before the tokens of the one before are there, unless `drafts` are asked for some.
+    `kept` are the retentions of `layouts`, if these are special.
     """
 
     def __init__(
@@ -36,9 +76,11 @@ class Service:
         ahead: bool = False,
         host_pages: int = 0,
         patience: int = 16,
+        drafts: Drafts | None = None,
+        kept: Sequence[Retention] = (),
     ) -> None:
-        self.retentions = retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
-        self.ahead = ahead
+        self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
+        self.ahead, self.drafts = ahead, drafts
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
         self.config = EngineConfig(
             chunk_tokens=chunk,
@@ -48,16 +90,17 @@ class Service:
             max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
             prompt_patience=patience,
         )
+        most = max(entry.layout.most_pages(MAX_TOKENS - 1) for entry in self.retentions)
         self.manager = CacheManager(
             self.retentions,
-            total_pages=max(entry.most_pages(MAX_TOKENS - 1) for entry in layouts) + slack_pages,
+            total_pages=most + slack_pages,
             max_sequences=max_num_seqs,
             prefix_caching=caching,
             host_pages=host_pages,
         )
         self.scheduler = Scheduler(self.config, self.manager)
         self.device = Device(self.manager, page)
-        self.tastes: dict[TokenSequence, int] = {}
+        self.tastes: dict[TokenSequence, int] = {} if drafts is None else drafts.tastes
         self.ended: list[TokenSequence] = []
         self.decoders: dict[int, list[TokenSequence]] = {}
         self.arrivals = 0
@@ -102,6 +145,7 @@ class Service:
         assert self.manager.new_tokens(sequence.keys, sequence.known_tokens) == sequence.known
 
     def step(self) -> Step | None:
+        self._ask_for_drafts()
         before, preemptions = (
             list(self.scheduler.running),
             {entry: entry.preemptions for entry in self.alive},
@@ -122,7 +166,10 @@ class Service:
         alive = replace(
             step, rows=tuple(row for row in step.rows if by_slot[row.slot] not in self.ended)
         )
-        self.device.run(alive, by_slot)
+        self.device.run(alive, {slot: self._foresee(one) for slot, one in by_slot.items()})
+        if any(row.drafts for row in step.rows):
+            self._verify(alive, by_slot)
+            return step
         self.scheduler.commit(step)
         self.expected = [by_slot[row.slot] for row in alive.rows if row.sample]
         for sequence in self.expected:
@@ -130,6 +177,58 @@ class Service:
         if not self.ahead:
             self._settle()
         return step
+
+    def _ask_for_drafts(self) -> None:
+        """For the next step, or not: then it may be scheduled ahead."""
+        self.scheduler.drafts = None
+        if self.drafts is not None:
+            self.drafts.offered.clear()
+            if self.drafts.rng.random() < 0.8:
+                self._settle()
+                self.scheduler.drafts = self.drafts
+
+    def _drafts_of(self, sequence: TokenSequence) -> list[int]:
+        return [] if self.drafts is None else self.drafts.offered.get(sequence, [])
+
+    def _foresee(self, sequence: TokenSequence) -> TokenSequence:
+        """`sequence` as it would be with all of its drafts."""
+        drafts = self._drafts_of(sequence)
+        tokens = np.concatenate([sequence.known_tokens, np.asarray(drafts, np.int64)])
+        return replace(sequence, tokens=tokens, known=len(tokens))
+
+    def _verify(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
+        """The model accepts what equals its own tokens, and adds one."""
+        sampled = [by_slot[row.slot] for row in step.rows if row.sample]
+        taken = dict[TokenSequence, int]()
+        for sequence in sampled:
+            drafts, tokens = self._drafts_of(sequence), sequence.known_tokens.tolist()
+            taken[sequence] = self._count_right(self.tastes[sequence], tokens, drafts)
+            self.scheduler.settle(sequence, drafts, taken[sequence])
+        self.scheduler.commit(step)
+        for sequence, accepted in taken.items():
+            for _ in range(accepted + 1):
+                if sequence not in self.ended:
+                    sequence.expect()
+                    self._sample(sequence)
+        self._check_published(by_slot)
+
+    def _count_right(self, taste: int, tokens: list[int], drafts: list[int]) -> int:
+        right = 0
+        while right < len(drafts) and drafts[right] == next_token(taste, tokens + drafts[:right]):
+            right += 1
+        assert self.drafts is not None
+        self.drafts.accepted += right
+        self.drafts.refused += len(drafts) - right
+        return right
+
+    def _check_published(self, by_slot: dict[int, TokenSequence]) -> None:
+        """What others may find of a tail are entries of settled tokens."""
+        for sequence in by_slot.values():
+            cache = sequence.cache
+            if cache is not None:
+                end = len(cache.raw_nodes) * cache.layout.page_tokens
+                done = cache.sealed_chunks * cache.layout.chunk_tokens + end
+                self.device.check_raw(sequence, done)
 
     def _settle(self) -> bool:
         """The tokens of the last step arrive; False if there are none."""
@@ -152,7 +251,7 @@ class Service:
 
     def _sample(self, sequence: TokenSequence) -> None:
         taste = self.tastes[sequence]
-        token = hash((taste, *sequence.known_tokens.tolist()[:-1])) % 3
+        token = next_token(taste, sequence.known_tokens.tolist()[:-1])
         sequence.settle(token)
         if sequence.complete or (taste == 2 and token == 2):
             self.scheduler.remove(sequence)
@@ -190,6 +289,7 @@ class Service:
             (row.kind is RowKind.DECODE) == (at < step.decode_rows)
             for at, row in enumerate(step.rows)
         )
+        self._check_drafts_leave_room(step)
         served = [by_slot[row.slot] for row in step.rows]
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
@@ -200,9 +300,12 @@ class Service:
         ]
         assert working in served or passing, "the first stands still"
         for row in step.rows:
-            sequence, end = by_slot[row.slot], row.start + len(row.tokens)
+            sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
+            end = row.start + known
             assert row.request_id == sequence.request_id and row.retention is sequence.retention
-            assert row.tokens.tolist() == sequence.tokens[row.start : end].tolist()
+            if row.drafts:
+                self._check_drafts(row, sequence)
+            assert row.tokens[:known].tolist() == sequence.tokens[row.start : end].tolist()
             assert (
                 row.preceding.tolist()
                 == sequence.tokens[max(0, row.start - PRECEDING_TOKENS) : row.start].tolist()
@@ -210,7 +313,7 @@ class Service:
             assert row.start // size == (end - 1) // size, "a row leaves its chunk"
             if row.kind is RowKind.SEAL:
                 assert row.start % size == 0 and len(row.tokens) == size
-            assert row.kind is not RowKind.DECODE or (len(row.tokens) == 1 and row.sample)
+            assert row.kind is not RowKind.DECODE or (known == 1 and row.sample)
             # A chunk that decode filled is computed once more to be sealed; its last token has
             # given its sample.
             resealed = (
@@ -219,7 +322,7 @@ class Service:
                 and sequence.preemptions == 0
             )
             assert row.sample == (end == sequence.known and not resealed)
-            assert row.pending == (sequence.pending and end == sequence.known)
+            assert row.drafts or row.pending == (sequence.pending and end == sequence.known)
             assert row.kind is RowKind.DECODE or not row.pending
         skipped = [
             entry for entry in starts if entry.cache and not entry.complete and entry not in served
@@ -232,6 +335,26 @@ class Service:
         assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
             "one epoch, two sets of decoding rows"
         )
+
+    def _check_drafts(self, row: Row, sequence: TokenSequence) -> None:
+        """A row with drafts: of its sequence, in its chunk, of tokens that may be needed."""
+        assert self.drafts is not None
+        drafts, size = self._drafts_of(sequence), self.config.chunk_tokens
+        last = row.start + row.drafts
+        assert row.kind is RowKind.DECODE and row.sample and row.start == sequence.known - 1
+        assert row.start // size == last // size, "a draft leaves the chunk"
+        assert last < sequence.limit, "a draft is beyond the limit"
+        known = [0] * len(drafts) if self.drafts.on_device else drafts
+        assert row.tokens[1:].tolist() == known and row.pending == self.drafts.on_device
+
+    def _check_drafts_leave_room(self, step: Step) -> None:
+        """Where a prompt is to be computed, drafts leave the tokens of a chunk."""
+        drafted = any(row.drafts for row in step.rows)
+        prompts = self.scheduler.waiting or any(row.kind is not RowKind.DECODE for row in step.rows)
+        if drafted and prompts:
+            decoded = sum(len(row.tokens) for row in step.rows[: step.decode_rows])
+            left = self.config.max_num_batched_tokens - decoded
+            assert left >= self.config.chunk_tokens, "drafts leave no room for a prompt"
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""

@@ -60,6 +60,22 @@ def retentions(*layouts: Layout, one_chunk_a_step: frozenset[int] = frozenset())
     ]
 
 
+def kept_first(drafted: Layout, name: str) -> Retention:
+    """A retention that keeps everything, of which drafts read what `drafted` keeps."""
+    full = drafted.full_groups
+    whole = Layout.build(
+        drafted.geometry,
+        chunk_tokens=drafted.chunk_tokens,
+        page_tokens=drafted.page_tokens,
+        heads_per_page=drafted.heads_per_page,
+        max_tokens=drafted.max_tokens,
+        groups=drafted.groups[:full],
+        sealed_pages=[drafted.chunk_pages] * full,
+    )
+    draft = Retention(0.5, drafted, f"profile {name}", scored=True)
+    return Retention(1.0, whole, f"full: profile {name}", scored=True, draft=draft)
+
+
 class NumberedCache(CacheManager):
     """A cache manager whose tests name retentions by their number."""
 
@@ -141,6 +157,18 @@ class Device:
                 assert self.entries[place] == label, (
                     f"{row.kind} at {row.start} reads {self.entries[place]}, not {label}"
                 )
+
+    def check_raw(self, sequence: TokenSequence, end: int) -> None:
+        """The raw tail of `sequence` up to position `end` holds what its tokens make of it."""
+        assert sequence.cache is not None
+        start = sequence.cache.sealed_chunks * sequence.cache.layout.chunk_tokens
+        layout, owner = sequence.retention.layout, (sequence.retention, sequence.keys.salt)
+        for group, pages in enumerate(layout.sealed_pages):
+            sealed = sequence.cache.sealed_chunks * int(pages) * layout.page_tokens
+            for position in range(start, end):
+                place = self._place(sequence.cache.slot, layout, group, sealed + position - start)
+                tokens = sequence.tokens[: position + 1].tolist()
+                assert self.entries[place] == (*owner, group, position, hash(tuple(tokens)))
 
     def move(self, moves: Sequence[PageMove]) -> None:
         """Copies between the pool and host memory, one after the other; what leaves is read before
@@ -226,9 +254,11 @@ class Device:
             )
 
     def _at(self, row: Row, group: int, entry: int) -> int:
-        layout = row.retention.layout
+        return self._place(row.slot, row.retention.layout, group, entry)
+
+    def _place(self, slot: int, layout: Layout, group: int, entry: int) -> int:
         page = self.manager.tables[
-            row.slot, int(layout.group_offset[group]) + entry // self.page_tokens
+            slot, int(layout.group_offset[group]) + entry // self.page_tokens
         ]
         return int(page) * self.page_tokens + entry % self.page_tokens
 

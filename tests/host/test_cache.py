@@ -322,3 +322,43 @@ def test_a_chain_whose_newest_windows_were_evicted_is_used_only_as_far_as_window
     assert partial.cached_tokens == 0
     cache.close(partial)
     assert admit(cache, tokens, limit=41).cached_tokens == 40
+
+
+@FEW
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=8))
+def test_what_was_drafted_and_refused_leaves_nothing(
+    prompt: int, rounds: list[tuple[int, int]]
+) -> None:
+    """Drafts grow the tail, refused ones shrink it; two caches of equal tokens hold equal pages."""
+    cache = manager(layout(2))
+    tokens = tokens_of(200)
+    seq = admit(cache, tokens[:prompt], limit=96)
+    compute(cache, seq, tokens[:prompt])
+    size = seq.layout.chunk_tokens
+    for drafted, accepted in rounds:
+        fits = size - seq.raw_tokens
+        if fits <= 0:
+            break
+        drafted = min(drafted, fits)
+        accepted = min(accepted, drafted)
+        cache.grow(seq, drafted)
+        cache.shrink(seq, drafted - accepted)
+        cache.commit(seq, tokens[: seq.computed_tokens])
+        check_accounting(cache)
+        assert seq.held_pages == seq.formula_pages
+        assert (
+            cache.lengths[seq.slot, : len(seq.layout.groups)]
+            == seq.layout.lengths(seq.sealed_chunks, seq.raw_tokens)
+        ).all()
+    cache.close(seq)
+    check_accounting(cache)
+
+
+def test_what_others_may_share_cannot_be_taken_back() -> None:
+    cache = manager(layout(2))
+    tokens = tokens_of(100)
+    seq = admit(cache, tokens[:1])
+    cache.grow(seq, seq.layout.page_tokens)
+    cache.commit(seq, tokens[: seq.computed_tokens])
+    with pytest.raises(IntegrityError, match="1 pages of them are in the prefix cache"):
+        cache.shrink(seq, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.methods import NAMES, Grid, Method, choose_alignment
 from tangram.lab.baselines.comparison_config import ComparisonConfig
+from tangram.speculative_config import CompressedKv
 
 
 def grid(**changes: Any) -> Grid:
@@ -24,7 +26,14 @@ def grid(**changes: Any) -> Grid:
 def test_what_makes_no_difference_is_measured_once() -> None:
     methods = grid(alphas=[0, 2], scopes=["model", "layer"]).methods(4096)
     counts = {name: sum(method.name == name for method in methods) for name in NAMES}
-    assert counts == {"full": 1, "uniform": 4, "dynamic": 8, "static": 16, "one-shot": 8}
+    assert counts == {
+        "full": 1,
+        "uniform": 4,
+        "dynamic": 8,
+        "static": 16,
+        "one-shot": 8,
+        "lossless": 2,
+    }
     assert len(set(methods)) == len(methods) == len({method.title for method in methods})
 
 
@@ -60,6 +69,16 @@ def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
     assert static.profile == ("profile.json",) and static.heads_per_page == 2
     assert static.gate is None, "only the scorer that has a gate is given one"
     assert Method("static", 0.3, "fastkvzip", 256).config(base).gate == "gate.safetensors"
+
+
+def test_lossless_keeps_everything_and_drafts_from_a_profile() -> None:
+    (lossless,) = grid(names=["lossless"], scorers=["keydiff"]).methods(4096)
+    config = lossless.config(EngineConfig(), "profile.json")
+    assert config.kv_retention == lossless.kv_retention == 1.0
+    assert config.speculation == CompressedKv() and config.profile == ("profile.json",)
+    assert lossless.budgeted == replace(
+        lossless, name="static", kv_retention=CompressedKv.kv_retention
+    )
 
 
 @pytest.mark.parametrize(

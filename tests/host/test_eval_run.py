@@ -27,7 +27,7 @@ STATIC = Method("static", 0.5, "keydiff", 64, "model", 2.0, 4)
 UNIFORM = Method("uniform", 0.5, "keydiff", 64, None, None, 4)
 METHODS = [FULL, UNIFORM, STATIC]
 # Which of the four questions of a sample each method knows.
-KNOWN = {"full": 4, "uniform": 1, "static": 3, "dynamic": 3, "one-shot": 3}
+KNOWN = {"full": 4, "uniform": 1, "static": 3, "dynamic": 3, "one-shot": 3, "lossless": 4}
 
 
 def suite(name: str, task: str) -> tuple[SuitePrompts, Setting]:

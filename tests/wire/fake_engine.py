@@ -16,8 +16,9 @@ from typing import Any
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats, GroupOverflow
+from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.types import (
+    DraftedTokens,
     Event,
     FinishReason,
     Marks,
@@ -114,6 +115,7 @@ class FakeEngine:
     stopped: bool = False
     waiting: int = 0
     steps: int = 13
+    drafted: DraftedTokens | None = None  # for each completion
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -214,6 +216,7 @@ class FakeEngine:
                 sealing_s=0.5,
                 plans={"aot": 9},
                 overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
+                speculation=SpeculationStats(8, 30, 21, (12, 9)),
             )
 
     def _loop(self) -> None:
@@ -247,7 +250,9 @@ class FakeEngine:
         request, ids = job.request, self.codec.encode(text)
         prompt_tokens = len(request.prompt_token_ids)
         tokens = prompt_tokens + job.sent
-        usage = Usage(prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens)
+        usage = Usage(
+            prompt_tokens, job.sent, job.cached_tokens, 4 * tokens, 8 * tokens, self.drafted
+        )
         top = tuple((ord(letter), -float(rank)) for rank, letter in enumerate("xyz"))[
             : request.sampling.logprobs
         ]

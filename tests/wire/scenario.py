@@ -1,5 +1,5 @@
 """A load under which everything moves that is measured: queue, preemption, reuse, host memory,
-compression, aborts.
+compression, aborts, drafts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ OPTIONS = (
     "1",
     "--unknown-fields",
     "warn",
+    "--speculative-config",
+    '{"method": "ngram"}',
 )
 
 

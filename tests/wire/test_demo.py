@@ -156,6 +156,23 @@ def test_words_are_painted_by_their_share(shown: Shown) -> None:
     assert paint.style_of(0.0) != paint.style_of(paint.MARKED) == paint.style_of(1.0)
 
 
+def test_drafts_quote_the_same_words_and_are_shown_with_both_speeds(shown: Shown) -> None:
+    plain, drafted = shown.findings.quotations
+    assert plain.text == drafted.text and plain.text[:40] in shown.findings.talk.document
+    assert plain.drafted is None and drafted.drafted is not None
+    assert drafted.drafted.accepted > 20
+    told = " ".join(shown.text[shown.text.index("Faster with drafts") :].split())
+    assert f"writes {plain.tokens_per_s:.1f} tokens/s, and {drafted.tokens_per_s:.1f}" in told
+    assert "the same text" in told and f"accepted {drafted.drafted.accepted} of" in told
+
+
+def test_other_words_with_drafts_fail_the_demo(shown: Shown) -> None:
+    plain, drafted = shown.findings.quotations
+    other = replace(shown.findings, quotations=(plain, replace(drafted, text="Another.")))
+    assert shown.findings.problems == []
+    assert other.problems == [f"with drafts the model wrote 'Another.', not {plain.text!r}"]
+
+
 def test_the_commands_at_its_end_exist(shown: Shown) -> None:
     for command, _ in show.next_commands():
         assert command in shown.text

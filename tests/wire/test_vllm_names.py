@@ -26,6 +26,12 @@ COUNTERS = {
     "prefix_cache_hits": "cached_prompt_tokens",
     "request_success": "completions",
 }
+DRAFTS = {
+    "num_drafts": "drafts",
+    "num_draft_tokens": "draft_tokens",
+    "num_accepted_tokens": "accepted_draft_tokens",
+    "num_accepted_tokens_per_pos": "accepted_draft_tokens_per_position",
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -84,8 +90,9 @@ def numbers(family: Metric) -> dict[tuple[str, ...], float]:
 
 
 def test_each_has_the_value_of_ours(exposed: dict[str, Metric]) -> None:
+    counters = COUNTERS | {f"spec_decode_{theirs}": ours for theirs, ours in DRAFTS.items()}
     pairs = {**GAUGES, **HISTOGRAMS} | {
-        f"{theirs}_total": f"{ours}_total" for theirs, ours in COUNTERS.items()
+        f"{theirs}_total": f"{ours}_total" for theirs, ours in counters.items()
     }
     named = {name.removeprefix("vllm:") for name in exposed if name.startswith("vllm:")}
     assert named == {*pairs, "kv_cache_usage_perc"}
@@ -103,7 +110,20 @@ def test_no_two_of_ours_are_alike(exposed: dict[str, Metric]) -> None:
     ours = {
         *GAUGES.values(),
         *HISTOGRAMS.values(),
-        *(f"{name}_total" for name in COUNTERS.values()),
+        *(f"{name}_total" for name in (*COUNTERS.values(), *DRAFTS.values())),
     }
     values = [tuple(numbers(exposed[f"tangram_{name}"]).values()) for name in ours]
     assert len(set(values)) == len(values)
+
+
+def test_an_engine_that_drafts_nothing_has_no_series_of_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = FakeEngine.stats
+    monkeypatch.setattr(
+        FakeEngine, "stats", lambda engine: replace(plain(engine), speculation=None)
+    )
+    with run_fake_server(telemetry=Telemetry(vllm_names=True)) as server, server.http() as client:
+        found = families(client.get("/metrics").text)
+    named = [name for name in found if name.startswith("vllm:spec_decode") or "draft" in name]
+    assert not [name for name in named if found[name].samples]

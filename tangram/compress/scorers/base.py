@@ -79,6 +79,8 @@ class Scorer(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    # Whether all chunks are scored by the same tensor operations: a CUDA graph can hold them.
+    replayable: ClassVar[bool] = False
 
     @property
     def fewest_tokens(self) -> int:

@@ -90,12 +90,13 @@ class ModelBench:
                 f"calibration_samples is {calibration_samples}, it must be at least 1"
             )
         scorers = _scorers(base, methods, loaded.fingerprint)
+        budgeted = [own for method in methods if (own := method.budgeted) is not None]
         source = partial(_source, loaded, scorers)
         budgets = Budgets(
             loaded.fingerprint,
             loaded.geometry,
             {name: scorer_spec(scorer) for name, scorer in scorers.items()},
-            [method.kv_retention for method in methods if method.name == "static"],
+            [method.kv_retention for method in budgeted if method.name == "static"],
             calibration_samples,
             cache_folder(),
             source,
@@ -107,9 +108,9 @@ class ModelBench:
             if method.scorer is not None and method.chunk_tokens is not None:
                 scorers[method.scorer].check_tokens(method.chunk_tokens)
                 scorers[method.scorer].check_model(loaded.fingerprint)
-            if method.name in WITH_PROFILE:
-                budgets.equal(method)
             method.config(base)
+        for method in budgeted:
+            budgets.equal(method)
         return cls(base, loaded, budgets)
 
     @property
@@ -135,17 +136,20 @@ class ModelBench:
 
     def calibrate(self, methods: Iterable[Method], watch: Watch) -> None:
         """Measure missing profiles of `methods` now, since engines may leave the model compiled."""
-        for method in (method for method in methods if method.name == "static"):
-            watch.turns_to(f"budgets of {method.title}")
-            self.budgets.profile(method)
+        for method in methods:
+            budgeted = method.budgeted
+            if budgeted is not None and budgeted.name == "static":
+                watch.turns_to(f"budgets of {method.title}")
+                self.budgets.profile(budgeted)
 
     def basis(self, method: Method) -> Mapping[str, Any]:
         """See `Bench`."""
         found: dict[str, Any] = {}
         if method.scorer is not None:
             found["scorer_parameters"] = dict(self.budgets.scorers[method.scorer].parameters)
-        if method.name == "static":
-            found |= self.budgets.basis(method)
+        budgeted = method.budgeted
+        if budgeted is not None and budgeted.name == "static":
+            found |= self.budgets.basis(budgeted)
         return found
 
     def environment(self) -> Mapping[str, Any]:
@@ -198,7 +202,7 @@ class ModelBench:
     def _rule(self, method: Method) -> Rule:
         if method.name in WITH_PROFILE:
             return make_budget_rule(self.budgets.profile(method), self.loaded.geometry)
-        return everything if method.name == "full" else competing(method)
+        return everything if method.kv_retention == 1.0 else competing(method)
 
     def _read_expected(self, method: Method, passages: Passages) -> Iterator[Tensor]:
         """Logits on the host, by passage."""
@@ -221,9 +225,9 @@ class ModelBench:
         """The config for `methods` that share an engine; their profiles are files while open."""
         with TemporaryDirectory() as folder:
             paths = list[str]()
-            for method in (method for method in methods if method.name in WITH_PROFILE):
-                paths.append(str(Path(folder) / f"{method.kv_retention:g}.json"))
-                self.budgets.profile(method).save(Path(paths[-1]))
+            for own in (own for method in methods if (own := method.budgeted) is not None):
+                paths.append(str(Path(folder) / f"{own.kv_retention:g}.json"))
+                self.budgets.profile(own).save(Path(paths[-1]))
             # The engine computes its capacity at its own ρ: the largest of them.
             most = max(methods, key=lambda method: method.kv_retention)
             yield most.config(self.base, *paths)

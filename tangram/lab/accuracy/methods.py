@@ -12,8 +12,9 @@ from tangram.compress.profile import ALPHA, SINK_TOKENS, Scope, default_scope
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.lab.baselines.comparison_config import ComparisonConfig
+from tangram.speculative_config import CompressedKv
 
-MethodName = Literal["full", "uniform", "dynamic", "static", "one-shot"]
+MethodName = Literal["full", "uniform", "dynamic", "static", "one-shot", "lossless"]
 NAMES: tuple[MethodName, ...] = get_args(MethodName)
 WITH_PROFILE: frozenset[MethodName] = frozenset({"uniform", "static"})
 _BY_INPUT: frozenset[MethodName] = frozenset({"dynamic", "one-shot"})
@@ -30,6 +31,7 @@ class Method:
     - dynamic: the scores of each chunk decide how much each head keeps. Scope "layer" is Ada-KV
       (arXiv 2407.11550), scope "model" is KVzip (arXiv 2505.23416).
     - one-shot: dynamic, with the whole context as one chunk, as these were published.
+    - lossless: everything stays, and drafts read what static keeps (compressed_kv).
 
     `window_tokens` None is the profile's default, C / 64.
     """
@@ -70,6 +72,13 @@ class Method:
         ]
 
     @property
+    def budgeted(self) -> Method | None:
+        """The uniform or static method that has the same profile; None without a profile."""
+        if self.name == "lossless":
+            return replace(self, name="static", kv_retention=CompressedKv.kv_retention)
+        return self if self.name in WITH_PROFILE else None
+
+    @property
     def company(self) -> Method:
         """Equal for methods that one engine can serve: their profiles differ in ρ only."""
         return replace(self, kv_retention=1.0) if self.name in WITH_PROFILE else self
@@ -79,6 +88,8 @@ class Method:
         changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": profiles}
         named = {"scorer": self.scorer, "scope": self.scope, "chunk_tokens": self.chunk_tokens}
         changes |= {name: value for name, value in named.items() if value is not None}
+        if self.name == "lossless":
+            changes["speculative_config"] = {"method": CompressedKv().method}
         if self.name in _BY_INPUT:
             changes["enable_prefix_caching"] = False
         if self.scorer != GATED:
@@ -171,15 +182,28 @@ class Grid:
         if name == "full":
             yield Method("full")
             return
+        if name == "lossless":
+            yield from self._lossless()
+            return
         chunks = (context_tokens,) if name == "one-shot" else self.chunk_tokens
         alphas = self.alphas if name == "static" else (None,)
         kept = (self.sink_tokens, self.window_tokens) if name in WITH_PROFILE else (None, None)
-        if self.scorers is None:
-            raise ValueError("no scorer is named: say with `name_scorer` which one serves")
-        for scorer, chunk in product(self.scorers, chunks):
+        for scorer, chunk in product(self._named_scorers, chunks):
             scopes = (None,) if name == "uniform" else self.scopes or (default_scope(scorer),)
             for scope, alpha, retention in product(scopes, alphas, self.retentions):
                 yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
+
+    def _lossless(self) -> Iterator[Method]:
+        """One method a scorer and chunk: no answer depends on what drafts read."""
+        for scorer, chunk in product(self._named_scorers, self.chunk_tokens):
+            served = (default_scope(scorer), ALPHA, SINK_TOKENS)
+            yield Method("lossless", 1.0, scorer, chunk, *served)
+
+    @property
+    def _named_scorers(self) -> Sequence[str]:
+        if self.scorers is None:
+            raise ValueError("no scorer is named: say with `name_scorer` which one serves")
+        return self.scorers
 
 
 def choose_alignment(

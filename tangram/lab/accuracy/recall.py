@@ -29,7 +29,7 @@ Rule = Callable[[Tensor, int], Tensor]
 
 
 def everything(scores: Tensor, start: int) -> Tensor:
-    """The `Rule` of method full."""
+    """The `Rule` of methods that keep everything."""
     return torch.ones_like(scores, dtype=torch.bool)
 
 

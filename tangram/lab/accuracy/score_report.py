@@ -19,6 +19,7 @@ _DIFFERENCES: tuple[tuple[MethodName, MethodName], ...] = (
     ("static", "one-shot"),
     ("dynamic", "full"),
     ("uniform", "full"),
+    ("lossless", "full"),
 )
 _NONE = "–"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from tangram.config import EngineConfig
@@ -32,7 +32,8 @@ class ComparisonConfig(EngineConfig):
     @classmethod
     def of(cls, config: EngineConfig, **changes: object) -> ComparisonConfig:
         """`config` with `changes`."""
-        return cls(**{**vars(config), **changes})
+        given = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+        return cls(**given | changes)
 
     def __post_init__(self) -> None:
         super().__post_init__()

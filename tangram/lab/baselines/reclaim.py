@@ -83,7 +83,7 @@ class ReclaimingRunner(Runner):
         **options: Any,
     ) -> None:
         super().__init__(loaded, retentions, scorer, cache=cache, **options)
-        self._reclaimer = Reclaimer(cache, self.pool, self._batcher.tables, competing)
+        self._reclaimer = Reclaimer(cache, self.pool, self.passes.batcher.tables, competing)
 
     def _finish(self, attention: StepAttention) -> None:
         super()._finish(attention)

@@ -21,7 +21,7 @@ import torch
 from tangram.engine.batcher import Batcher
 from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
-from tangram.engine.runner import Runner
+from tangram.engine.passes import Passes
 from tangram.engine.scheduler import Scheduler
 from tangram.kernels.stopwatch import GraphBlocks, Stopwatch
 from tangram.lab.baselines.caches import DynamicCache
@@ -31,7 +31,7 @@ from tangram.model.sealing import ChunkSealer, FusedSealer
 
 # A graph is one piece: its attention counts as model.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
-    "model": ((Runner, "_forward"), (PassGraphs, "logits")),
+    "model": ((Passes, "forward"), (PassGraphs, "logits")),
     "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
     "scoring and sealing": (
         (FusedSealer, "take"),

@@ -1,0 +1,1 @@
+"""The figures of docs/speculation.md: speed with and without speculation, and acceptance."""

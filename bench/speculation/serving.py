@@ -1,0 +1,352 @@
+"""Decode with and without speculation under load: `python -m bench.speculation serving`.
+
+Every case runs the same prompts through engines that differ in `speculative_config` alone, in
+turns. Where the KV pools of two engines do not fit into the device side by side, an engine is
+built, runs its repeats and goes before the next one. A case is written to speculation-CASE.json
+after every run.
+
+Random weights accept nothing real. In cases of a model's shape the model says the same token
+everywhere, and a seeded random number decides whether a drafted token is that one. Drafts and
+verifications do all of their work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.serving.competitors import MODEL as SHAPE
+from bench.speculation import figures
+from bench.speculation.cases import CASES, METHODS, SpeculationCase, shrink
+from bench.speculation.engines import (
+    MeasuredEngine,
+    build_measured,
+    load_measured,
+    pool_gib,
+    with_speculation,
+)
+from bench.speculation.figures import PLAIN
+from bench.speculation.options import make_parser, output_folder
+from bench.speculation.prompts import ask_about_texts, ask_to_repeat
+from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
+from tangram.config import EngineConfig
+from tangram.engine.text import TextCodec
+from tangram.lab.environment import environment
+from tangram.lab.load.asks import Ask, draw_tokens
+from tangram.lab.load.clock import TimedAnswer
+from tangram.model.load import LoadedModel
+
+WARM_TOKENS = 16
+_SMALL_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 300,
+}
+
+
+class CaseRun:
+    """Measures one case on one loaded model; `keep` takes all figures so far after every run."""
+
+    def __init__(
+        self,
+        case: SpeculationCase,
+        loaded: LoadedModel,
+        keep: Callable[[Mapping[str, Any]], None],
+        *,
+        chunk_tokens: int = 512,
+    ) -> None:
+        self._case, self._loaded, self._keep = case, loaded, keep
+        self._codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
+        self._config = make_config(case, loaded, chunk_tokens)
+        self._answers: dict[int, list[TimedAnswer]] = {}
+        self._asked: dict[int, list[Prompt]] = {}
+        self.figures: dict[str, Any] = {
+            name: {"speculative_config": METHODS[name], "warm_up": [], "runs": []}
+            for name in case.methods
+        }
+
+    def measure(self, repeats: int, rounds: int) -> None:
+        """`repeats` runs of every engine; where pools do not fit side by side, in each round."""
+        if not self._case.apart:
+            engines = {name: self._build(name) for name in self._case.methods}
+            for name, measured in engines.items():
+                self._warm(name, measured)
+            for number in range(repeats):
+                for name, measured in engines.items():
+                    self._run(name, measured, number)
+            return
+        for turn in range(rounds):
+            for name in self._case.methods:
+                self._measure_alone(name, range(turn * repeats, (turn + 1) * repeats))
+
+    def _measure_alone(self, name: str, numbers: range) -> None:
+        measured = self._build(name)
+        self._warm(name, measured)
+        for number in numbers:
+            self._run(name, measured, number)
+        del measured
+        _free()
+
+    def _build(self, name: str) -> MeasuredEngine:
+        config = with_speculation(self._config, METHODS[name])
+        measured = build_measured(config, self._loaded, acceptance=self._case.acceptance)
+        self.figures[name]["fits_tokens"] = measured.engine.stats().capacity_tokens
+        return measured
+
+    def _warm(self, name: str, measured: MeasuredEngine) -> None:
+        """Compile what the first use compiles. Prompts that are asked again stay cached."""
+        prompts = self._prompts(0 if self._case.cached else -1)
+        found, _ = measure_run(measured, prompts, WARM_TOKENS, to_the_end=True)
+        self.figures[name]["warm_up"].append(found)
+        print(f"{name:14} warm-up     {_line(found)}", flush=True)
+
+    def _run(self, name: str, measured: MeasuredEngine, number: int) -> None:
+        if not self._case.cached:
+            measured.engine.clear_cache()
+        number = 0 if self._case.cached else number
+        prompts = self._prompts(number)
+        found, answers = measure_run(measured, prompts, self._case.output_tokens, to_the_end=True)
+        reference = self._answers.setdefault(number, answers)
+        found["differences"] = find_differences(reference, answers)
+        self.figures[name]["runs"].append(found)
+        self._keep(self.figures)
+        print(f"{name:14} run {len(self.figures[name]['runs']):3}     {_line(found)}", flush=True)
+
+    def _prompts(self, number: int) -> list[Prompt]:
+        if number not in self._asked:
+            self._asked[number] = self._make_prompts(number)
+        return self._asked[number]
+
+    def _make_prompts(self, number: int) -> list[Prompt]:
+        case = self._case
+        if case.of_shape():
+            return draw_prompts(case, self._loaded.geometry.vocab_size)
+        ask = ask_about_texts if case.prompts == "texts" else ask_to_repeat
+        return ask(self._codec, case.count, case.context_tokens, number)
+
+
+def draw_prompts(case: SpeculationCase, vocab_size: int) -> list[Prompt]:
+    """Prompts of random tokens, which share nothing."""
+    return [draw_tokens(case.context_tokens, vocab_size, 8, number) for number in range(case.count)]
+
+
+def make_config(case: SpeculationCase, loaded: LoadedModel, chunk_tokens: int) -> EngineConfig:
+    """The options that all engines of a case have in common."""
+    # A sequence's last chunk, and the answers of earlier runs, stay cached until they are in
+    # the way.
+    tokens = case.longest + 2 * chunk_tokens
+    most = max(8192, chunk_tokens) + 256
+    return EngineConfig(
+        model=loaded.name,
+        device=loaded.device.type,
+        kv_retention=1.0,
+        scorer="keydiff" if case.of_shape() else None,
+        scope="model" if case.of_shape() else None,
+        chunk_tokens=chunk_tokens,
+        max_model_len=case.longest,
+        max_num_seqs=case.count,
+        max_num_batched_tokens=most if loaded.device.type == "cuda" else chunk_tokens + 256,
+        kv_cache_gib=pool_gib(loaded, case.count, tokens),
+    )
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    speed = found["decode_tokens_per_s"]
+    text = (
+        f"{found['seconds']:7.2f} s, prefill {found['prefill_s']:6.2f} s, decode "
+        f"{'–' if speed is None else format(speed, ',.0f'):>8} tokens/s"
+    )
+    if found["tpot_ms"]:
+        text += f", TPOT ms p50 {found['tpot_ms']['p50']:.2f} p90 {found['tpot_ms']['p90']:.2f}"
+    if drafts := found.get("speculation"):
+        text += (
+            f", accepted {_number(drafts['acceptance'])}, drafted "
+            f"{_number(drafts['drafted_per_iteration'])} and got "
+            f"{_number(drafts['tokens_per_iteration'])} tokens per iteration"
+        )
+    if found.get("preemptions"):
+        text += f"; {found['preemptions']} preemptions: the pool is too small for this load"
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the cases, keep their files, print a table."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = options.cases.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"cases has {unknown[0]}, there are {', '.join(CASES)}")
+    if options.vllm and (wrong := [name for name in names if not CASES[name].of_shape()]):
+        parser.error(f"cases has {wrong[0]}, --vllm measures cases of a shape alone")
+    command = shlex.join(["python", "-m", "bench.speculation", "serving", *arguments])
+    cases = {name: shrink(CASES[name]) if options.small else CASES[name] for name in names}
+    found = (_measure_vllm if options.vllm else _measure_tangram)(cases, command, options)
+    _print_table(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("serving", __doc__)
+    parser.add_argument("--cases", default=",".join(CASES), help="separated by commas; all")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of an engine")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often engines without room for others are built"
+    )
+    parser.add_argument(
+        "--vllm", action="store_true", help="measure vLLM without speculation instead"
+    )
+    return parser
+
+
+def _measure_tangram(
+    cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
+) -> dict[str, Mapping[str, Any]]:
+    """The figures of each case; a model is loaded once for cases that follow each other."""
+    found: dict[str, Mapping[str, Any]] = {}
+    loaded, random = None, False
+    for name, case in cases.items():
+        print(f"# {name}: {case.title}", flush=True)
+        if loaded is None or random != case.of_shape():
+            loaded = None
+            _free()
+            random = case.of_shape()
+            with _model(case, small=options.small) as source:
+                loaded = load_measured(source, random=random)
+        keep = _Keeper(output_folder(options) / f"speculation-{name}.json", case, command, loaded)
+        chunk_tokens = 128 if options.small and random else 512
+        run = CaseRun(case, loaded, keep, chunk_tokens=chunk_tokens)
+        run.measure(options.repeats, options.rounds)
+        found[name] = run.figures
+        del run
+        _free()
+    return found
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _model(case: SpeculationCase, *, small: bool) -> Iterator[str]:
+    """The name of the model, or a folder with the config of its shape."""
+    if not case.of_shape():
+        yield "smollm2"
+    elif not small:
+        yield str(SHAPE)
+    else:
+        with TemporaryDirectory() as folder:
+            place = Path(folder) / "small-shape"
+            place.mkdir()
+            config = json.loads((SHAPE / "config.json").read_text()) | _SMALL_SHAPE
+            (place / "config.json").write_text(json.dumps(config))
+            yield str(place)
+
+
+class _Keeper:
+    """Writes the figures of one case."""
+
+    def __init__(
+        self, path: Path, case: SpeculationCase, command: str, loaded: LoadedModel | None
+    ) -> None:
+        self._path = path
+        self._head = {
+            "command": command,
+            "environment": environment(),
+            "case": asdict(case),
+            "dtype": "bfloat16" if loaded is None else str(loaded.dtype).removeprefix("torch."),
+            "notes": _NOTES if case.of_shape() else [],
+        }
+
+    def __call__(self, figures: Mapping[str, Any]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**self._head, "engines": figures}
+        self._path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+_NOTES = [
+    "Weights are random. The model's output layer is overridden: it says token 0 everywhere.",
+    "Acceptance is forced: a drafted token is right with the probability of the case, by a seeded "
+    "random number. Drafts and verifications compute everything.",
+]
+
+
+def _measure_vllm(
+    cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
+) -> dict[str, Mapping[str, Any]]:
+    from bench.serving.competitors import Vllm, vocab_size
+
+    found: dict[str, Mapping[str, Any]] = {}
+    engine = Vllm(max(case.longest for case in cases.values()))
+    for name, case in cases.items():
+        runs: list[dict[str, Any]] = []
+        found[name] = {"vllm": {"options": engine.options, "runs": runs}}
+        keep = _Keeper(
+            output_folder(options) / f"speculation-{name}-vllm.json", case, command, None
+        )
+        prompts = draw_prompts(case, vocab_size())
+        engine.clear_cache()
+        engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
+        for _ in range(options.repeats):
+            answers = engine.answer_all([Ask(prompt, case.output_tokens) for prompt in prompts])
+            runs.append(summarise(answers, {}))
+            keep(found[name])
+            print(f"vllm           {_line(runs[-1])}", flush=True)
+    return found
+
+
+def _print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
+    table = Table(title="decode, median of the runs")
+    for column in (
+        "case",
+        "engine",
+        "tokens/s",
+        "spread",
+        "of plain",
+        "accepted",
+        "drafted",
+        "got",
+    ):
+        table.add_column(column, justify="left" if column in ("case", "engine") else "right")
+    table.add_column("differ", justify="right")
+    for case, engines in found.items():
+        plain = engines.get(PLAIN, {"runs": []})["runs"]
+        for name, engine in engines.items():
+            runs, own = engine["runs"], figures.speeds(engine["runs"])
+            times, shares = figures.times_as_fast(runs, plain), figures.pool_runs(runs)
+            table.add_row(
+                case,
+                name,
+                f"{statistics.median(own):,.0f}" if own else "",
+                f"{min(own):,.0f} - {max(own):,.0f}" if own else "",
+                "" if times is None else f"{times:.2f}",
+                *(
+                    _number(shares[key]) if shares else ""
+                    for key in ("acceptance", "drafted_per_iteration", "tokens_per_iteration")
+                ),
+                str(figures.count_differences(runs)),
+            )
+    Console(width=120).print(table)

@@ -1,0 +1,113 @@
+"""What a model needs to draft for another: its config, the same vocabulary, a share of the pool."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from tangram.cache.layout import Layout
+from tangram.config import EngineConfig
+from tangram.engine.memory import GIB
+from tangram.errors import ConfigError
+from tangram.model.load import LoadedModel
+from tangram.speculative_config import NAME, DraftModel
+
+_log = logging.getLogger("tangram")
+
+
+def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> EngineConfig:
+    """The config of the model that drafts: nothing is dropped and nothing kept in host memory.
+
+    It reads sequences of up to `max_tokens` tokens.
+    """
+    return replace(
+        config,
+        model=drafts.model,
+        speculative_config=None,
+        max_model_len=max_tokens,
+        kv_retention=1.0,
+        profile=(),
+        scorer=None,
+        scope=None,
+        gate=None,
+        kv_offload_gib=0.0,
+        decode_policy=None,
+        overflow_every=None,
+    )
+
+
+def readable_tokens(drafts: LoadedModel, served: str, max_tokens: int) -> int:
+    """Of sequences of up to `max_tokens` tokens, how many the model `drafts` can read."""
+    limit = drafts.geometry.max_positions
+    if limit < max_tokens:
+        _log.warning(
+            "%s was made for %d positions: sequences of %s of more tokens, up to %d, go on "
+            "without drafts",
+            drafts.name,
+            limit,
+            served,
+            max_tokens,
+        )
+    return min(limit, max_tokens)
+
+
+def check_vocabulary(loaded: LoadedModel, drafts: LoadedModel) -> None:
+    """Raise `ConfigError` unless each token has the same id in both models.
+
+    Their end tokens may differ: a drafted one is verified like any other token.
+    """
+    own, other = loaded.tokenizer.get_vocab(), drafts.tokenizer.get_vocab()
+    different = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
+    if different:
+        token = min(different, key=lambda one: (own.get(one, other.get(one)), one))
+        raise ConfigError(
+            f"{NAME}.model is {drafts.name}, whose tokenizer is not that of {loaded.name}: they "
+            f"differ in {len(different)} tokens; {token!r} has number {other.get(token)} in "
+            f"{drafts.name} and {own.get(token)} in {loaded.name}: choose a draft model of the "
+            "same family"
+        )
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """The pages of one model: their layout and the bytes of each."""
+
+    layout: Layout
+    page_bytes: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one sealed chunk."""
+        return self.layout.span_pages * self.page_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of one sequence until its first chunk is sealed."""
+        return self.layout.most_pages(self.layout.chunk_tokens) * self.page_bytes
+
+
+def draft_bytes(total: int, drafts: DraftModel, served: PoolShape, drafting: PoolShape) -> int:
+    """Of `total` bytes for KV pages, those of the model that drafts.
+
+    By default both models have pages for as many tokens. Raises `ConfigError` if one of the models
+    has none left.
+    """
+    if drafts.kv_cache_gib is None:
+        share = total * drafting.chunk_bytes // (served.chunk_bytes + drafting.chunk_bytes)
+    else:
+        share = int(drafts.kv_cache_gib * GIB)
+    least, most = drafting.least_bytes, total - served.least_bytes
+    if not least <= share <= most:
+        raise ConfigError(
+            f"{NAME}.kv_cache_gib is {share / GIB:.4g}, it must lie between {least / GIB:.4g} and "
+            f"{most / GIB:.4g}: both models share {total / GIB:.4g} GiB, and each needs a chunk: "
+            "change it, or raise kv_cache_gib"
+        )
+    return share
+
+
+def draft_pages(drafts: DraftModel, served_tokens: int, drafting: PoolShape) -> int:
+    """The pages of the share `draft_bytes`, if those of the served model hold `served_tokens`."""
+    if drafts.kv_cache_gib is not None:
+        return int(drafts.kv_cache_gib * GIB) // drafting.page_bytes
+    return served_tokens * drafting.layout.span_pages // drafting.layout.chunk_tokens

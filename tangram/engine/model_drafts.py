@@ -1,0 +1,251 @@
+"""Drafts of a second, smaller model, whose KV entries are in a pool of their own.
+
+Each served sequence that is drafted for has a mirror: the same tokens, with the draft model's KV
+state. A mirror is one token behind, like a sequence that decodes. If pages run out, the mirrors
+that were used least recently give theirs back, and sequences without a mirror decode plainly.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.cache.sequence_cache import SequenceCache
+from tangram.cache.step import Row, RowKind, Step
+from tangram.engine.draft_round import DraftRound, Membership
+from tangram.engine.rows import prefill_span, row_of
+from tangram.engine.runner import Runner
+from tangram.engine.speculation import Drafting
+from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.errors import IntegrityError
+from tangram.types import Int64
+
+
+class ModelDrafter:
+    """A `Drafter`: the model of `runner` drafts over `cache`, in which `retention` keeps all.
+
+    It prefills at most `most_tokens` tokens before a step. `vocabulary` is the number of tokens of
+    the served model.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CacheManager,
+        retention: Retention,
+        *,
+        most_tokens: int,
+        vocabulary: int,
+    ) -> None:
+        self.cache = cache
+        self._runner, self._retention = runner, retention
+        self._most_tokens, self._vocabulary = most_tokens, vocabulary
+        self._membership = Membership()
+        # The least recently used first.
+        self._mirrors = OrderedDict[TokenSequence, TokenSequence]()
+
+    def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        """See `Drafter`. What a long prompt lacks is computed in several steps."""
+        mirrors = {one: self._mirror(one) for one in sequences if one.known < self._limit(one)}
+        used = frozenset(mirrors.values())
+        held = {one: mirror for one, mirror in mirrors.items() if self._secure(mirror, used)}
+        prefill = _Prefill(self._most_tokens)
+        for mirror in held.values():
+            self._prefill(mirror, prefill)
+        self._compute(prefill)
+        return [one for one in sequences if one not in held]
+
+    def offer(self, sequence: TokenSequence, most: int) -> int:
+        """See `Drafter`: none until its mirror has all but the newest token."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None or mirror.known != sequence.known or not _is_ready(mirror):
+            return 0
+        return max(0, min(most, mirror.limit - mirror.known))
+
+    @torch.inference_mode()
+    def draft(self, drafting: Sequence[Drafting]) -> Tensor:
+        """See `Drafter`. The last pass of a sequence computes its last draft and chooses nothing.
+
+        So nothing is missing if all are accepted. It is repeated while others go on.
+        """
+        mirrors = [self._mirrors[one.sequence] for one in drafting]
+        caches = [_require_cache(mirror) for mirror in mirrors]
+        epoch = self._epoch_of(mirrors, caches)
+        drafts = DraftRound(self._runner.passes, drafting, epoch, self._vocabulary)
+        first = [
+            row_of(mirror, cache, RowKind.DECODE, mirror.known - 1, mirror.known, sample=True)
+            for mirror, cache in zip(mirrors, caches, strict=True)
+        ]
+        most = int(drafts.counts.max())
+        for number in range(most + 1):
+            numbers = np.minimum(number, drafts.counts)
+            for cache, count in zip(caches, drafts.counts.tolist(), strict=True):
+                if number <= count:
+                    self.cache.grow(cache, 1)
+            logits = drafts.compute(_rows_at(first, numbers), numbers)
+            if number < most:
+                drafts.choose(logits)
+        return drafts.drafts()
+
+    def settle(self, sequence: TokenSequence) -> None:
+        """See `Drafter`: entries of refused drafts are released."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None or mirror.cache is None:
+            return
+        tokens = self._legible(sequence.computable_tokens)
+        refused = mirror.cache.computed_tokens - len(tokens)
+        if refused > 0:
+            self.cache.shrink(mirror.cache, refused)
+        self.cache.commit(mirror.cache, tokens)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """See `Drafter`: its mirror is closed; what that has published stays cached."""
+        mirror = self._mirrors.pop(sequence, None)
+        if mirror is not None:
+            self._close(mirror)
+
+    # -- mirrors -----------------------------------------------------------------------------------
+
+    def _mirror(self, sequence: TokenSequence) -> TokenSequence:
+        """The mirror of `sequence` with its tokens of now; it is used most recently."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None:
+            mirror = self._mirrors[sequence] = sequence_of(
+                sequence.request_id,
+                sequence.arrival_index,
+                self._retention,
+                sequence.keys.salt,
+                sequence.known_tokens,
+                self._limit(sequence),
+            )
+        mirror.tokens, mirror.known = self._legible(sequence.known_tokens), sequence.known
+        self._mirrors.move_to_end(sequence)
+        return mirror
+
+    def _limit(self, sequence: TokenSequence) -> int:
+        return min(sequence.limit, self._retention.layout.max_tokens)
+
+    def _legible(self, tokens: Int64) -> Int64:
+        """`tokens`, with token 0 for those that the draft model has no embedding of."""
+        known = self._retention.layout.geometry.vocab_size
+        return tokens if known >= self._vocabulary else np.where(tokens < known, tokens, 0)
+
+    def _secure(self, mirror: TokenSequence, used: Collection[TokenSequence]) -> bool:
+        """Promise `mirror` the pages up to the end of its chunk.
+
+        Mirrors that are not `used` now give theirs back for it. If that is not enough it holds
+        none.
+        """
+        needed = self._retention.layout.count_promised_pages(mirror.known, mirror.limit)
+        fits = needed <= self.cache.ledger.total
+        while not (fits and self._promise(mirror)):
+            others = self._mirrors.values()
+            idle = (one for one in others if one.cache is not None and one not in used)
+            other = next(idle, None) if fits else None
+            if other is None:
+                self._close(mirror)
+                return False
+            self._close(other)
+        return True
+
+    def _promise(self, mirror: TokenSequence) -> bool:
+        if mirror.cache is not None:
+            return self.cache.extend(mirror.cache, mirror.limit, mirror.known)
+        mirror.cache = self.cache.admit(mirror.keys, mirror.known_tokens, mirror.limit)
+        return mirror.cache is not None
+
+    def _close(self, mirror: TokenSequence) -> None:
+        if mirror.cache is not None:
+            self.cache.close(mirror.cache)
+            mirror.cache = None
+            mirror.preemptions += 1
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def _prefill(self, mirror: TokenSequence, prefill: _Prefill) -> None:
+        """Take pages for what `mirror` lacks but its newest token, as much as fits `prefill`."""
+        cache = _require_cache(mirror)
+        key = self.cache.next_key(cache, mirror.tokens[: mirror.known - 1])
+        if key in prefill.sealing:
+            self._close(mirror)  # the next step finds the chunk in the cache
+            return
+        if key is not None:
+            prefill.sealing.add(key)
+        while _is_behind(mirror, cache):
+            kind, start, end = prefill_span(cache, mirror.known - 1)
+            if end - start > prefill.spare:
+                return
+            if kind is RowKind.SEAL:
+                self.cache.seal(cache)
+            else:
+                self.cache.grow(cache, end - start)
+            prefill.add(mirror, row_of(mirror, cache, kind, start, end, sample=False))
+            if cache.layout.window_chunks:
+                return
+
+    def _compute(self, prefill: _Prefill) -> None:
+        if not prefill.rows:
+            return
+        # Whole chunks lie end to end, because they are sealed together.
+        rows = tuple(sorted(prefill.rows, key=lambda row: row.kind is RowKind.TAIL))
+        self._runner.run(Step(rows, 0, *self.cache.take_moves(row.slot for row in rows)), [])
+        for mirror in prefill.mirrors:
+            self.cache.commit(_require_cache(mirror), mirror.known_tokens)
+
+    def _epoch_of(self, mirrors: Sequence[TokenSequence], caches: Sequence[SequenceCache]) -> int:
+        return self._membership.epoch_of(
+            tuple(
+                (mirror.arrival_index, mirror.preemptions, cache.slot, cache.sealed_chunks)
+                for mirror, cache in zip(mirrors, caches, strict=True)
+            )
+        )
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """The rows that mirrors lack, in one step of at most `spare` more tokens.
+
+    `sealing` are the keys of the chunks that they begin with.
+    """
+
+    spare: int
+    rows: list[Row] = field(default_factory=list)
+    mirrors: dict[TokenSequence, None] = field(default_factory=dict)
+    sealing: set[bytes] = field(default_factory=set)
+
+    def add(self, mirror: TokenSequence, row: Row) -> None:
+        """`row` of `mirror` is computed."""
+        self.rows.append(row)
+        self.mirrors[mirror] = None
+        self.spare -= len(row.tokens)
+
+
+def _rows_at(first: Sequence[Row], numbers: Int64) -> list[Row]:
+    """The rows of draft `numbers` [n] behind the newest tokens, which the rows `first` decode."""
+    return [
+        replace(row, start=row.start + number, pending=number > 0)
+        for row, number in zip(first, numbers.tolist(), strict=True)
+    ]
+
+
+def _is_behind(mirror: TokenSequence, cache: SequenceCache) -> bool:
+    """Whether more is missing than the newest token, or a full chunk is not sealed."""
+    return cache.computed_tokens < mirror.known - 1 or cache.raw_tokens == cache.layout.chunk_tokens
+
+
+def _is_ready(mirror: TokenSequence) -> bool:
+    cache = mirror.cache
+    return cache is not None and not _is_behind(mirror, cache)
+
+
+def _require_cache(mirror: TokenSequence) -> SequenceCache:
+    if mirror.cache is None:
+        raise IntegrityError(f"{mirror.request_id} is drafted for without pages")
+    return mirror.cache

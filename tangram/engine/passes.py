@@ -1,0 +1,160 @@
+"""Forward passes of one model over the rows of one batcher. Only this module calls the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.cache.step import Row, RowKind
+from tangram.engine.batcher import Batcher
+from tangram.engine.graphs import Carry, PassGraphs
+from tangram.engine.meters import Meters
+from tangram.kernels.transfer import place
+from tangram.model.attention import AttentionContext, StepAttention
+from tangram.model.load import LoadedModel
+from tangram.types import Int64
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """The flattened batch of a pass: int64 `tokens` and `positions` [T].
+
+    `ends` [R] are the places of each row's last token. The model's token behind each of `sampled`
+    [n] is chosen: behind all tokens of a DECODE row, behind the last one of another.
+    """
+
+    tokens: Int64
+    positions: Int64
+    ends: Int64
+    sampled: Int64
+
+
+class Passes:
+    """Runs forward passes of `loaded` over rows whose attention `batcher` builds.
+
+    With `graphs` passes that only decode, and single prefill rows, are replayed as CUDA graphs.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, batcher: Batcher, meters: Meters, *, graphs: bool = False
+    ) -> None:
+        self.batcher = batcher
+        self._loaded, self._meters = loaded, meters
+        self.graphs = PassGraphs(self.forward, loaded.device) if graphs else None
+
+    def logits(
+        self,
+        rows: Sequence[Row],
+        epoch: int,
+        carry: Callable[[Sequence[Row], Int64], Carry],
+        *,
+        replayed: bool,
+    ) -> tuple[StepAttention, Tensor]:
+        """The attention of one pass, and logits [n, V] of the tokens behind which one is sampled.
+
+        If `replayed`, by a graph that fits it. `carry` of the rows and their ends returns what
+        writes tokens that only the device knows.
+        """
+        attention = self.batcher.attention(rows, epoch, padded=replayed)
+        flat = flatten(rows, attention)
+        sampled, carried = flat.sampled, carry(rows, flat.ends)
+        if replayed and self.graphs is not None and (attention.width or attention.padded_tokens):
+            # A graph needs the same places in every pass, and its next pass overwrites its logits.
+            wanted = np.arange(attention.width) if attention.width else flat.ends
+            logits = self.graphs.logits(flat.tokens, flat.positions, wanted, attention, carried)
+            logits = logits[: len(sampled)] if attention.width else logits[: len(sampled)].clone()
+        else:
+            inputs, places = self.upload(flat.tokens, flat.positions)
+            carried(inputs)
+            logits = self.forward(attention, inputs, places, *self.upload(sampled))
+        return attention, logits
+
+    def forward(
+        self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
+    ) -> Tensor:
+        """Logits [len(wanted), V] of the tokens `wanted` of the flattened batch."""
+        # A GPU only queues the work here; a CPU does it.
+        with self._meters.waiting() if tokens.is_cpu else nullcontext():
+            output = self._loaded.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
+                tangram=attention,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def upload(self, *arrays: Int64) -> list[Tensor]:
+        """The arrays on the model's device."""
+        return [place(array, self._loaded.device) for array in arrays]
+
+    @torch.inference_mode()
+    def rehearse_decode(self, rows: int) -> None:
+        """Run all kernels of decode passes of `rows` rows, before serving."""
+        for attention in self.batcher.rehearsals(rows):
+            nothing = np.zeros(attention.width, np.int64)
+            self.forward(attention, *self.upload(nothing, nothing, np.arange(attention.width)))
+
+    @torch.inference_mode()
+    def capture_prefill(self) -> None:
+        """Capture the graphs of single prefill rows of the default ρ, before serving."""
+        for row in self.batcher.typical() if self.graphs is not None else ():
+            self.logits((row,), 0, carry_nothing, replayed=True)
+
+    @torch.inference_mode()
+    def capture(
+        self, rows: int, track: Callable[[Sequence[int]], Iterable[int]], queries: int = 1
+    ) -> None:
+        """Capture the graphs of decode passes of up to `rows` tokens, before serving.
+
+        A sequence has up to `queries` of them. `track` wraps the widths.
+        """
+        if self.graphs is None:
+            return
+        counts = range(queries, rows + 1)
+        widths = {self.batcher.kernels.width(count, queries) for count in counts}
+        # The largest first: the others fit into its memory.
+        for width in track(sorted(widths, reverse=True)):
+            attention = self.batcher.rehearse(min(width, rows), queries)
+            if self.batcher.kernels.captured is None:
+                return
+            nothing = np.zeros(attention.width, np.int64)
+            self.graphs.logits(
+                nothing, nothing, np.arange(attention.width), attention, lambda tokens: None
+            )
+
+
+def carry_nothing(rows: Sequence[Row], ends: Int64) -> Carry:
+    """For passes whose tokens are all known on the host."""
+    return lambda tokens: None
+
+
+def flatten(rows: Sequence[Row], attention: StepAttention) -> Flattened:
+    """The flattened batch of `rows`.
+
+    Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
+    """
+    decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
+    decoded = sum(len(row.tokens) for row in rows[:decode_rows])
+    fill = np.zeros(attention.width - decoded, np.int64)
+    tokens = [row.tokens for row in rows]
+    positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
+    ends = np.cumsum([len(own) for own in tokens]) - 1
+    ends[decode_rows:] += len(fill)
+    beyond = np.zeros(
+        0 if attention.padded_tokens is None else attention.padded_tokens - ends[-1] - 1, np.int64
+    )
+    for parts in (tokens, positions):
+        parts.insert(decode_rows, fill)
+        parts.append(beyond)
+    sampled = [
+        end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample
+    ]
+    wanted = np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64)])
+    return Flattened(np.concatenate(tokens), np.concatenate(positions), ends, wanted)

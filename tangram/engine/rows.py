@@ -1,0 +1,44 @@
+"""The rows of one sequence, as its tokens and its pages determine them."""
+
+from __future__ import annotations
+
+from tangram.cache.sequence_cache import SequenceCache
+from tangram.cache.step import Row, RowKind
+from tangram.engine.token_sequence import TokenSequence
+
+PRECEDING_TOKENS = 16
+
+
+def row_of(
+    sequence: TokenSequence,
+    cache: SequenceCache,
+    kind: RowKind,
+    start: int,
+    end: int,
+    *,
+    sample: bool,
+) -> Row:
+    """The row that computes the tokens `start` to `end` of `sequence` into `cache`."""
+    return Row(
+        sequence.request_id,
+        cache.slot,
+        sequence.retention,
+        kind,
+        start,
+        sequence.tokens[start:end],
+        sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
+        sample,
+        sequence.pending and end == sequence.known,
+    )
+
+
+def prefill_span(cache: SequenceCache, known: int) -> tuple[RowKind, int, int]:
+    """What comes next of `known` tokens: a whole chunk to seal, or the tail that fills none.
+
+    The kind of its row, its first token, and the one behind it.
+    """
+    chunk_tokens = cache.layout.chunk_tokens
+    begin = cache.sealed_chunks * chunk_tokens
+    if known - begin < chunk_tokens:
+        return RowKind.TAIL, cache.computed_tokens, known
+    return RowKind.SEAL, begin, begin + chunk_tokens

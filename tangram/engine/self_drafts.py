@@ -1,0 +1,89 @@
+"""Drafts that the model makes itself, reading only the entries that are stored first.
+
+What a draft pass writes is overwritten: the step that follows computes the same positions from all
+entries, before anything reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.cache.draft_tables import DraftTables
+from tangram.cache.retention import Retention
+from tangram.cache.step import Row
+from tangram.engine.draft_round import DraftRound, Membership
+from tangram.engine.passes import Passes
+from tangram.engine.speculation import Drafting
+from tangram.engine.token_sequence import TokenSequence
+from tangram.errors import IntegrityError
+
+
+class SelfDrafter:
+    """A `Drafter` whose `passes` decode over `tables` of the serving cache."""
+
+    def __init__(self, passes: Passes, tables: DraftTables) -> None:
+        self._passes, self._tables = passes, tables
+        self._membership = Membership()
+        self.cache = None
+
+    def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        """See `Drafter`: what it reads is in the serving cache."""
+        return ()
+
+    def offer(self, sequence: TokenSequence, most: int) -> int:
+        """See `Drafter`: all, where the sequence's cache has a draft."""
+        return 0 if sequence.retention.draft is None else most
+
+    @torch.inference_mode()
+    def draft(self, drafting: Sequence[Drafting]) -> Tensor:
+        """See `Drafter`. A sequence with fewer drafts repeats its last pass while others go on."""
+        vocabulary = drafting[0].row.retention.layout.geometry.vocab_size
+        drafts = DraftRound(self._passes, drafting, self._epoch_of(drafting), vocabulary)
+        for number in range(int(drafts.counts.max())):
+            numbers = np.minimum(number, drafts.counts - 1)
+            rows = [_row(one, at) for one, at in zip(drafting, numbers.tolist(), strict=True)]
+            positions = np.array([row.start for row in rows])
+            slots = np.array([row.slot for row in rows])
+            self._tables.set_positions(rows[0].retention.layout, slots, positions)
+            drafts.choose(drafts.compute(rows, numbers))
+        return drafts.drafts()
+
+    def settle(self, sequence: TokenSequence) -> None:
+        """See `Drafter`: it has no state of its own."""
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """See `Drafter`: it has no state of its own."""
+
+    def _epoch_of(self, drafting: Sequence[Drafting]) -> int:
+        return self._membership.epoch_of(
+            tuple(
+                (
+                    one.sequence.arrival_index,
+                    one.sequence.preemptions,
+                    one.row.slot,
+                    one.row.start // one.row.retention.layout.chunk_tokens,
+                )
+                for one in drafting
+            )
+        )
+
+
+def _row(one: Drafting, number: int) -> Row:
+    return replace(
+        one.row,
+        retention=_require_draft(one.row.retention),
+        start=one.row.start + number,
+        tokens=one.row.tokens[:1],
+        pending=number > 0,
+    )
+
+
+def _require_draft(retention: Retention) -> Retention:
+    if retention.draft is None:
+        raise IntegrityError("a sequence is drafted for whose cache has no draft")
+    return retention.draft

@@ -1,0 +1,172 @@
+"""How many tokens to draft: what pays, by measured times and by the acceptance seen.
+
+An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
+(Leviathan et al., arXiv 2211.17192, section 3). It takes the time of its drafts and of one
+verification. Times are those of recent iterations at a like load, without outliers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+_KEPT_TIMES = 16
+_KEPT_LOOKS = 8
+_KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
+_PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
+_LEAST_S = 1e-6
+_OUTLYING = 2.0  # times the least: such a time says nothing of later ones
+TRIES = 2  # of each number that a load begins with
+PROBE_EVERY = 32
+PROBE_SHARE = 0.01  # of the time
+
+
+@dataclass
+class Acceptance:
+    """The share of drafted tokens that were accepted where all before them were, recent ones
+    counting more.
+    """
+
+    _tried: float = _PRIOR_DRAFTS
+    _accepted: float = _PRIOR_ACCEPTED
+    _found: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1, both excluded."""
+        return self._accepted / self._tried
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Of `drafted` tokens the first `accepted` were; the one after those was refused."""
+        tried = min(drafted, accepted + 1)
+        fade = 1.0 - tried / (_KEPT_DRAFTS + tried)
+        self._tried = self._tried * fade + tried
+        self._accepted = self._accepted * fade + accepted
+
+    def count_found(self, found: bool) -> None:
+        """A drafter was asked; it had something to draft or not."""
+        self._found += ((1.0 if found else 0.0) - self._found) / _KEPT_LOOKS
+
+    def expected_tokens(self, drafted: int) -> float:
+        """What an iteration yields on average that asks for `drafted` drafts."""
+        return 1.0 + self._found * (expected_tokens(self.share, drafted) - 1.0)
+
+
+def expected_tokens(share: float, drafted: int) -> float:
+    """What an iteration with `drafted` drafts yields on average, its own token included.
+
+    `share`, below 1, is that of the drafts that are accepted.
+    """
+    return (1.0 - share ** (drafted + 1)) / (1.0 - share)
+
+
+def _usual(times: Collection[float]) -> float:
+    """The mean of `times` without outliers, such as the first pass of its kind."""
+    least = min(times)
+    return fmean(one for one in times if one <= _OUTLYING * least)
+
+
+@dataclass
+class _Load:
+    """What is known of iterations of one load: seconds by number of drafts, how many there were,
+    what they took, and what trials have lost.
+    """
+
+    seconds: dict[int, deque[float]] = field(default_factory=dict)
+    iterations: int = 0
+    total_s: float = 0.0
+    lost_s: float = 0.0
+
+    def add(self, drafted: int, seconds: float) -> None:
+        self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES)).append(seconds)
+        self.iterations += 1
+        self.total_s += seconds
+
+    def may_lose(self, seconds: float) -> bool:
+        """Whether a trial may lose that much, which is then spent."""
+        fits = self.lost_s + seconds <= PROBE_SHARE * self.total_s
+        self.lost_s += seconds if fits else 0.0
+        return fits
+
+    def estimate(self, drafted: int) -> float:
+        """The usual time of `drafted`; a straight line between and beyond what was measured."""
+        known = sorted((count, _usual(times)) for count, times in self.seconds.items())
+        if drafted in self.seconds or len(known) == 1:
+            return dict(known).get(drafted, known[0][1])
+        below = [pair for pair in known if pair[0] < drafted]
+        above = [pair for pair in known if pair[0] > drafted]
+        first, second = (
+            (below[-1], above[0]) if below and above else (known[:2] if above else known[-2:])
+        )
+        slope = (second[1] - first[1]) / (second[0] - first[0])
+        return max(first[1] + slope * (drafted - first[0]), _LEAST_S)
+
+
+def counts_up_to(most: int) -> tuple[int, ...]:
+    """The numbers of drafts to choose from: 0, the powers of two below `most`, and `most`."""
+    return 0, *(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most
+
+
+class Pace:
+    """Chooses how many tokens to draft, 0 to `most`, for each load of the engine.
+
+    A load is anything that iterations of equal cost have in common. Each load is tried without
+    drafts and with some first. Later one iteration of `PROBE_EVERY` may try a neighbour of
+    the best, as long as trials have lost no more than `PROBE_SHARE` of the time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._counts = counts_up_to(most)
+        self._loads: dict[Hashable, _Load] = {}
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The numbers of drafts that it chooses from, ascending."""
+        return self._counts
+
+    def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+        """How many tokens to draft in the next iteration, for each sequence by its acceptance.
+
+        It is the number that yields most tokens a second, or in a trial one number for all.
+        """
+        known = self._loads.get(load)
+        first = self._counts[len(self._counts) // 2]
+        if known is None:
+            return [first] * len(acceptances)
+        untried = [count for count in (0, first) if len(known.seconds.get(count, ())) < TRIES]
+        if untried:
+            return [untried[-1]] * len(acceptances)
+        seconds = {count: known.estimate(count) for count in self._counts}
+        trial = None if known.iterations % PROBE_EVERY else self._trial(known, seconds, acceptances)
+        if trial is not None:
+            return [trial] * len(acceptances)
+        return [
+            max(seconds, key=lambda count: own.expected_tokens(count) / seconds[count])
+            for own in acceptances
+        ]
+
+    def _trial(
+        self, known: _Load, seconds: Mapping[int, float], acceptances: Sequence[Acceptance]
+    ) -> int | None:
+        """A neighbour of the number that is best for all, if its loss can be afforded."""
+        rates = {
+            count: sum(own.expected_tokens(count) for own in acceptances) / seconds[count]
+            for count in seconds
+        }
+        best = max(rates, key=lambda count: rates[count])
+        other = self._neighbour(best, known)
+        lost_s = seconds[other] * (1.0 - rates[other] / rates[best])
+        return other if known.may_lose(lost_s) else None
+
+    def record(self, load: Hashable, drafted: int, seconds: float) -> None:
+        """An iteration of `load` that drafted about so many tokens a sequence took `seconds`."""
+        drafted = min(self._counts, key=lambda count: abs(count - drafted))
+        self._loads.setdefault(load, _Load()).add(drafted, seconds)
+
+    def _neighbour(self, best: int, known: _Load) -> int:
+        """The one next to the best that was measured less often."""
+        at = self._counts.index(best)
+        near = self._counts[max(0, at - 1) : at] + self._counts[at + 1 : at + 2]
+        return min(near, key=lambda count: len(known.seconds.get(count, ())))

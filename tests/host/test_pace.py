@@ -1,0 +1,91 @@
+"""How many tokens are drafted: the number that pays, found with few trials."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangram.speculate.pace import PROBE_EVERY, Acceptance, Pace, expected_tokens
+
+
+def choose(pace: Pace, load: str, share: float) -> int:
+    """The number chosen for one sequence that accepts `share` of its drafts."""
+    return pace.choose(load, [Acceptance(1.0, share)])[0]
+
+
+def run(
+    pace: Pace, fixed_s: float, draft_s: float, acceptance: float, iterations: int
+) -> list[int]:
+    """The numbers chosen where an iteration takes `fixed_s` and `draft_s` for each draft."""
+    chosen = []
+    for _ in range(iterations):
+        count = choose(pace, "load", acceptance)
+        chosen.append(count)
+        pace.record("load", count, fixed_s + draft_s * count)
+    return chosen
+
+
+def rate(count: int, fixed_s: float, draft_s: float, acceptance: float) -> float:
+    return expected_tokens(acceptance, count) / (fixed_s + draft_s * count)
+
+
+@given(st.integers(1, 32), st.floats(0.001, 1.0), st.floats(0.0001, 1.0), st.floats(0.01, 0.99))
+def test_what_is_chosen_pays_most(most: int, fixed: float, draft: float, acceptance: float) -> None:
+    pace = Pace(most)
+    chosen = run(pace, fixed, draft, acceptance, PROBE_EVERY - 1)[-1]
+    best = max(rate(count, fixed, draft, acceptance) for count in pace.counts)
+    assert rate(chosen, fixed, draft, acceptance) >= best * 0.999
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.001, 1.0), st.floats(0.01, 0.6))
+def test_where_drafting_does_not_pay_little_is_lost(
+    fixed: float, draft: float, acceptance: float
+) -> None:
+    pace = Pace(8)
+    run(pace, fixed, draft, acceptance, 8)  # each load begins with some trials
+    chosen = run(pace, fixed, draft, acceptance, 20 * PROBE_EVERY)
+    tokens = sum(expected_tokens(acceptance, count) for count in chosen)
+    seconds = sum(fixed + draft * count for count in chosen)
+    assert tokens / seconds >= 0.97 / fixed
+
+
+def test_a_change_of_costs_is_noticed() -> None:
+    pace = Pace(8)
+    assert run(pace, 1.0, 0.01, 0.9, PROBE_EVERY - 1)[-1] == 8
+    assert run(pace, 1.0, 2.0, 0.9, 6 * PROBE_EVERY)[-1] == 0
+
+
+def test_loads_are_told_apart() -> None:
+    pace = Pace(8)
+    run(pace, 1.0, 0.01, 0.9, 16)
+    pace.record("other", 0, 1.0)
+    assert choose(pace, "other", 0.9) == 2
+
+
+def test_a_single_slow_iteration_changes_nothing() -> None:
+    pace = Pace(8)
+    best = run(pace, 1.0, 0.01, 0.9, 20)[-1]
+    pace.record("load", best, 100.0)
+    assert choose(pace, "load", 0.9) == best
+
+
+@given(st.floats(0.05, 0.95))
+def test_acceptance_is_that_of_tokens_that_were_tried(share: float) -> None:
+    acceptance, chance = Acceptance(), Random(0)
+    for _ in range(400):
+        accepted = 0
+        while accepted < 4 and chance.random() < share:
+            accepted += 1
+        acceptance.count(4, accepted)
+    assert acceptance.share == pytest.approx(share, abs=0.12)
+
+
+def test_acceptance_stays_between_its_ends() -> None:
+    never, always = Acceptance(), Acceptance()
+    for _ in range(1000):
+        never.count(4, 0)
+        always.count(4, 4)
+    assert 0.0 < never.share < 0.05 and 0.95 < always.share < 1.0
