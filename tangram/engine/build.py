@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from tangram.engine.speculation import Speculation, speculate_by_lookup
 from tangram.engine.startup import announce, announce_speculation
 from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.dispatch import pool_kernels
-from tangram.kernels.interface import KernelChoice
+from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
@@ -99,6 +99,8 @@ class EngineBuilder:
         self.loaded = loaded
         self.compression = Compression.of(config, loaded.fingerprint)
         self.config = self.compression.config
+        if loaded.device.type == "cuda":
+            self.config = limit_drafts(self.config, loaded.geometry.group_size)
         self.most_tokens = config.max_model_len or limit
         self._given_kernels = kernels
         self.drafting = self._load_drafting()
@@ -438,6 +440,25 @@ class EngineBuilder:
         except OSError as error:
             _log.warning("the decode policy kept for this GPU cannot be read: %s", error)
             return None
+
+
+def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
+    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head."""
+    drafts, most = config.speculation, MOST_QUERIES // group - 1
+    if drafts is None or drafts.num_speculative_tokens <= most:
+        return config
+    _log.warning(
+        "%s.num_speculative_tokens is lowered from %d to %d: with %d query heads of a KV head a "
+        "GPU verifies no more at a time",
+        NAME,
+        drafts.num_speculative_tokens,
+        most,
+        group,
+    )
+    values = {field.name: getattr(drafts, field.name) for field in fields(drafts)}
+    given = {name: value for name, value in values.items() if value is not None}
+    lowered = {"method": drafts.method, **given, "num_speculative_tokens": most}
+    return replace(config, speculative_config=lowered)
 
 
 def query_counts(most_drafted: int) -> tuple[int, ...]:

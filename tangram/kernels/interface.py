@@ -15,6 +15,7 @@ from tangram.plan.form import Bool
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32
 
+MOST_QUERIES = 128  # of one KV head that a task on a GPU serves: its largest tile
 MOST_BYTES = 1 << 29  # of keys and values that prefill copies at a time, unless one row needs more
 
 

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from tangram.errors import ConfigError
+from tangram.kernels.interface import MOST_QUERIES
 from tangram.kernels.sorted_tasks import find_finishers, sort_by_kind, write_entries, write_tasks
 from tangram.kernels.tiling import Tile
 from tangram.plan.form import Bool, RangeKind, WorkPlan
@@ -33,7 +34,7 @@ TILES = (
     Tile(16, warps=2),
     Tile(32, warps=2),
     Tile(64, stages=3),
-    Tile(128, entries=32, stages=3),
+    Tile(MOST_QUERIES, entries=32, stages=3),
 )
 SHORT_TILE = Tile(8, entries=16, warps=1, stages=1)
 SHORT_TOKENS = 64

@@ -16,7 +16,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cli.answering import answer_prompt
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
+from tangram.engine.build import engine_of, limit_drafts
 from tangram.engine.loop import Engine
 from tangram.engine.speculation import Drafting
 from tangram.errors import ConfigError
@@ -218,3 +218,24 @@ def test_drafts_hold_no_page_of_their_own(tiny: LoadedModel, tmp_path: Path) -> 
     layout = engine.layout
     assert last.kv_bytes == layout.count_held_pages(*divmod(134, CHUNK)) * layout.page_bytes(4)
     assert layout.keeps_everything and last.drafted is not None and last.drafted.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "group", "most"),
+    [
+        ({"method": "suffix"}, 8, 15),
+        ({"method": "suffix"}, 7, 16),
+        ({"method": "compressed_kv", "num_speculative_tokens": 64, "kv_retention": 0.4}, 4, 31),
+        ({"method": "draft_model", "model": "other", "num_speculative_tokens": 12}, 16, 7),
+    ],
+)
+def test_a_gpu_drafts_no_more_than_a_task_verifies(
+    given: dict[str, Any], group: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(speculative_config=given)
+    drafts, lowered = config.speculation, limit_drafts(config, group).speculation
+    assert drafts is not None and lowered is not None
+    assert lowered == replace(drafts, num_speculative_tokens=most)
+    assert (f"lowered from {drafts.num_speculative_tokens} to {most}" in caplog.text) == (
+        lowered != drafts
+    )
