@@ -167,8 +167,13 @@ class Scheduler:
 
     @property
     def prefilling(self) -> bool:
-        """Whether a running sequence has more to compute than its newest token."""
-        return any(not one.complete and not _decodes(one) for one in self.running)
+        """Whether a running sequence computes its prompt, more than a chunk that decode filled."""
+        return any(
+            not one.complete
+            and not _decodes(one)
+            and (cache := _require_cache(one)).raw_tokens < cache.layout.chunk_tokens
+            for one in self.running
+        )
 
     @property
     def decoding(self) -> list[TokenSequence]:
