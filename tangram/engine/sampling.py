@@ -252,7 +252,7 @@ def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[R, V] float64: the distribution that `sample` draws from, for rejection sampling.
+    """[R, V] float64: the distribution that `sample` draws from.
 
     A greedy row has a single 1.
     """
