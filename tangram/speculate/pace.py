@@ -91,18 +91,29 @@ class _Load:
         self.lost_s += seconds if fits else 0.0
         return fits
 
+    def usual(self) -> dict[int, float]:
+        """The usual time of each number that was tried often enough."""
+        often = {count: times for count, times in self.seconds.items() if len(times) >= TRIES}
+        return {count: _usual(often[count]) for count in sorted(often)}
+
     def estimate(self, drafted: int, like: _Load) -> float:
-        """The usual time of `drafted`: measured, or in proportion to the times of `like`."""
-        if drafted in self.seconds:
-            return _usual(self.seconds[drafted])
-        ratios = [_usual(times) / like.interpolate(count) for count, times in self.seconds.items()]
-        return like.interpolate(drafted) * (fmean(ratios) if ratios else 1.0)
+        """The usual time of `drafted`: measured, or in proportion to the times of `like`.
+
+        A single time may be that of a first pass of its kind: it is believed if it is short.
+        """
+        usual, single = self.usual(), self.seconds.get(drafted, ())
+        if drafted in usual:
+            return usual[drafted]
+        ratios = [seconds / like.interpolate(count) for count, seconds in usual.items()]
+        guess = like.interpolate(drafted) * (fmean(ratios) if ratios else 1.0)
+        return min([guess, *single])
 
     def interpolate(self, drafted: int) -> float:
         """The usual time of `drafted`; a straight line between and beyond what was measured."""
-        known = sorted((count, _usual(times)) for count, times in self.seconds.items())
-        if drafted in self.seconds or len(known) == 1:
-            return dict(known).get(drafted, known[0][1])
+        usual = self.usual()
+        known = list(usual.items())
+        if drafted in usual or len(known) == 1:
+            return usual.get(drafted, known[0][1])
         below = [pair for pair in known if pair[0] < drafted]
         above = [pair for pair in known if pair[0] > drafted]
         first, second = (
@@ -117,8 +128,11 @@ def _count_steps(load: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:
-    """The numbers of drafts to choose from: 0, the powers of two below `most`, and `most`."""
-    return 0, *(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most
+    """The numbers of drafts to choose from: 0, 1, 3, 7, … below `most`, and `most`.
+
+    With the newest token these are powers of two, which fill the tiles of a GPU's kernels.
+    """
+    return *((1 << bits) - 1 for bits in range(most.bit_length() + 1) if 1 << bits <= most), most
 
 
 class Pace:
