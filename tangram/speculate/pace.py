@@ -101,7 +101,7 @@ class _Load:
 
         A single time may be that of a first pass of its kind: it is believed if it is short.
         """
-        usual, single = self.usual(), self.seconds.get(drafted, ())
+        usual, single = self.usual(), list(self.seconds.get(drafted, ()))
         if drafted in usual:
             return usual[drafted]
         ratios = [seconds / like.interpolate(count) for count, seconds in usual.items()]
