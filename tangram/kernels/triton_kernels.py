@@ -16,7 +16,7 @@ from torch import Tensor
 from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
-from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
+from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
 from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
@@ -71,6 +71,7 @@ class TritonKernels:
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
+        self._buffers = PlanBuffers(device)
         self._addresses: dict[int, Tensor] = {}
         self._first_tokens: dict[int, Tensor] = {}
         self._queries = 1
@@ -153,6 +154,7 @@ class TritonKernels:
             slack=True,
             card=self._card,
             queries=batch.queries,
+            buffers=self._buffers,
         )
 
     def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:

@@ -18,7 +18,7 @@ _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remember
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
 _OUTLYING = 2.0  # times the least: such a time says nothing of later ones
-TRIES = 2  # of each number that a load begins with
+TRIES = 3  # of each number that a load begins with
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
@@ -91,6 +91,7 @@ class _Load:
         self.lost_s += seconds if fits else 0.0
         return fits
 
+    @property
     def usual(self) -> dict[int, float]:
         """The usual time of each number that was tried often enough."""
         often = {count: times for count, times in self.seconds.items() if len(times) >= TRIES}
@@ -101,7 +102,7 @@ class _Load:
 
         A single time may be that of a first pass of its kind: it is believed if it is short.
         """
-        usual, single = self.usual(), list(self.seconds.get(drafted, ()))
+        usual, single = self.usual, list(self.seconds.get(drafted, ()))
         if drafted in usual:
             return usual[drafted]
         ratios = [seconds / like.interpolate(count) for count, seconds in usual.items()]
@@ -110,7 +111,7 @@ class _Load:
 
     def interpolate(self, drafted: int) -> float:
         """The usual time of `drafted`; a straight line between and beyond what was measured."""
-        usual = self.usual()
+        usual = self.usual
         known = list(usual.items())
         if drafted in usual or len(known) == 1:
             return usual.get(drafted, known[0][1])
