@@ -161,7 +161,7 @@ class Pace:
         It is the number that yields most tokens a second, or in a trial one number for all.
         """
         known = self._loads.setdefault(load, _Load())
-        untried = self._untried(known)
+        untried = self._find_untried(known)
         like = self._find_near(load) if untried else known
         if like is None:
             begun = bool(known.seconds)
@@ -176,7 +176,7 @@ class Pace:
             for own in acceptances
         ]
 
-    def _untried(self, known: _Load) -> list[int]:
+    def _find_untried(self, known: _Load) -> list[int]:
         """Of the numbers that a load begins with, those that were not tried often enough."""
         begin = (0, self._first)
         return [count for count in begin if len(known.seconds.get(count, ())) < TRIES]
@@ -186,7 +186,7 @@ class Pace:
         near = [
             (distance, known)
             for other, known in self._loads.items()
-            if (distance := _count_steps(load, other)) <= NEAR and not self._untried(known)
+            if (distance := _count_steps(load, other)) <= NEAR and not self._find_untried(known)
         ]
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
