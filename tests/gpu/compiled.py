@@ -231,7 +231,8 @@ def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, La
             launches.setdefault(launch.name, []).append(launch)
         for name, own in launches.items():
             if name.endswith(ATTENTION) or name not in seen:
-                yield capability, variant, own[number % len(own)]
+                # The last launches are those of the most drafts.
+                yield capability, variant, own[-1 if variant.drafts else number % len(own)]
         seen |= launches.keys()
 
 
