@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import asdict
 from functools import cache
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -90,6 +91,7 @@ def data_files() -> dict[str, Any]:
         "roofline.json": _roofline(),
         "schedules.json": _schedules(),
         "naive.json": _naive(),
+        "kernels.json": _kernels(),
         "profiles.json": _profiles(),
         "acceptance.json": _acceptance(),
         "sources.json": _sources(),
@@ -162,9 +164,23 @@ def _schedules() -> dict[str, Any]:
 
 
 def _naive() -> dict[str, Any]:
-    content = _read_result("naive")
+    content = _read_result("naive_decoding")
     fields = ("model", "tokens", "prompt_tokens", "naive", "cached")
-    return _setting(content, "naive") | {field: content[field] for field in fields}
+    return _setting(content, "naive_decoding") | {field: content[field] for field in fields}
+
+
+def _kernels() -> dict[str, Any]:
+    """The tiles that kernels would like to have; a card's shared memory may make them smaller."""
+    from tangram.kernels.gathered import _TILE
+    from tangram.kernels.packed import TILES
+    from tangram.kernels.prefill import TILE, WIDE_TILE
+
+    return {
+        "decode": [asdict(tile) for tile in TILES],
+        "prefill": asdict(TILE),
+        "prefill_wide": asdict(WIDE_TILE),
+        "gathered": asdict(_TILE),
+    }
 
 
 def _profiles() -> dict[str, Any]:

@@ -88,3 +88,7 @@ export function countEntries(chosen, mostRows) {
   const alone = chosen.alone.reduce((sum, tokens) => sum + tokens, 0);
   return alone + chosen.roots.reduce((sum, root) => sum + count(root), 0);
 }
+
+/** The entries that one head reads for a tree of conversations under a rule. */
+export const packedEntries = (tree, keptTokens, cost, group, mostRows, rule) =>
+  countEntries(choosePacking(forestOf(tree, keptTokens), cost, group, mostRows, rule), mostRows);

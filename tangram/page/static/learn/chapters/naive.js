@@ -1,0 +1,56 @@
+/** Positions that are projected with and without a cache. */
+import { countCachedPositions, countNaivePositions } from "../math.js";
+import { count, Figures, html, Origin, roundSteps, seconds, Slider, useState, withData } from "../view.js";
+
+const TOKENS = [...new Set([...roundSteps(1, 4000), 4096])];
+
+const middle = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+
+/** One square for each projected position: a row is a step. */
+function Steps({ tokens }) {
+  const shown = Math.min(tokens, 24);
+  const cells = [];
+  for (let step = 0; step < shown; step += 1) {
+    for (let place = 0; place <= step; place += 1) {
+      const fill = place === step ? "var(--accent)" : "var(--soft)";
+      cells.push(html`<rect x=${place * 10} y=${step * 10} width="8" height="8" fill=${fill} />`);
+    }
+  }
+  const side = shown * 10;
+  return html`<svg
+    viewBox="0 0 ${Math.max(side, 120)} ${side}"
+    class="steps"
+    role="img"
+    aria-label="The first ${shown} steps: without a cache each projects all positions so far, with it one"
+  >
+    ${cells}
+  </svg>`;
+}
+
+function Naive({ naive: measured }) {
+  const [tokens, setTokens] = useState(100);
+  const [prompt, setPrompt] = useState(1);
+  const [without, within] = [countNaivePositions, countCachedPositions].map((f) => f(prompt, tokens));
+  return html`<div>
+    <${Slider} label="Tokens" value=${tokens} onChange=${setTokens} values=${TOKENS} format=${count} />
+    <${Slider} label="Prompt tokens" value=${prompt} onChange=${setPrompt} values=${roundSteps(1, 2000)} format=${count} />
+    <${Figures}
+      rows=${[
+        ["Positions, no cache", count(without)],
+        ["Positions, KV cache", count(within)],
+        ["Ratio", (without / within).toFixed(1)],
+      ]}
+    />
+    <${Steps} tokens=${tokens} />
+    <p class="legend"><span class="key accent"></span> new position <span class="key soft"></span> projected again without a cache</p>
+    <p>
+      Measured with ${measured.model}, ${measured.tokens} tokens:
+      ${count(measured.naive.positions)} positions and ${seconds(middle(measured.naive.seconds))}
+      without a cache, ${count(measured.cached.positions)} and
+      ${seconds(middle(measured.cached.seconds))} with it.
+    </p>
+    <${Origin} of=${measured} />
+  </div>`;
+}
+
+export const Widget = withData(["naive"], Naive);
