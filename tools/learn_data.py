@@ -27,6 +27,8 @@ from bench.roofline import (
 from tangram.compress.profile import Profile
 from tangram.config_json import read_config
 from tangram.kv_shape import presets, read_shape
+from tangram.plan.cost import CostModel
+from tangram.plan.packing import MAX_QUERY_ROWS
 from tangram.weights import read_weights
 
 ROOT = Path(__file__).parents[1]
@@ -180,6 +182,8 @@ def _kernels() -> dict[str, Any]:
         "prefill": asdict(TILE),
         "prefill_wide": asdict(WIDE_TILE),
         "gathered": asdict(_TILE),
+        "cost": asdict(CostModel()),
+        "query_rows": MAX_QUERY_ROWS,
     }
 
 
@@ -195,12 +199,15 @@ def _profile(name: str) -> dict[str, Any]:
 
 
 def _acceptance() -> dict[str, Any]:
-    """Accepted drafts by scorer, ρ and number of drafts: the median over texts."""
+    """By scorer, ρ and number of drafts: how often a draft is accepted where those before it are.
+
+    The median over texts.
+    """
     content = _read_result("speculation_acceptance")
     found: dict[tuple[str, float, int], list[float]] = {}
     for cell in content["cells"]:
         key = cell["scorer"], cell["kv_retention"], cell["drafted"]
-        found.setdefault(key, []).append(cell["accepted_share"])
+        found.setdefault(key, []).append(cell["speculation"]["acceptance"])
     rows = [
         {"scorer": key[0], "kv_retention": key[1], "drafted": key[2]}
         | {"share": round(median(shares), 4), "texts": len(shares)}

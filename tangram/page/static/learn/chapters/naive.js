@@ -12,8 +12,8 @@ function Steps({ tokens }) {
   const cells = [];
   for (let step = 0; step < shown; step += 1) {
     for (let place = 0; place <= step; place += 1) {
-      const fill = place === step ? "var(--accent)" : "var(--soft)";
-      cells.push(html`<rect x=${place * 10} y=${step * 10} width="8" height="8" fill=${fill} />`);
+      const kind = place === step ? "fresh" : "again";
+      cells.push(html`<rect class=${kind} x=${place * 10} y=${step * 10} width="8" height="8" />`);
     }
   }
   const side = shown * 10;
@@ -42,7 +42,7 @@ function Naive({ naive: measured }) {
       ]}
     />
     <${Steps} tokens=${tokens} />
-    <p class="legend"><span class="key accent"></span> new position <span class="key soft"></span> projected again without a cache</p>
+    <p class="legend"><span class="key"></span> new position <span class="key again"></span> projected again without a cache</p>
     <p>
       Measured with ${measured.model}, ${measured.tokens} tokens:
       ${count(measured.naive.positions)} positions and ${seconds(middle(measured.naive.seconds))}
