@@ -223,16 +223,25 @@ export class App {
         messages: requestMessages(settings, path),
         ...requestFields(settings),
       };
-      await streamAnswer(body, abort.signal, ({ run, ...texts }) => {
+      const run = await streamAnswer(body, abort.signal, ({ run, ...texts }) => {
         change({ ...texts, run });
         this.#watchRun(id, answer.id, run);
       });
+      change({ run: { ...run, sealedChunks: await this.#countSealed(run) } });
     } catch (error) {
       change({ fault: error.message });
       if (error.status === 401) this.askForKey();
     } finally {
       this.#end(id);
     }
+  }
+
+  /** How many chunks the answer's request has sealed; null where the server does not say. */
+  async #countSealed({ answerId, usage }) {
+    if (answerId === null) return null;
+    const tokens = (usage?.prompt_tokens ?? 0) + (usage?.completion_tokens ?? 0);
+    const view = await api.request(answerId, tokens).catch(() => null);
+    return view?.sealed_chunks ?? null;
   }
 
   #begin(id, abort) {
@@ -249,7 +258,7 @@ export class App {
 
   /** Show the cache of an answer. */
   watchAnswer({ run }) {
-    this.watch.show(run?.answerId, run?.requestId);
+    this.watch.show(run?.requestId, run?.answerId);
   }
 
   /** Show the cache of the last answer that is shown. */

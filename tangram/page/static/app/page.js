@@ -135,7 +135,7 @@ function KeyDialog({ app }) {
         <button type="button" onClick=${close}>Close</button>
       </p>
     </form>
-  </${Dialog}>`;
+  <//>`;
 }
 
 const KEYS = [
@@ -155,7 +155,7 @@ function HelpDialog({ open, close }) {
       ${KEYS.map(([key, meaning]) => html`<dt><kbd>${key}</kbd></dt><dd>${meaning}</dd>`)}
     </dl>
     <button onClick=${close}>Close</button>
-  </${Dialog}>`;
+  <//>`;
 }
 
 /** Keys that work wherever nothing is being typed. */
