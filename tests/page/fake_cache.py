@@ -182,7 +182,9 @@ class FakeCache:
         }
 
     def begin(self, id: str, request_id: str, prompt: list[str], retention: float) -> FakeRequest:
-        shared = max((self._shared(prompt, each, retention) for each in self.requests.values()), default=0)
+        shared = max(
+            (self._shared(prompt, each, retention) for each in self.requests.values()), default=0
+        )
         number = len(self.requests) + 1
         request = FakeRequest(id, request_id, retention, prompt, len(prompt), shared, number)
         self.requests[id] = request

@@ -54,3 +54,31 @@ def open_page(browser: Any, url: str, **options: Any) -> Iterator[Watched]:
 def _note(watched: Watched, message: Any) -> None:
     if message.type in ("error", "warning"):
         watched.errors.append(f"{message.text} ({message.location.get('url', '')})")
+
+
+def ask(page: Any, question: str) -> None:
+    """Send a question and wait until its answer has ended."""
+    send(page, question)
+    page.get_by_role("button", name="Send").wait_for()
+
+
+def send(page: Any, question: str) -> None:
+    page.get_by_label("Question", exact=True).fill(question)
+    page.keyboard.press("Enter")
+    page.get_by_role("article", name="You").filter(has_text=question).last.wait_for()
+
+
+def paste(page: Any, text: str) -> None:
+    """Paste `text` into the question, as a user does."""
+    page.evaluate("(text) => navigator.clipboard.writeText(text)", text)
+    page.get_by_label("Question", exact=True).focus()
+    page.keyboard.press("Control+V")
+
+
+def answers(page: Any) -> list[str]:
+    """The texts of the answers that are shown."""
+    return page.locator(".message.assistant .markdown").all_inner_texts()
+
+
+def questions(page: Any) -> list[str]:
+    return page.locator(".message.user .words").all_inner_texts()

@@ -142,26 +142,27 @@ export class App {
     }
   }
 
-  /** Put a conversation into the store, and soon into the database. */
+  /** Put a conversation into the store and the database; while an answer grows, now and then. */
   #put(conversation) {
     const { id } = conversation;
     this.store.set({ conversations: { ...this.store.value.conversations, [id]: conversation } });
-    if (this.#database === null || this.#saving.has(id)) return;
-    const save = async () => {
-      this.#saving.delete(id);
-      const now = this.store.value.conversations[id];
-      if (now) await this.#database.put(now);
-    };
-    this.#saving.set(id, setTimeout(save, SAVE_MS));
+    if (!this.#abort.has(id)) this.#save(id);
+    else if (!this.#saving.has(id)) {
+      this.#saving.set(id, setTimeout(() => this.#save(id), SAVE_MS));
+    }
   }
 
-  /** Save at once what has not been saved, as when the page goes. */
+  #save(id) {
+    clearTimeout(this.#saving.get(id));
+    this.#saving.delete(id);
+    this.#database?.put(this.store.value.conversations[id]).catch(({ message }) => {
+      this.say(`The browser could not keep the conversation: ${message}`);
+    });
+  }
+
+  /** Save at once what waits to be saved, as when the page goes. */
   flush() {
-    for (const [id, timer] of this.#saving) {
-      clearTimeout(timer);
-      this.#database.put(this.store.value.conversations[id]);
-    }
-    this.#saving.clear();
+    for (const id of [...this.#saving.keys()]) this.#save(id);
   }
 
   #change(id, change) {
@@ -251,6 +252,7 @@ export class App {
 
   #end(id) {
     this.#abort.delete(id);
+    if (this.store.value.conversations[id]) this.#save(id);
     this.store.set({ running: [...this.#abort.keys()] });
   }
 

@@ -103,7 +103,7 @@ export function Dialog({ open, close, title, children }) {
     if (open && !element.current.open) element.current.showModal();
     if (!open && element.current.open) element.current.close();
   }, [open]);
-  return html`<dialog ref=${element} onClose=${close} aria-label=${title}>
+  return html`<dialog ref=${element} onCancel=${close} aria-label=${title}>
     ${open &&
     html`<h2>${title}</h2>
       ${children}`}

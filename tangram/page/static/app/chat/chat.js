@@ -14,7 +14,7 @@ export function Chat({ app }) {
   if (conversation === undefined) return html`<section class="chat"></section>`;
   return html`<section class="chat" aria-label="Conversation">
     <${Messages} key=${conversation.id} app=${app} conversation=${conversation} running=${running} />
-    <${SettingsPanel} app=${app} conversation=${conversation} />
+    <${SettingsPanel} key=${`of ${conversation.id}`} app=${app} conversation=${conversation} />
     <${Composer} key=${`to ${conversation.id}`} app=${app} running=${running} />
   </section>`;
 }

@@ -24,28 +24,37 @@ export function SettingsPanel({ app, conversation }) {
             max=${most}
             step=${step}
             placeholder=${fallback}
-            value=${settings[name] ?? ""}
-            onChange=${({ target }) => set(name, numberOf(target))}
+            defaultValue=${settings[name] ?? ""}
+            onInput=${({ target }) => set(name, numberOf(target))}
           />
+          <span class="bounds">This is not sent: it must lie in ${least} to ${most}.</span>
         </label>`,
       )}
       <label class="wide">
         Stop before any of these texts, one a line
-        <textarea rows="2" name="stop" value=${settings.stop ?? ""}
-          onChange=${({ target }) => set("stop", target.value)}></textarea>
+        <textarea
+          rows="2"
+          name="stop"
+          defaultValue=${settings.stop ?? ""}
+          onInput=${({ target }) => set("stop", target.value)}
+        ></textarea>
       </label>
       <label class="wide">
         System prompt
-        <textarea rows="2" name="system" value=${settings.system ?? ""}
-          onChange=${({ target }) => set("system", target.value)}></textarea>
+        <textarea
+          rows="2"
+          name="system"
+          defaultValue=${settings.system ?? ""}
+          onInput=${({ target }) => set("system", target.value)}
+        ></textarea>
       </label>
     </div>
   </details>`;
 }
 
-/** The value of a field, or null if it is empty or outside its range, which the browser then says. */
+/** The value of a field, or null if it is empty or outside its range. */
 function numberOf(field) {
-  return field.reportValidity() && field.value !== "" ? field.valueAsNumber : null;
+  return field.checkValidity() && field.value !== "" ? field.valueAsNumber : null;
 }
 
 export function Retention({ app, value, onSet, label = "KV retention" }) {
