@@ -142,26 +142,27 @@ export class App {
     }
   }
 
-  /** Put a conversation into the store, and soon into the database. */
+  /** Put a conversation into the store and the database; while an answer grows, now and then. */
   #put(conversation) {
     const { id } = conversation;
     this.store.set({ conversations: { ...this.store.value.conversations, [id]: conversation } });
-    if (this.#database === null || this.#saving.has(id)) return;
-    const save = async () => {
-      this.#saving.delete(id);
-      const now = this.store.value.conversations[id];
-      if (now) await this.#database.put(now);
-    };
-    this.#saving.set(id, setTimeout(save, SAVE_MS));
+    if (!this.#abort.has(id)) this.#save(id);
+    else if (!this.#saving.has(id)) {
+      this.#saving.set(id, setTimeout(() => this.#save(id), SAVE_MS));
+    }
   }
 
-  /** Save at once what has not been saved, as when the page goes. */
+  #save(id) {
+    clearTimeout(this.#saving.get(id));
+    this.#saving.delete(id);
+    this.#database?.put(this.store.value.conversations[id]).catch(({ message }) => {
+      this.say(`The browser could not keep the conversation: ${message}`);
+    });
+  }
+
+  /** Save at once what waits to be saved, as when the page goes. */
   flush() {
-    for (const [id, timer] of this.#saving) {
-      clearTimeout(timer);
-      this.#database.put(this.store.value.conversations[id]);
-    }
-    this.#saving.clear();
+    for (const id of [...this.#saving.keys()]) this.#save(id);
   }
 
   #change(id, change) {
@@ -223,16 +224,25 @@ export class App {
         messages: requestMessages(settings, path),
         ...requestFields(settings),
       };
-      await streamAnswer(body, abort.signal, ({ run, ...texts }) => {
+      const run = await streamAnswer(body, abort.signal, ({ run, ...texts }) => {
         change({ ...texts, run });
         this.#watchRun(id, answer.id, run);
       });
+      change({ run: { ...run, sealedChunks: await this.#countSealed(run) } });
     } catch (error) {
       change({ fault: error.message });
       if (error.status === 401) this.askForKey();
     } finally {
       this.#end(id);
     }
+  }
+
+  /** How many chunks the answer's request has sealed; null where the server does not say. */
+  async #countSealed({ answerId, usage }) {
+    if (answerId === null) return null;
+    const tokens = (usage?.prompt_tokens ?? 0) + (usage?.completion_tokens ?? 0);
+    const view = await api.request(answerId, tokens).catch(() => null);
+    return view?.sealed_chunks ?? null;
   }
 
   #begin(id, abort) {
@@ -242,6 +252,7 @@ export class App {
 
   #end(id) {
     this.#abort.delete(id);
+    if (this.store.value.conversations[id]) this.#save(id);
     this.store.set({ running: [...this.#abort.keys()] });
   }
 
@@ -249,7 +260,7 @@ export class App {
 
   /** Show the cache of an answer. */
   watchAnswer({ run }) {
-    this.watch.show(run?.answerId, run?.requestId);
+    this.watch.show(run?.requestId, run?.answerId);
   }
 
   /** Show the cache of the last answer that is shown. */

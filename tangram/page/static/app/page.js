@@ -103,7 +103,7 @@ export function Dialog({ open, close, title, children }) {
     if (open && !element.current.open) element.current.showModal();
     if (!open && element.current.open) element.current.close();
   }, [open]);
-  return html`<dialog ref=${element} onClose=${close} aria-label=${title}>
+  return html`<dialog ref=${element} onCancel=${close} aria-label=${title}>
     ${open &&
     html`<h2>${title}</h2>
       ${children}`}
@@ -135,7 +135,7 @@ function KeyDialog({ app }) {
         <button type="button" onClick=${close}>Close</button>
       </p>
     </form>
-  </${Dialog}>`;
+  <//>`;
 }
 
 const KEYS = [
@@ -155,7 +155,7 @@ function HelpDialog({ open, close }) {
       ${KEYS.map(([key, meaning]) => html`<dt><kbd>${key}</kbd></dt><dd>${meaning}</dd>`)}
     </dl>
     <button onClick=${close}>Close</button>
-  </${Dialog}>`;
+  <//>`;
 }
 
 /** Keys that work wherever nothing is being typed. */

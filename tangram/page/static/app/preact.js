@@ -1,5 +1,6 @@
 /** Preact, its hooks, and `html`: tagged templates instead of JSX. */
 import { h, render, Fragment } from "../vendor/preact/preact.mjs";
+import { useLayoutEffect, useRef } from "../vendor/preact/hooks.mjs";
 import htm from "../vendor/htm/htm.mjs";
 
 export {
@@ -12,3 +13,10 @@ export {
 } from "../vendor/preact/hooks.mjs";
 export { h, render, Fragment };
 export const html = htm.bind(h);
+
+/** A ref that gives its element the focus when it appears. */
+export function useFocus() {
+  const element = useRef(null);
+  useLayoutEffect(() => element.current?.focus(), []);
+  return element;
+}

@@ -3,7 +3,7 @@ import { Picture } from "./canvas.js";
 import { shareGround } from "./palette.js";
 
 const GAP = 10;
-const MOST_CELL = 16;
+const MOST_CELL = 22;
 const LEAST_CELL = 2;
 
 /**

@@ -8,6 +8,17 @@ export const SEALED = 2;
 export const UNRECORDED = 3;
 export const GONE = 4;
 
+const KINDS = [
+  "not in the cache yet",
+  "not compressed",
+  "sealed",
+  "sealed, heads not recorded",
+  "no longer in the cache",
+];
+
+/** What is known of a token, in words. */
+export const spellKind = (kind) => KINDS[kind];
+
 const FIRST_CAPACITY = 1024;
 
 /** Grows with the request: give it each answer of GET /v1/kv/requests/{id} and each kept chunk. */
@@ -32,6 +43,13 @@ export class RequestCache {
 
   get tokens() {
     return this.texts.length;
+  }
+
+  /** Tokens with entries in the cache, sealed or raw. */
+  get cachedTokens() {
+    const { chunks, raw } = this.view;
+    const there = chunks.filter(({ in: place }) => place !== "gone");
+    return there.reduce((sum, { begin, end }) => sum + end - begin, raw.end - raw.begin);
   }
 
   /** Take an answer that was asked with `tokens_from` = `this.tokens` at the time. */

@@ -35,11 +35,13 @@ export class TextMap extends Picture {
 
   /** Show `cache`, a RequestCache, or nothing; call it again when the cache has grown. */
   show(cache) {
-    const follows = this.#atEnd();
-    if (cache !== this.#cache) this.#layout = null;
+    const begins = cache !== this.#cache;
+    const follows = begins ? cache?.view?.state !== "ended" : this.#atEnd();
+    if (begins) this.#layout = null;
     this.#cache = cache;
     this.#set();
-    if (follows && cache?.view?.state !== "ended") this.frame.scrollTop = this.frame.scrollHeight;
+    if (follows) this.frame.scrollTop = this.frame.scrollHeight;
+    else if (begins) this.frame.scrollTop = 0;
     this.change();
   }
 

@@ -8,7 +8,6 @@ import { Steps } from "./timeline.js";
 const RETRY_MS = [500, 1000, 2000, 5000];
 // A view may be this much older than an event; asking more often costs the server for nothing.
 const LEAST_PAUSE_MS = 40;
-const ENDED = "ended";
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -97,20 +96,20 @@ export class CacheWatch {
   }
 
   /**
-   * Show the cache of the request with one of `names` (an answer's id, a request's id); those that
-   * are not known yet are null. Without a name nothing is shown.
+   * Show the cache of the request with these `names`, its own id and its answer's. A name that is
+   * not known yet is null; without any nothing is shown.
    */
   show(...names) {
     const known = names.filter((name) => name !== null && name !== undefined);
-    const name = known[0] ?? null;
-    if (name !== null && known.some((each) => this.#names.has(each))) {
-      for (const each of known) this.#names.add(each);
-      return;
-    }
+    const name = known.at(-1) ?? null;
+    if (name === this.#shown) return;
+    const goesOn = known.some((each) => this.#names.has(each));
     this.#names = new Set(known);
     this.#shown = name;
-    this.cache = null;
-    this.#tell("request");
+    if (!goesOn) {
+      this.cache = null;
+      this.#tell("request");
+    }
     this.#refresh();
   }
 
@@ -137,7 +136,7 @@ export class CacheWatch {
     try {
       const cache = known ?? new RequestCache(this.status.value.model);
       cache.take(await api.request(name, cache.tokens));
-      if (name !== this.#shown) return;
+      if (known !== this.cache) return;
       this.cache = cache;
       this.#tell("request");
       await this.#readChunks(name, cache);
@@ -150,13 +149,8 @@ export class CacheWatch {
   async #readChunks(name, cache) {
     for (const index of cache.missingChunks()) {
       cache.takeKept(index, await api.kept(name, index));
-      if (name !== this.#shown) return;
+      if (cache !== this.cache) return;
       this.#tell("request");
     }
-  }
-
-  /** Whether the shown request has ended. */
-  get ended() {
-    return this.cache?.view?.state === ENDED;
   }
 }

@@ -8,6 +8,7 @@
  * @property {number|null} firstTokenS from sending to the first token
  * @property {number|null} tokensPerS after the first token
  * @property {object|null} usage as the server counted
+ * @property {number|null} [sealedChunks] chunks that the request sealed
  * @property {string|null} finish the server's reason, or "stopped"
  */
 import { api } from "../api.js";
@@ -27,6 +28,7 @@ const newRun = (kvRetention) => ({
  * Ask, and call `tell({content, thought, run})` at most once a frame, and at the end.
  * @param {object} body of the request
  * @param {AbortSignal} signal ends it; what has come stays, with `finish` "stopped"
+ * @returns {Promise<Run>} how it came to be
  * @throws {ApiError}
  */
 export async function streamAnswer(body, signal, tell) {
@@ -47,6 +49,7 @@ export async function streamAnswer(body, signal, tell) {
     ended = true;
     tellNow();
   }
+  return answer.run;
 }
 
 /** Add what one part of the stream says. */

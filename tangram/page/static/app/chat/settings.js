@@ -3,15 +3,15 @@
  * `kv_retention` is chosen among the ratios that the server has profiles for.
  */
 
-/** Numbers: field, label, range, step, and the server's default for the placeholder. */
+/** Numbers: field, label, least, most, step, and what holds without a value. */
 export const NUMBERS = [
-  ["temperature", "Temperature", 0, 2, 0.1, "1; 0 is greedy"],
-  ["top_p", "Top p", 0, 1, 0.05, "1"],
+  ["temperature", "Temperature", 0, 2, "any", "1; 0 is greedy"],
+  ["top_p", "Top p", 0, 1, "any", "1"],
   ["top_k", "Top k", 0, 1000, 1, "off"],
-  ["min_p", "Min p", 0, 1, 0.01, "0"],
-  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "0"],
-  ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "0"],
-  ["repetition_penalty", "Repetition penalty", 0.01, 10, 0.01, "1"],
+  ["min_p", "Min p", 0, 1, "any", "0"],
+  ["presence_penalty", "Presence penalty", -2, 2, "any", "0"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, "any", "0"],
+  ["repetition_penalty", "Repetition penalty", 0.01, 10, "any", "1"],
   ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1, "until the context is full"],
   ["seed", "Seed", 0, 2 ** 53 - 1, 1, "none"],
 ];

@@ -1,5 +1,5 @@
 /** The list of conversations: search, rename, delete, export and import. */
-import { html, useMemo, useRef, useState } from "../preact.js";
+import { html, useFocus, useMemo, useRef, useState } from "../preact.js";
 import { useStore } from "../store.js";
 import { matches } from "./tree.js";
 
@@ -78,20 +78,21 @@ function Entry({ app, conversation, current, onOpen }) {
 }
 
 function Rename({ app, id, title, done }) {
-  const save = ({ target }) => {
-    app.rename(id, target.value.trim() || title);
+  const given = useRef(null);
+  const end = () => {
+    app.rename(id, given.current?.trim() || title);
     done();
   };
   const press = (event) => {
-    if (event.key === "Enter") save(event);
-    if (event.key === "Escape") done();
+    if (event.key === "Escape") given.current = null;
+    if (event.key === "Escape" || event.key === "Enter") end();
   };
   return html`<input
     aria-label="Name of the conversation"
-    autofocus
-    ref=${(element) => element?.focus()}
-    value=${title}
+    ref=${useFocus()}
+    defaultValue=${title}
+    onInput=${({ target }) => (given.current = target.value)}
     onKeyDown=${press}
-    onBlur=${save}
+    onBlur=${end}
   />`;
 }
