@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tangram.cli import console
 from tangram.cli.options import name_served_model, with_config
@@ -21,10 +22,13 @@ from tangram.cli.serve_options import (
     Host,
     MaxBodyMb,
     MaxQueue,
+    NoPage,
     OnUnknownFields,
+    PageFor,
     Port,
     RequestTimeout,
     ServedModelName,
+    ShownPage,
     ShutdownGrace,
     UnknownFields,
 )
@@ -40,6 +44,10 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
+    from tangram.page.api import Page
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +65,8 @@ def serve(
     max_queue: MaxQueue = 1024,
     request_timeout_s: RequestTimeout = 3600,
     shutdown_grace_s: ShutdownGrace = 20,
+    page: ShownPage = PageFor.auto,
+    no_page: NoPage = False,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
@@ -79,8 +89,10 @@ def serve(
 
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
+            shown = PageFor.off if no_page else page
             engine = build_engine(
-                replace(config, max_queue=max_queue, overflow_every=overflow_every)
+                replace(config, max_queue=max_queue, overflow_every=overflow_every),
+                records=shown is not PageFor.off,
             )
             app = build_app(
                 engine,
@@ -89,6 +101,7 @@ def serve(
                 limits=limits,
                 telemetry=telemetry,
                 let_unknown_by=unknown_fields is UnknownFields.warn,
+                page=_make_page(engine, name, shown, host),
             )
 
         def report_ready() -> None:
@@ -105,6 +118,16 @@ def serve(
         finally:
             # Frozen objects are not freed at exit, and Triton's bindings report them as leaks
             gc.unfreeze()
+
+
+def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> Page | None:
+    """The page of a server at `host`, unless it is off."""
+    from tangram.page.access import Access, Visibility
+    from tangram.page.api import Page
+
+    if shown is PageFor.off:
+        return None
+    return Page(engine, model, Access(Visibility(shown.value), host))
 
 
 def _check_keys(api_key: list[str] | None) -> None:

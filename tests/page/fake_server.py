@@ -56,6 +56,12 @@ class FakeServer:
     token_s: float = 0.004
     cache: FakeCache = field(default_factory=FakeCache)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def tell(self, event: str, data: dict[str, Any]) -> None:
+        """Send an event to all who watch, from another thread."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.cache.tell, event, data)
 
 
 def answer_to(body: dict[str, Any]) -> list[str]:
@@ -105,6 +111,7 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        server.loop = asyncio.get_running_loop()
         body = await request.json()
         server.bodies.append(body)
         name = uuid.uuid4().hex

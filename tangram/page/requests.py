@@ -1,0 +1,155 @@
+"""The requests that the page can show: those that run, and the newest of those that have ended."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tangram.watch import SequenceChange, SequenceReading, SequenceState
+
+# Ended requests are remembered up to these bounds.
+MOST_REQUESTS, MOST_TOKENS = 1024, 4_000_000
+# Announced requests that the engine has not told of yet; it may have refused them.
+_MOST_ANNOUNCED = 4096
+# So many of the newest completions are asked whether a new one continues their conversation.
+_MOST_COMPARED = 64
+_MOST_CONVERSATIONS = 65535  # their numbers have 16 bits
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A request of the API. `first_choice` is the number of its first completion.
+
+    `client` is the digest of its API key, None where there are no keys.
+    """
+
+    answer_id: str
+    first_choice: int
+    client: bytes | None
+    queued_s: float
+
+
+@dataclass(eq=False)
+class Completion:
+    """One completion, as it was last told of. Times are of the monotonic clock."""
+
+    announcement: Announcement
+    choice: int
+    conversation: int
+    reading: SequenceReading
+    state: SequenceState = SequenceState.WAITING
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    told_s: float = 0.0  # when watchers were last told of it
+
+    def take(self, change: SequenceChange) -> None:
+        """Enter a change of the engine's sequence."""
+        self.reading = change.reading
+        match change.state:
+            case SequenceState.FIRST_TOKEN:
+                self.first_token_s = change.at_s
+            case SequenceState.ENDED:
+                self.ended_s = change.at_s
+                self.state = change.state
+                # The engine's array has room for tokens that never came.
+                tokens = change.reading.tokens.astype(np.int64, copy=True)
+                self.reading = replace(change.reading, tokens=tokens)
+            case SequenceState.RUNNING:
+                self.state = change.state
+                self.admitted_s = self.admitted_s or change.at_s
+            case SequenceState.WAITING:
+                self.state = change.state
+
+
+@dataclass
+class Requests:
+    """All completions that are shown, by the id of the API's answer and their choice."""
+
+    _announced: OrderedDict[str, Announcement] = field(default_factory=OrderedDict)
+    _by_sequence: dict[tuple[str, int], Completion] = field(default_factory=dict)
+    _by_answer: OrderedDict[tuple[str, int], Completion] = field(default_factory=OrderedDict)
+    _numbers: Iterator[int] = field(
+        default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
+    )
+
+    def announce(self, engine_id: str, announcement: Announcement) -> None:
+        """The engine may soon tell of sequences of `engine_id`."""
+        self._announced[engine_id] = announcement
+        if len(self._announced) > _MOST_ANNOUNCED:
+            self._announced.popitem(last=False)
+
+    def take(self, change: SequenceChange) -> Completion | None:
+        """The completion that has changed; None if it is of no request of the API."""
+        reading = change.reading
+        place = reading.request_id, reading.index
+        known = self._by_sequence.get(place)
+        if known is None:
+            announcement = self._announced.get(reading.request_id)
+            if announcement is None:
+                return None
+            choice = announcement.first_choice + reading.index
+            number = self._conversation(announcement.client, reading)
+            known = Completion(announcement, choice, number, reading)
+            self._by_sequence[place] = known
+            self._by_answer[announcement.answer_id, choice] = known
+        known.take(change)
+        if known.state is SequenceState.ENDED:
+            del self._by_sequence[place]
+            self._forget()
+        return known
+
+    def read(self, reading: SequenceReading) -> Completion | None:
+        """The completion of a running sequence, as it is now."""
+        known = self._by_sequence.get((reading.request_id, reading.index))
+        if known is not None:
+            known.reading = reading
+        return known
+
+    def find(self, answer_id: str, choice: int) -> Completion | None:
+        """The completion `choice` of an answer of the API."""
+        return self._by_answer.get((answer_id, choice))
+
+    @property
+    def running(self) -> bool:
+        """Whether a completion has not ended."""
+        return bool(self._by_sequence)
+
+    @property
+    def newest(self) -> Iterator[Completion]:
+        """All completions, the newest first."""
+        return reversed(self._by_answer.values())
+
+    def _conversation(self, client: bytes | None, reading: SequenceReading) -> int:
+        """The number of the conversation that a new completion continues, or a new one.
+
+        It continues the one whose prompt, the longest, is the beginning of its own.
+        """
+        best, number = 0, 0
+        for other in itertools.islice(self.newest, _MOST_COMPARED):
+            prompt = other.reading.tokens[: other.reading.usage.prompt_tokens]
+            same = other.announcement.client == client
+            if same and len(prompt) > best and _begins(reading, other.reading.kv_retention, prompt):
+                best, number = len(prompt), other.conversation
+        return number or next(self._numbers)
+
+    def _forget(self) -> None:
+        tokens = sum(len(one.reading.tokens) for one in self._by_answer.values())
+        for place, one in list(self._by_answer.items()):
+            if len(self._by_answer) <= MOST_REQUESTS and tokens <= MOST_TOKENS:
+                return
+            if one.state is SequenceState.ENDED:
+                tokens -= len(one.reading.tokens)
+                del self._by_answer[place]
+
+
+def _begins(reading: SequenceReading, kv_retention: float, prompt: np.ndarray) -> bool:
+    return (
+        reading.kv_retention == kv_retention
+        and len(prompt) <= len(reading.tokens)
+        and bool((reading.tokens[: len(prompt)] == prompt).all())
+    )
