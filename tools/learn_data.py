@@ -30,9 +30,7 @@ from tangram.kv_shape import presets, read_shape
 from tangram.plan.cost import CostModel
 from tangram.plan.packing import MAX_QUERY_ROWS
 from tangram.weights import read_weights
-
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "tangram" / "page" / "static" / "learn" / "index.html"
+from tools.learn_site import PAGE, ROOT
 
 # Eight sizes that the third chapter lists; the calculator has all presets.
 LISTED = (

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.learn_cases import cases
-from tools.learn_data import PAGE, ROOT, data_files
+from tools.learn_data import data_files
+from tools.learn_site import PAGE, ROOT
 
 DATA = PAGE.parent / "data"
 CASES = ROOT / "tests" / "fixtures" / "learn_cases.json"

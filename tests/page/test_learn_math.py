@@ -18,8 +18,9 @@ import pytest
 pytest.importorskip("triton", reason="the kernels' tiles need Triton, which this system lacks")
 
 from tools.learn_cases import cases
+from tools.learn_data import LISTED
 from tools.learn_page import CASES
-from tools.learn_data import LISTED, PAGE
+from tools.learn_site import PAGE
 
 # Parts of functions that have cases.
 PARTS = {"forestOf", "choosePacking", "countEntries", "fillShare"}
@@ -113,7 +114,7 @@ def test_the_eight_sizes(model: str, bytes_per_token: int, gib: float) -> None:
 
 
 def test_the_crossover_batches() -> None:
-    """H100: 989.4 TFLOP/s over 3.35 TB/s, 2 bytes a weight: 295.3. A T4: 203.1."""
+    """H100: 989.4 TFLOP/s over 3.35 TB/s, 2 bytes a weight: 295.3."""
     found = {
         given[0]["name"]: result for given, result in results("crossoverBatch") if given[1] == 2
     }

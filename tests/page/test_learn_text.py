@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tools.learn_data import PAGE, ROOT, data_files, source_links, source_of
+from tools.learn_data import data_files, source_links, source_of
 from tools.learn_page import DATA, spell
+from tools.learn_site import PAGE, ROOT
 from tools.prose import sentences
 
 TITLES = (

@@ -28,12 +28,13 @@ function Workers({ found, workers, longest, label }) {
 
 export function Balance({ profile, retention }) {
   const [layer, setLayer] = useState(7);
-  const [workers, setWorkers] = useState(8);
+  const [workers, setWorkers] = useState(24);
+  const [tasks, setTasks] = useState(1);
   const [chunks, setChunks] = useState(16);
   const pages = pagesOfHeads(profile, retention)[Math.min(layer, profile.layers.length - 1)];
   const entries = pages.map((kept) => kept * profile.page_tokens * chunks);
-  const parts = balanceHeads(entries, workers, 4, LEAST);
-  const equal = entries.map(() => Math.max(1, Math.ceil((4 * workers) / entries.length)));
+  const parts = balanceHeads(entries, workers, tasks, LEAST);
+  const equal = entries.map(() => Math.max(1, Math.ceil((tasks * workers) / entries.length)));
   const [balanced, even] = [parts, equal].map((some) => runTasks(entries, some, workers));
   const longest = Math.max(balanced.longest, even.longest);
   const total = entries.reduce((sum, one) => sum + one, 0);
@@ -41,7 +42,8 @@ export function Balance({ profile, retention }) {
   return html`<section aria-label="Ahead-of-time balancing">
     <h3>Balancing ahead of time</h3>
     <${Choice} label="Layer" value=${layer} onChange=${setLayer} options=${profile.layers} />
-    <${Slider} label="Workers" value=${workers} onChange=${setWorkers} min="1" max="32" />
+    <${Slider} label="Workers" value=${workers} onChange=${setWorkers} min="1" max="64" />
+    <${Slider} label="Tasks a worker" value=${tasks} onChange=${setTasks} min="1" max="8" />
     <${Slider} label="Sealed chunks" value=${chunks} onChange=${setChunks} min="1" max="64" />
     <${Figures}
       rows=${[
