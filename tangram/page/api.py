@@ -61,7 +61,7 @@ class Page:
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """See `Extension`."""
         self._access = self._access.on(locked=locked)
-        add_files(app, self._check_file)
+        add_files(app, self._check)
         self._add_endpoints(app)
         self._add_stream(app)
 
@@ -104,15 +104,11 @@ class Page:
 
     # -- routes ------------------------------------------------------------------------------------
 
-    def _check_file(self, request: Request) -> None:
-        self._access.check(request)
-
     def _check(self, request: Request) -> bytes | None:
         return self._access.check(request)
 
     def _add_endpoints(self, app: FastAPI) -> None:
         collector = self._collector
-        client_key = Annotated[bytes | None, Depends(self._check)]
 
         @app.get("/v1/kv/model", dependencies=[Depends(self._check)])
         async def kv_model() -> Json:
@@ -120,8 +116,9 @@ class Page:
 
         @app.get("/v1/kv/requests/{id}", response_model=None)
         async def kv_request(
-            id: str, client: client_key, index: _Place = 0, tokens_from: _Place = 0
+            id: str, request: Request, index: _Place = 0, tokens_from: _Place = 0
         ) -> JSONResponse:
+            client = self._check(request)
             await collector.freshen()
             one = self._find(id, index, client)
             told = await asyncio.to_thread(self._details.describe, one, tokens_from)
@@ -129,14 +126,16 @@ class Page:
 
         @app.get("/v1/kv/requests/{id}/kept", response_model=None)
         async def kv_kept(
-            id: str, client: client_key, chunk: _Place, index: _Place = 0
+            id: str, request: Request, chunk: _Place, index: _Place = 0
         ) -> JSONResponse:
+            client = self._check(request)
             collector.flush()
             one = self._find(id, index, client)
             return JSONResponse(self._details.describe_kept(one, chunk))
 
         @app.get("/v1/kv/pool", response_model=None)
-        async def kv_pool(client: client_key) -> JSONResponse:
+        async def kv_pool(request: Request) -> JSONResponse:
+            client = self._check(request)
             await collector.freshen()
             return JSONResponse(describe_pool(collector, client))
 
@@ -145,10 +144,9 @@ class Page:
             return self._history.read(seconds)
 
     def _add_stream(self, app: FastAPI) -> None:
-        client_key = Annotated[bytes | None, Depends(self._check)]
-
         @app.get("/v1/kv/events", response_model=None)
-        async def kv_events(client: client_key) -> StreamingResponse:
+        async def kv_events(request: Request) -> StreamingResponse:
+            client = self._check(request)
             if len(self._collector.watchers) >= MOST_WATCHERS:
                 raise ApiError(
                     429, f"{MOST_WATCHERS} clients watch already: close one of them, or wait"

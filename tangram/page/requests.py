@@ -42,7 +42,6 @@ class Completion:
     conversation: int
     reading: SequenceReading
     state: SequenceState = SequenceState.WAITING
-    admitted_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
     told_s: float = 0.0  # when watchers were last told of it
@@ -59,10 +58,7 @@ class Completion:
                 # The engine's array has room for tokens that never came.
                 tokens = change.reading.tokens.astype(np.int64, copy=True)
                 self.reading = replace(change.reading, tokens=tokens)
-            case SequenceState.RUNNING:
-                self.state = change.state
-                self.admitted_s = self.admitted_s or change.at_s
-            case SequenceState.WAITING:
+            case SequenceState.RUNNING | SequenceState.WAITING:
                 self.state = change.state
 
 
