@@ -76,10 +76,12 @@ class Page:
 
     def announce(self, job: Job) -> None:
         """See `Extension`."""
-        client = None if job.record is None else job.record.key_digest
+        if job.record is None:
+            return  # nobody could ask for it
+        request_id, client = job.record.request_id, job.record.key_digest
         for number in range(len(job.prompts)):
             first = number * job.sampling.n
-            told = Announcement(job.id, first, client, time.monotonic())
+            told = Announcement(job.id, request_id, first, client, time.monotonic())
             self._collector.requests.announce(job.engine_id(number), told)
 
     def count(self, record: Record) -> None:
@@ -166,9 +168,9 @@ class Page:
         finally:
             self._collector.watchers.discard(watcher)
 
-    def _find(self, answer_id: str, choice: int, client: bytes | None) -> Completion:
+    def _find(self, name: str, choice: int, client: bytes | None) -> Completion:
         """Raises `ApiError` 404, the same for requests of others and for those that never were."""
-        one = self._collector.requests.find(answer_id, choice)
+        one = self._collector.requests.find(name, choice)
         if one is None or one.announcement.client != client:
             raise ApiError(
                 404,

@@ -245,6 +245,7 @@ def describe_progress(one: Completion) -> Json:
     reading, usage = one.reading, one.reading.usage
     return {
         "id": one.announcement.answer_id,
+        "request_id": one.announcement.request_id,
         "index": one.choice,
         "state": one.state.value,
         "tokens": len(reading.tokens),

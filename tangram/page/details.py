@@ -32,6 +32,7 @@ class Details:
         admitted = reading.admitted_s is not None
         return {
             "id": one.announcement.answer_id,
+            "request_id": one.announcement.request_id,
             "index": one.choice,
             "state": one.state.value,
             "conversation": one.conversation,
