@@ -62,10 +62,11 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceReading:
-    """Completion `index` of an engine's request, between two steps.
+    """Completion `index` of an engine's request.
 
     `tokens` int64 [n] are prompt and answer so far, `chunk_keys` the names of its sealed chunks.
-    The first `computed_tokens` have KV entries; those behind the sealed chunks are the raw tail.
+    The first `computed_tokens` have KV entries; those behind the sealed chunks are the raw tail. A
+    reading during a step counts what the step computes. It left the queue first at `admitted_s`.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class SequenceReading:
     sealed_chunks: int
     computed_tokens: int
     usage: Usage
+    admitted_s: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,8 +180,21 @@ class KeptPositions:
         return flat.reshape(self.layers, self.heads, self.tokens)
 
 
-class BetweenSteps(Protocol):
-    """What an observer may read while it is told something: the state between two steps."""
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened: `step` is done, sequences have changed, in their order.
+
+    Sequences that a step admits are told of before it runs; then `step` is None. `idle` engines
+    have nothing to do.
+    """
+
+    step: StepDone | None
+    changes: Sequence[SequenceChange]
+    idle: bool
+
+
+class Readings(Protocol):
+    """What an observer may read while it is told something."""
 
     def pool(self) -> PoolReading:
         """All pages, and the sequences that hold or await some."""
@@ -206,8 +221,6 @@ class Watched(Protocol):
 class Observer(Protocol):
     """Is told on the engine's thread, which waits: it must be quick and must not raise."""
 
-    def observe(
-        self, step: StepDone | None, changes: Sequence[SequenceChange], engine: BetweenSteps
-    ) -> None:
-        """A step has ended, or without one (None) sequences have changed or all is done."""
+    def observe(self, news: News, readings: Readings) -> None:
+        """Take in `news`."""
         ...

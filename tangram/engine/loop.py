@@ -223,6 +223,8 @@ class Engine:
         if changed or time.monotonic() - self._stats_s > STATS_EVERY_S:
             self._publish_stats()
         self._checked = False
+        if self._watching is not None:
+            self._watching.tell_admissions()
         sampled = self._answers.of(step)
         if any(row.drafts for row in step.rows):
             self._verify(step, sampled)

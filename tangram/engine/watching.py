@@ -23,6 +23,7 @@ from tangram.watch import (
     ChunkPlace,
     ChunkUse,
     KeptPositions,
+    News,
     Observer,
     PoolReading,
     RetentionShape,
@@ -34,7 +35,7 @@ from tangram.watch import (
 
 
 class Watching:
-    """The `observers` of one engine, and what they may ask: see `Watched` and `BetweenSteps`."""
+    """The `observers` of one engine, and what they may ask: see `Watched` and `Readings`."""
 
     def __init__(
         self,
@@ -53,16 +54,22 @@ class Watching:
         self._drafts = 0, 0
         scheduler.changes = []
 
+    def tell_admissions(self) -> None:
+        """A step is scheduled and will run."""
+        if self._scheduler.changes:
+            self._emit(News(None, self._take_changes(), idle=False))
+
     def tell(self, step: Step | None, begin_s: float) -> None:
         """`step`, begun at `begin_s` of the monotonic clock, is done; None if nothing ran."""
-        now_s = time.monotonic()
-        changes = self._take_changes()
-        done = None if step is None else self._describe(step, begin_s, now_s)
+        done = None if step is None else self._describe(step, begin_s, time.monotonic())
+        self._emit(News(done, self._take_changes(), idle=step is None))
+
+    def _emit(self, news: News) -> None:
         for observer in self.observers:
-            observer.observe(done, changes, self)
+            observer.observe(news, self)
 
     def pool(self) -> PoolReading:
-        """See `BetweenSteps`."""
+        """See `Readings`."""
         cache, running = self._scheduler.cache, self._scheduler.running
         held = [(one, one.cache) for one in running if one.cache is not None]
         pages = PageMap.of(cache, [own for _, own in held])
@@ -90,6 +97,7 @@ class Watching:
             sealed,
             sealed * layout.chunk_tokens + raw,
             self._admission.usage(sequence, sequence.read_tokens, drafted),
+            sequence.admitted_s,
         )
 
     def end(self, sequence: TokenSequence) -> None:

@@ -61,7 +61,7 @@ class Page:
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """See `Extension`."""
         self._access = self._access.on(locked=locked)
-        add_files(app, self._check_file)
+        add_files(app, self._check)
         self._add_endpoints(app)
         self._add_stream(app)
 
@@ -76,10 +76,12 @@ class Page:
 
     def announce(self, job: Job) -> None:
         """See `Extension`."""
-        client = None if job.record is None else job.record.key_digest
+        if job.record is None:
+            return  # nobody could ask for it
+        request_id, client = job.record.request_id, job.record.key_digest
         for number in range(len(job.prompts)):
             first = number * job.sampling.n
-            told = Announcement(job.id, first, client, time.monotonic())
+            told = Announcement(job.id, request_id, first, client, time.monotonic())
             self._collector.requests.announce(job.engine_id(number), told)
 
     def count(self, record: Record) -> None:
@@ -104,15 +106,11 @@ class Page:
 
     # -- routes ------------------------------------------------------------------------------------
 
-    def _check_file(self, request: Request) -> None:
-        self._access.check(request)
-
     def _check(self, request: Request) -> bytes | None:
         return self._access.check(request)
 
     def _add_endpoints(self, app: FastAPI) -> None:
         collector = self._collector
-        client_key = Annotated[bytes | None, Depends(self._check)]
 
         @app.get("/v1/kv/model", dependencies=[Depends(self._check)])
         async def kv_model() -> Json:
@@ -120,8 +118,9 @@ class Page:
 
         @app.get("/v1/kv/requests/{id}", response_model=None)
         async def kv_request(
-            id: str, client: client_key, index: _Place = 0, tokens_from: _Place = 0
+            id: str, request: Request, index: _Place = 0, tokens_from: _Place = 0
         ) -> JSONResponse:
+            client = self._check(request)
             await collector.freshen()
             one = self._find(id, index, client)
             told = await asyncio.to_thread(self._details.describe, one, tokens_from)
@@ -129,14 +128,16 @@ class Page:
 
         @app.get("/v1/kv/requests/{id}/kept", response_model=None)
         async def kv_kept(
-            id: str, client: client_key, chunk: _Place, index: _Place = 0
+            id: str, request: Request, chunk: _Place, index: _Place = 0
         ) -> JSONResponse:
+            client = self._check(request)
             collector.flush()
             one = self._find(id, index, client)
             return JSONResponse(self._details.describe_kept(one, chunk))
 
         @app.get("/v1/kv/pool", response_model=None)
-        async def kv_pool(client: client_key) -> JSONResponse:
+        async def kv_pool(request: Request) -> JSONResponse:
+            client = self._check(request)
             await collector.freshen()
             return JSONResponse(describe_pool(collector, client))
 
@@ -145,10 +146,9 @@ class Page:
             return self._history.read(seconds)
 
     def _add_stream(self, app: FastAPI) -> None:
-        client_key = Annotated[bytes | None, Depends(self._check)]
-
         @app.get("/v1/kv/events", response_model=None)
-        async def kv_events(client: client_key) -> StreamingResponse:
+        async def kv_events(request: Request) -> StreamingResponse:
+            client = self._check(request)
             if len(self._collector.watchers) >= MOST_WATCHERS:
                 raise ApiError(
                     429, f"{MOST_WATCHERS} clients watch already: close one of them, or wait"
@@ -168,9 +168,9 @@ class Page:
         finally:
             self._collector.watchers.discard(watcher)
 
-    def _find(self, answer_id: str, choice: int, client: bytes | None) -> Completion:
+    def _find(self, name: str, choice: int, client: bytes | None) -> Completion:
         """Raises `ApiError` 404, the same for requests of others and for those that never were."""
-        one = self._collector.requests.find(answer_id, choice)
+        one = self._collector.requests.find(name, choice)
         if one is None or one.announcement.client != client:
             raise ApiError(
                 404,

@@ -20,8 +20,8 @@ import numpy as np
 from tangram.page.requests import Completion, Requests
 from tangram.page.watchers import Watcher, frame
 from tangram.serve.body import Json
-from tangram.types import Int32, UInt8
-from tangram.watch import BetweenSteps, PageState, PoolReading, SequenceChange, StepDone
+from tangram.types import Int32, Int64, UInt8
+from tangram.watch import News, PageState, PoolReading, Readings, SequenceChange, StepDone
 
 MOST_STEPS = 400
 # The pool is read at most ten times a second, and for at most a hundredth of the time.
@@ -47,8 +47,16 @@ class Pool:
     host_used: int = 0
     host_total: int = 0
 
-    def take(self, reading: PoolReading, numbers: Int32) -> Json:
-        """Enter a reading whose sequences are of conversations `numbers`; returns the changes."""
+    @property
+    def counts(self) -> Json:
+        """What is of no particular page."""
+        return {"host_used": self.host_used, "promised": self.promised}
+
+    def take(self, reading: PoolReading, numbers: Int32) -> Int64:
+        """Enter a reading whose sequences are of conversations `numbers`.
+
+        Returns the changes [n, 3]: page, state, owner.
+        """
         owners = self.owners.copy()
         held = reading.holders >= 0
         owners[held] = numbers[reading.holders[held]]
@@ -57,13 +65,7 @@ class Pool:
         self.states, self.owners = reading.states, owners
         self.promised, self.host_used = reading.promised, reading.host_used
         self.host_total = reading.host_total
-        columns = changed, self.states[changed], self.owners[changed]
-        changes = np.stack(columns, axis=1) if len(changed) <= MOST_CHANGES else None
-        return {
-            "changes": None if changes is None else changes.tolist(),
-            "host_used": self.host_used,
-            "promised": self.promised,
-        }
+        return np.stack([changed, self.states[changed], self.owners[changed]], axis=1)
 
 
 @dataclass
@@ -94,27 +96,25 @@ class Collector:
 
     # -- on the engine's thread --------------------------------------------------------------------
 
-    def observe(
-        self, step: StepDone | None, changes: Sequence[SequenceChange], engine: BetweenSteps
-    ) -> None:
+    def observe(self, news: News, readings: Readings) -> None:
         """See `Observer`."""
-        self._stale |= step is not None or bool(changes)
-        pool = self._read_pool(step is None, engine)
+        self._stale |= news.step is not None or bool(news.changes)
+        pool = self._read_pool(news.idle, readings)
         with self._lock:
-            if step is not None:
-                self._outbox.steps.append(step)
+            if news.step is not None:
+                self._outbox.steps.append(news.step)
                 del self._outbox.steps[:-MOST_STEPS]
-            self._outbox.changes.extend(changes)
+            self._outbox.changes.extend(news.changes)
             self._outbox.pool = pool or self._outbox.pool
         self._call_for_flush()
 
-    def _read_pool(self, idle: bool, engine: BetweenSteps) -> PoolReading | None:
+    def _read_pool(self, idle: bool, readings: Readings) -> PoolReading | None:
         """A reading if something has changed and it is time for one; always before a pause."""
         now_s = time.monotonic()
         due = now_s >= self._next_reading_s and (bool(self.watchers) or self._is_wanted)
         if not self._stale or not (idle or due):
             return None
-        reading = engine.pool()
+        reading = readings.pool()
         self._stale = False
         cost_s = time.monotonic() - now_s
         self._next_reading_s = now_s + max(READ_EVERY_S, cost_s / READING_SHARE)
@@ -184,7 +184,7 @@ class Collector:
             one for change in outbox.changes if (one := self.requests.take(change)) is not None
         )
         if outbox.pool is not None:
-            frames.append(self._take_pool(outbox.pool, changed))
+            frames += self._take_pool(outbox.pool, changed)
             self._fresh.set()
         self._send(frames, changed)
 
@@ -204,7 +204,7 @@ class Collector:
         self.steps.append(told)
         return frame("step", told) if self.watchers else b""
 
-    def _take_pool(self, reading: PoolReading, changed: dict[Completion, None]) -> bytes:
+    def _take_pool(self, reading: PoolReading, changed: dict[Completion, None]) -> list[bytes]:
         numbers = np.zeros(max(1, len(reading.sequences)), np.int32)
         read = [self.requests.read(sequence) for sequence in reading.sequences]
         for at, one in enumerate(read):
@@ -212,8 +212,13 @@ class Collector:
                 numbers[at] = one.conversation
         running = sorted(filter(None, read), key=lambda one: one.told_s)
         changed |= dict.fromkeys(running[:MOST_TOLD])
-        told = self.pool.take(reading, numbers)
-        return frame("pool", told) if told["changes"] is not None else frame("lost", {})
+        counts = self.pool.counts
+        changes = self.pool.take(reading, numbers)
+        if len(changes) > MOST_CHANGES:
+            return [frame("lost", {})]
+        if not len(changes) and counts == self.pool.counts:
+            return []
+        return [frame("pool", {"changes": changes.tolist(), **self.pool.counts})]
 
     def _send(self, frames: Sequence[bytes], changed: dict[Completion, None]) -> None:
         if not self.watchers:
@@ -240,6 +245,7 @@ def describe_progress(one: Completion) -> Json:
     reading, usage = one.reading, one.reading.usage
     return {
         "id": one.announcement.answer_id,
+        "request_id": one.announcement.request_id,
         "index": one.choice,
         "state": one.state.value,
         "tokens": len(reading.tokens),

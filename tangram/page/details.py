@@ -29,9 +29,10 @@ class Details:
     def describe(self, one: Completion, tokens_from: int) -> Json:
         """All of a completion, with its tokens from `tokens_from` on."""
         reading, usage = one.reading, one.reading.usage
-        admitted = one.admitted_s is not None
+        admitted = reading.admitted_s is not None
         return {
             "id": one.announcement.answer_id,
+            "request_id": one.announcement.request_id,
             "index": one.choice,
             "state": one.state.value,
             "conversation": one.conversation,
@@ -54,7 +55,7 @@ class Details:
             else {"accepted": usage.drafted.accepted, "rejected": usage.drafted.rejected},
             "times": {
                 "queued": self._since_begin(one.announcement.queued_s),
-                "admitted": self._since_begin(one.admitted_s),
+                "admitted": self._since_begin(reading.admitted_s),
                 "first_token": self._since_begin(one.first_token_s),
                 "ended": self._since_begin(one.ended_s),
             },

@@ -22,15 +22,21 @@ _MOST_CONVERSATIONS = 65535  # their numbers have 16 bits
 
 @dataclass(frozen=True)
 class Announcement:
-    """A request of the API. `first_choice` is the number of its first completion.
+    """A request of the API, known by the id of its answer and by that in `x-request-id`.
 
-    `client` is the digest of its API key, None where there are no keys.
+    `first_choice` is the number of its first completion. `client` is the digest of its API key, None where there are no keys.
     """
 
     answer_id: str
+    request_id: str
     first_choice: int
     client: bytes | None
     queued_s: float
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What clients may call it."""
+        return self.answer_id, self.request_id
 
 
 @dataclass(eq=False)
@@ -42,7 +48,6 @@ class Completion:
     conversation: int
     reading: SequenceReading
     state: SequenceState = SequenceState.WAITING
-    admitted_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
     told_s: float = 0.0  # when watchers were last told of it
@@ -59,10 +64,7 @@ class Completion:
                 # The engine's array has room for tokens that never came.
                 tokens = change.reading.tokens.astype(np.int64, copy=True)
                 self.reading = replace(change.reading, tokens=tokens)
-            case SequenceState.RUNNING:
-                self.state = change.state
-                self.admitted_s = self.admitted_s or change.at_s
-            case SequenceState.WAITING:
+            case SequenceState.RUNNING | SequenceState.WAITING:
                 self.state = change.state
 
 
@@ -72,7 +74,8 @@ class Requests:
 
     _announced: OrderedDict[str, Announcement] = field(default_factory=OrderedDict)
     _by_sequence: dict[tuple[str, int], Completion] = field(default_factory=dict)
-    _by_answer: OrderedDict[tuple[str, int], Completion] = field(default_factory=OrderedDict)
+    _by_name: dict[tuple[str, int], Completion] = field(default_factory=dict)
+    _all: dict[Completion, None] = field(default_factory=dict)
     _numbers: Iterator[int] = field(
         default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
     )
@@ -96,7 +99,9 @@ class Requests:
             number = self._conversation(announcement.client, reading)
             known = Completion(announcement, choice, number, reading)
             self._by_sequence[place] = known
-            self._by_answer[announcement.answer_id, choice] = known
+            self._all[known] = None
+            for name in announcement.names:
+                self._by_name[name, choice] = known
         known.take(change)
         if known.state is SequenceState.ENDED:
             del self._by_sequence[place]
@@ -110,9 +115,9 @@ class Requests:
             known.reading = reading
         return known
 
-    def find(self, answer_id: str, choice: int) -> Completion | None:
-        """The completion `choice` of an answer of the API."""
-        return self._by_answer.get((answer_id, choice))
+    def find(self, name: str, choice: int) -> Completion | None:
+        """The completion `choice` of a request of the API, by one of its names."""
+        return self._by_name.get((name, choice))
 
     @property
     def running(self) -> bool:
@@ -122,7 +127,7 @@ class Requests:
     @property
     def newest(self) -> Iterator[Completion]:
         """All completions, the newest first."""
-        return reversed(self._by_answer.values())
+        return reversed(self._all)
 
     def _conversation(self, client: bytes | None, reading: SequenceReading) -> int:
         """The number of the conversation that a new completion continues, or a new one.
@@ -138,13 +143,15 @@ class Requests:
         return number or next(self._numbers)
 
     def _forget(self) -> None:
-        tokens = sum(len(one.reading.tokens) for one in self._by_answer.values())
-        for place, one in list(self._by_answer.items()):
-            if len(self._by_answer) <= MOST_REQUESTS and tokens <= MOST_TOKENS:
+        tokens = sum(len(one.reading.tokens) for one in self._all)
+        for one in list(self._all):
+            if len(self._all) <= MOST_REQUESTS and tokens <= MOST_TOKENS:
                 return
             if one.state is SequenceState.ENDED:
                 tokens -= len(one.reading.tokens)
-                del self._by_answer[place]
+                del self._all[one]
+                for name in one.announcement.names:
+                    del self._by_name[name, one.choice]
 
 
 def _begins(reading: SequenceReading, kv_retention: float, prompt: np.ndarray) -> bool:
