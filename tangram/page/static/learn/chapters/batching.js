@@ -1,6 +1,6 @@
 /** Two recorded schedules side by side, and a simulated one for other lengths. */
 import { fillShare, simulateSteps } from "../math.js";
-import { count, Figures, fixed, html, Origin, percent, seconds, Slider, Table, useEffect, useState, withData } from "../view.js";
+import { count, Figures, fixed, html, Origin, percent, seconds, Slider, Table, useEffect, useMemo, useState, withData } from "../view.js";
 
 const KINDS = ["continuous", "static"];
 const WIDTH = 600;
@@ -30,16 +30,15 @@ function spansOf(steps) {
 
 function Replay({ kind, schedule, requests, longest, now }) {
   const x = (at) => (WIDTH * at) / longest;
+  const spans = useMemo(() => spansOf(schedule.steps), [schedule]);
   const end = total(schedule.steps);
-  const done = new Set();
   let running = 0;
   let at = 0;
   for (const [taken, rows] of schedule.steps) {
     if (at <= now) running = rows.length;
     at += taken;
   }
-  const bars = spansOf(schedule.steps).map((span) => {
-    if (span.end <= now) done.add(span.request);
+  const bars = spans.map((span) => {
     const last = Math.min(span.end, now);
     return last > span.begin
       ? html`<rect
