@@ -134,8 +134,10 @@ def measured_ceiling(name: str) -> dict[str, Any]:
 
 def main() -> None:
     for point in (*kernel_points(), prefill_point(), decode_point()):
-        print(f"{point['intensity']:8.1f} FLOP/byte {point['flops_per_s'] / 1e12:7.1f} TFLOP/s"
-              f"  {point['case']}")
+        print(
+            f"{point['intensity']:8.1f} FLOP/byte {point['flops_per_s'] / 1e12:7.1f} TFLOP/s"
+            f"  {point['case']}"
+        )
 
 
 if __name__ == "__main__":

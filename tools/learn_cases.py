@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,13 +173,14 @@ def _sharing() -> Iterator[Case]:
     layout = retention.layout
     for count, shared, own in ((3, 150, 40), (5, 64, 1), (4, 40, 10), (2, 300, 200), (3, 60, 30)):
         manager = CacheManager(
-            [retention],
-            total_pages=10_000,
-            max_sequences=count,
-            prefix_caching=True,
+            [retention], total_pages=10_000, max_sequences=count, prefix_caching=True
         )
         found = [
-            _fill(manager, retention, np.array([*range(shared), *(10_000 * (n + 1) + i for i in range(own))]))
+            _fill(
+                manager,
+                retention,
+                np.array([*range(shared), *(10_000 * (n + 1) + i for i in range(own))]),
+            )
             for n in range(count)
         ]
         cached = [sequence.cached_tokens for sequence in found]
@@ -213,7 +214,9 @@ def _fill(manager: CacheManager, retention: Retention, tokens: Any) -> Any:
 
 
 def _token_us() -> Iterator[Case]:
-    for cost, rows in product((CostModel(), CostModel(tile_rows=1, element_bytes=1)), (1, 4, 64, 200)):
+    for cost, rows in product(
+        (CostModel(), CostModel(tile_rows=1, element_bytes=1)), (1, 4, 64, 200)
+    ):
         yield [asdict(cost), rows], float(cost.token_us(np.asarray(rows)))
 
 
@@ -288,7 +291,7 @@ def _merged() -> Iterator[Case]:
 
     q, k, v = _attention_inputs()
     for bounds in ((0, 9), (0, 4, 9), (0, 1, 2, 6, 9)):
-        spans = zip(bounds, bounds[1:], strict=False)
+        spans = pairwise(bounds)
         parts = [_part(q, k[begin:end], v[begin:end]) for begin, end in spans]
         tensors = [(torch.tensor(part["out"]), torch.tensor(part["lse"])) for part in parts]
         out, lse = merge_parts(tensors)
@@ -376,7 +379,11 @@ def _accept() -> Iterator[Case]:
 
 
 def _speed_ups() -> Iterator[Case]:
-    for share, drafted, draft, check in ((0.8, 4, 0.1, 0.0), (0.5, 1, 0.0, 0.05), (0.2, 8, 0.1, 0.1)):
+    for share, drafted, draft, check in (
+        (0.8, 4, 0.1, 0.0),
+        (0.5, 1, 0.0, 0.05),
+        (0.2, 8, 0.1, 0.1),
+    ):
         result = expected_tokens(share, drafted) / (1 + drafted * (draft + check))
         yield [share, drafted, draft, check], result
 
@@ -504,7 +511,10 @@ TREES: tuple[Tree, ...] = (
     {
         "chunks": 0,
         "children": [
-            {"chunks": 4, "children": [{"chunks": 1, "tails": [5] * 40}, {"chunks": 2, "tails": [9]}]},
+            {
+                "chunks": 4,
+                "children": [{"chunks": 1, "tails": [5] * 40}, {"chunks": 2, "tails": [9]}],
+            },
             {"chunks": 2, "tails": [100]},
             {"chunks": 1, "children": [{"chunks": 1, "tails": [64] * 3}]},
         ],
@@ -528,14 +538,7 @@ def count_packed_entries(tree: Tree, cost: CostModel, rule: Any) -> int:
     index = np.arange(len(paths)).reshape(shape)
     rows = DecodeRows(place, place, index, lengths.reshape(shape).astype(float), (None,), 16)
     plan = plan_packing(
-        rows,
-        lengths,
-        forest,
-        np.array([[KEPT]]),
-        cost.workers,
-        group=GROUP,
-        cost=cost,
-        rule=rule,
+        rows, lengths, forest, np.array([[KEPT]]), cost.workers, group=GROUP, cost=cost, rule=rule
     )
     begin, end = plan.spans(lengths)
     return int((end - begin).sum())

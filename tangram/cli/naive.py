@@ -18,7 +18,7 @@ from tangram.config import EngineConfig
 from tangram.limits import Bounds
 
 if TYPE_CHECKING:
-    from tangram.lab.naive import Decoding
+    from tangram.lab.naive import DecodingRun
 
 _TOKENS = Bounds(1, 100_000)
 Precision = Annotated[
@@ -62,7 +62,7 @@ def naive(
 
 def _measure(
     config: EngineConfig, prompt_tokens: int, tokens: int, repeats: int
-) -> tuple[list[Decoding], list[Decoding]]:
+) -> tuple[list[DecodingRun], list[DecodingRun]]:
     """Runs without and with a cache, in turns; the first pair is not among them."""
     from tangram.engine.build import engine_of
     from tangram.lab import naive as lab
@@ -87,7 +87,7 @@ def _measure(
 
 
 def _show(
-    tokens: int, prompt_tokens: int, plain: Sequence[Decoding], cached: Sequence[Decoding]
+    tokens: int, prompt_tokens: int, plain: Sequence[DecodingRun], cached: Sequence[DecodingRun]
 ) -> None:
     table = Table(title=f"{tokens} tokens after a prompt of {prompt_tokens}, the same in all runs")
     for column in ("", "positions projected", "seconds, median", "least – most", "tokens/s"):
@@ -101,7 +101,7 @@ def _show(
     console.output().print(table)
 
 
-def _figures(plain: Sequence[Decoding], cached: Sequence[Decoding]) -> dict[str, Any]:
+def _figures(plain: Sequence[DecodingRun], cached: Sequence[DecodingRun]) -> dict[str, Any]:
     return {
         name: {"positions": runs[0].positions, "seconds": [run.seconds for run in runs]}
         for name, runs in (("naive", plain), ("cached", cached))

@@ -22,7 +22,7 @@ from tangram.types import Event, Request, SamplingParams
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingRun:
     """`token_ids` that followed a prompt, the positions projected for them, and the seconds."""
 
     positions: int
@@ -43,7 +43,7 @@ def count_cached_positions(prompt_tokens: int, tokens: int) -> int:
     return prompt_tokens + tokens - 1
 
 
-def decode_naively(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> Decoding:
+def decode_naively(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> DecodingRun:
     """The `tokens` likeliest next tokens; each is computed from the whole sequence again."""
     sequence = list(prompt)
     loaded.model.set_attn_implementation("sdpa")
@@ -57,12 +57,12 @@ def decode_naively(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> D
             seconds = time.perf_counter() - begin
     finally:
         loaded.model.set_attn_implementation("tangram")
-    return Decoding(count.positions, seconds, sequence[len(prompt) :])
+    return DecodingRun(count.positions, seconds, sequence[len(prompt) :])
 
 
 def decode_with_cache(
     engine: Engine, loaded: LoadedModel, prompt: Sequence[int], tokens: int
-) -> Decoding:
+) -> DecodingRun:
     """The same tokens from an engine of `loaded`, whose cache keeps everything."""
     found: list[int] = []
 
@@ -76,10 +76,10 @@ def decode_with_cache(
         while engine.busy:
             engine.step()
         seconds = time.perf_counter() - begin
-    return Decoding(count.positions, seconds, found)
+    return DecodingRun(count.positions, seconds, found)
 
 
-def check_equal(naive: Decoding, cached: Decoding) -> None:
+def check_equal(naive: DecodingRun, cached: DecodingRun) -> None:
     """Raise `TangramError` at the first token that differs: then nothing can be compared."""
     pairs = zip(naive.token_ids, cached.token_ids, strict=True)
     for place, (one, other) in enumerate(pairs):

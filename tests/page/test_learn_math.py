@@ -49,7 +49,9 @@ def test_the_python_still_gives_the_recorded_results() -> None:
     now, then = json.loads(json.dumps(cases())), recorded()
     assert now.keys() == then.keys(), HINT
     wrong = [
-        name for name in then if not agrees(now[name], then[name], max(1e-9, now[name]["tolerance"]))
+        name
+        for name in then
+        if not agrees(now[name], then[name], max(1e-9, now[name]["tolerance"]))
     ]
     assert wrong == [], HINT
 

@@ -155,7 +155,9 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, float):
         return found == pytest.approx(expected, rel=1e-9)
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in expected)
+        return found.keys() == expected.keys() and all(
+            same(found[k], expected[k]) for k in expected
+        )
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
     return bool(found == expected)
@@ -204,3 +206,20 @@ def test_the_page_is_found_beside_its_parts() -> None:
         for name in re.findall(r'from "([^"]+)"', path.read_text())
     }
     assert all(Path(name).is_file() for name in imported)
+
+
+def colours(path: Path) -> dict[tuple[str, str], str]:
+    """The custom properties of each theme of a stylesheet."""
+    rules = re.findall(r'(:root(?:\[data-theme="dark"\])?) \{(.*?)\}', path.read_text(), re.DOTALL)
+    return {
+        (theme, name): value
+        for theme, body in rules
+        for name, value in re.findall(r"--([\w-]+): ([^;]+);", body)
+    }
+
+
+def test_the_colours_are_those_of_the_chat_page() -> None:
+    chat, learn = colours(PAGE.parents[1] / "style.css"), colours(PAGE.parent / "learn.css")
+    common = chat.keys() & learn.keys()
+    assert len(common) >= 12
+    assert {name: learn[name] for name in common} == {name: chat[name] for name in common}
