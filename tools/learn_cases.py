@@ -165,6 +165,10 @@ def _most() -> Iterator[Case]:
     layout = _layout(1024)
     for tokens in (1, 63, 64, 65, 128, 700):
         yield [layout_object(layout), tokens], layout.most_pages(tokens)
+    for model, tokens in product(("gemma-3-12b", "gpt-oss-20b"), (512, 2048, 2049, 8192)):
+        windows = kv_size(model, tokens, retention=0.1)._layout
+        if windows is not None:
+            yield [layout_object(windows), tokens], windows.most_pages(tokens)
 
 
 def _sharing() -> Iterator[Case]:
@@ -389,7 +393,12 @@ def _speed_ups() -> Iterator[Case]:
 
 
 def _best_drafts() -> Iterator[Case]:
-    for share, draft, check in ((0.8, 0.1, 0.0), (0.2, 0.3, 0.1), (0.95, 0.0, 0.02)):
+    for share, draft, check in (
+        (0.8, 0.1, 0.0),
+        (0.2, 0.3, 0.1),
+        (0.95, 0.0, 0.02),
+        (0.0, 0.0, 0.0),
+    ):
         gains = [expected_tokens(share, n) / (1 + n * (draft + check)) for n in range(17)]
         yield [share, draft, check, 16], int(np.argmax(gains))
 
@@ -434,6 +443,9 @@ def _allotments() -> Iterator[Case]:
             "min_pages": 1,
         }
         yield [budgets, 23, options], allot_pages(budgets, [2] * 11 + [1], **options)
+    options = options | {"retention": 0.19, "heads_per_page": 1}
+    equal_turns = [0.25, 0.75]  # 1.5 / 0.25 = 4.5 / 0.75
+    yield [equal_turns, 2, options], allot_pages(equal_turns, [1, 1], **options)
 
 
 def _affordable() -> Iterator[Case]:
@@ -499,6 +511,7 @@ def _fit_parts() -> Iterator[Case]:
         ([800.0, 300.0, 100.0], 150.0, 8),
         ([7.0] * 9, 2.0, 4),
         ([5.0, 3.0], 2.0, 1),
+        ([5.0, 7.0, 3.0, 5.0, 1.0], 2.0, 4),
     ):
         found = fit_parts(np.array(sizes).reshape(1, 1, -1), np.full((1, 1, 1), target), wanted)
         yield [sizes, target, wanted], found.ravel().tolist()
@@ -520,6 +533,12 @@ TREES: tuple[Tree, ...] = (
         ],
     },
     {"chunks": 1, "tails": [16], "children": [{"chunks": 1, "tails": [8, 8], "children": []}] * 3},
+    {"chunks": 2, "children": [{"chunks": 9}, {"chunks": 1, "tails": [5, 6]}, {"chunks": 3}]},
+    {
+        "chunks": 1,
+        "tails": [4],
+        "children": [{"chunks": 2, "children": [{"chunks": 8}, {"chunks": 1, "tails": [3]}]}],
+    },
 )
 KEPT, GROUP, MOST_ROWS = 128, 4, 16
 
@@ -551,11 +570,28 @@ def _walk(node: Tree, path: list[int], names: Iterator[int], paths: list[Any]) -
         _walk(child, path, names, paths)
 
 
-COSTS = (CostModel(), CostModel(task_us=40.0, partial_bytes_per_us=2e5))
+def _grow(rng: np.random.Generator, depth: int) -> Tree:
+    """A random tree, in which whether a run pays depends on those above it."""
+    tails = rng.integers(0, 200, rng.integers(0, 4)).tolist()
+    children = [_grow(rng, depth - 1) for _ in range(rng.integers(1, 4))] if depth else []
+    return {
+        "chunks": int(rng.integers(0, 3)),
+        "tails": tails if children else [*tails, 7],
+        "children": children,
+    }
+
+
+COSTS = (
+    CostModel(),
+    CostModel(task_us=40.0, partial_bytes_per_us=2e5),
+    CostModel(task_us=8.0, partial_bytes_per_us=1e5),
+)
 
 
 def _packed() -> Iterator[Case]:
-    for tree, cost, rule in product(TREES, COSTS, ("measured", "naive", "off")):
+    rng = np.random.default_rng(3)
+    grown = tuple(_grow(rng, 1 + number % 4) for number in range(12))
+    for tree, cost, rule in product(TREES + grown, COSTS, ("measured", "naive", "off")):
         given = [tree, KEPT, asdict(cost), GROUP, MOST_ROWS, rule]
         yield given, count_packed_entries(tree, cost, rule)
 

@@ -5,10 +5,30 @@ import { tokenUs } from "./roofline.js";
 const rowsOf = (node) =>
   (node.tails ?? []).length + (node.children ?? []).reduce((sum, one) => sum + rowsOf(one), 0);
 
-const lengthOf = (node, kept) =>
-  node.chunks * kept +
-  ((node.tails ?? [])[0] ?? 0) +
-  (node.children ?? []).reduce((sum, one) => sum + lengthOf(one, kept), 0);
+/**
+ * What follows a node, without branches that no conversation takes. The parts of a child without
+ * chunks follow themselves.
+ */
+function partsOf(node) {
+  const tails = [...(node.tails ?? [])];
+  const children = [];
+  for (const child of (node.children ?? []).filter(rowsOf)) {
+    if (child.chunks) {
+      children.push(child);
+      continue;
+    }
+    const parts = partsOf(child);
+    tails.push(...parts.tails);
+    children.push(...parts.children);
+  }
+  return { tails, children };
+}
+
+/** The entries of the only conversation below a node. */
+function lengthOf(node, kept) {
+  const { tails, children } = partsOf(node);
+  return node.chunks * kept + (tails.length ? tails[0] : lengthOf(children[0], kept));
+}
 
 /**
  * A tree of conversations: a node has `chunks` sealed chunks that all below it share, `children`,
@@ -21,11 +41,11 @@ export function forestOf(tree, keptTokens) {
   const build = (node, begin) => {
     const rows = rowsOf(node);
     let end = begin + node.chunks * keptTokens;
-    let [tails, children] = [node.tails ?? [], node.children ?? []];
+    let { tails, children } = partsOf(node);
     while (!tails.length && children.length === 1) {
       const [only] = children;
       end += only.chunks * keptTokens;
-      [tails, children] = [only.tails ?? [], only.children ?? []];
+      ({ tails, children } = partsOf(only));
     }
     const single = children.filter((child) => rowsOf(child) === 1);
     const ends = [...tails, ...single.map((child) => lengthOf(child, keptTokens))];
