@@ -533,6 +533,13 @@ TREES: tuple[Tree, ...] = (
         ],
     },
     {"chunks": 1, "tails": [16], "children": [{"chunks": 1, "tails": [8, 8], "children": []}] * 3},
+    {
+        "chunks": 2,
+        "tails": [60],
+        "children": [
+            {"chunks": 2, "tails": [139, 42], "children": [{"chunks": 2, "tails": [109, 194, 174]}]}
+        ],
+    },
     {"chunks": 2, "children": [{"chunks": 9}, {"chunks": 1, "tails": [5, 6]}, {"chunks": 3}]},
     {
         "chunks": 1,
@@ -585,6 +592,7 @@ COSTS = (
     CostModel(),
     CostModel(task_us=40.0, partial_bytes_per_us=2e5),
     CostModel(task_us=8.0, partial_bytes_per_us=1e5),
+    CostModel(task_us=29.0, partial_bytes_per_us=2.44e6),
 )
 
 
