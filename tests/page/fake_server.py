@@ -54,9 +54,13 @@ class FakeServer:
     url: str = ""
     key: str | None = None
     token_s: float = 0.004
-    cache: FakeCache = field(default_factory=FakeCache)
+    pages: int = 900
+    cache: FakeCache = field(init=False)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
+
+    def __post_init__(self) -> None:
+        self.cache = FakeCache(self.pages)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
         """Send an event to all who watch, from another thread."""
@@ -221,9 +225,9 @@ def make_history(seconds: int) -> dict[str, Any]:
 
 
 @contextmanager
-def run_fake_page(key: str | None = None) -> Iterator[FakeServer]:
+def run_fake_page(**fields: Any) -> Iterator[FakeServer]:
     """The server on a free port of the loopback, in a thread."""
-    fake = FakeServer(key=key)
+    fake = FakeServer(**fields)
     config = uvicorn.Config(
         make_app(fake), port=0, log_level="critical", timeout_graceful_shutdown=1
     )
