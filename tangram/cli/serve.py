@@ -105,11 +105,9 @@ def serve(
             )
 
         def report_ready() -> None:
-            seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
-            _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+            _report_ready(listener, time.monotonic() - begin_s)
             if log_format is LogForm.text:
-                chats = engine.codec.tokenizer.chat_template is not None
-                console.tell(first_request(url, name, chats=chats, locked=bool(api_key)))
+                _tell_first_request(listener, engine, name, locked=bool(api_key))
 
         try:
             serve_on(
@@ -128,6 +126,16 @@ def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> Page | 
     if shown is PageFor.off:
         return None
     return Page(engine, model, Access(Visibility(shown.value), host))
+
+
+def _report_ready(listener: Listener, seconds: float) -> None:
+    url = f"{listener.url}/v1"
+    _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+
+
+def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:
+    chats = engine.codec.tokenizer.chat_template is not None
+    console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
 def _check_keys(api_key: list[str] | None) -> None:

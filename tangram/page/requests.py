@@ -24,7 +24,8 @@ _MOST_CONVERSATIONS = 65535  # their numbers have 16 bits
 class Announcement:
     """A request of the API, known by the id of its answer and by that in `x-request-id`.
 
-    `first_choice` is the number of its first completion. `client` is the digest of its API key, None where there are no keys.
+    `first_choice` is the number of its first completion. `client` is the digest of its API key,
+    None where there are no keys.
     """
 
     answer_id: str
@@ -76,6 +77,7 @@ class Requests:
     _by_sequence: dict[tuple[str, int], Completion] = field(default_factory=dict)
     _by_name: dict[tuple[str, int], Completion] = field(default_factory=dict)
     _all: dict[Completion, None] = field(default_factory=dict)
+    _ended_tokens: int = 0
     _numbers: Iterator[int] = field(
         default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
     )
@@ -105,7 +107,8 @@ class Requests:
         known.take(change)
         if known.state is SequenceState.ENDED:
             del self._by_sequence[place]
-            self._forget()
+            self._ended_tokens += len(known.reading.tokens)
+            self._forget_oldest()
         return known
 
     def read(self, reading: SequenceReading) -> Completion | None:
@@ -142,13 +145,12 @@ class Requests:
                 best, number = len(prompt), other.conversation
         return number or next(self._numbers)
 
-    def _forget(self) -> None:
-        tokens = sum(len(one.reading.tokens) for one in self._all)
+    def _forget_oldest(self) -> None:
         for one in list(self._all):
-            if len(self._all) <= MOST_REQUESTS and tokens <= MOST_TOKENS:
+            if len(self._all) <= MOST_REQUESTS and self._ended_tokens <= MOST_TOKENS:
                 return
             if one.state is SequenceState.ENDED:
-                tokens -= len(one.reading.tokens)
+                self._ended_tokens -= len(one.reading.tokens)
                 del self._all[one]
                 for name in one.announcement.names:
                     del self._by_name[name, one.choice]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-LAYERS, KV_HEADS, CHUNK_TOKENS, PAGE_TOKENS, PAGES = 6, 4, 64, 16, 900
+LAYERS, KV_HEADS, CHUNK_TOKENS, PAGE_TOKENS = 6, 4, 64, 16
 TOKEN_BYTES = 512
 RAW_TAIL, SEALED, KEPT_FOR_NOBODY = 2, 3, 5
 RETENTIONS = (1.0, 0.5, 0.3)
@@ -69,10 +69,6 @@ class FakeRequest:
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
-    @property
-    def sealed_chunks(self) -> int:
-        return self.chunks - self.cached_tokens // CHUNK_TOKENS
-
     def held_bytes(self) -> int:
         raw = len(self.tokens) % CHUNK_TOKENS
         chunk = sum(map(sum, budgets_of(self.retention))) / (LAYERS * KV_HEADS)
@@ -94,7 +90,7 @@ class FakeRequest:
             "request_id": self.request_id,
             "state": self.state,
             "tokens": len(self.tokens),
-            "sealed_chunks": self.sealed_chunks,
+            "sealed_chunks": self.chunks,
             "cached_tokens": self.cached_tokens,
             "kv_bytes": self.held_bytes(),
             "kv_bytes_uncompressed": len(self.tokens) * TOKEN_BYTES,
@@ -132,11 +128,12 @@ class FakeRequest:
 class FakeCache:
     """All requests, the pool, and those who watch."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
         self.requests: dict[str, FakeRequest] = {}
         self.watchers: set[asyncio.Queue[tuple[str, Json]]] = set()
-        self.states = np.zeros(PAGES, np.uint8)
-        self.owners = np.zeros(PAGES, np.uint16)
+        self.states = np.zeros(pages, np.uint8)
+        self.owners = np.zeros(pages, np.uint16)
         self.steps: list[Json] = []
         self.begun_s = time.monotonic()
 
@@ -161,7 +158,7 @@ class FakeCache:
                 for ratio in RETENTIONS
             ],
             "speculation": None,
-            "pages_total": PAGES,
+            "pages_total": self.pages,
             "host_pages_total": 50,
             "recorded": True,
         }
@@ -172,7 +169,7 @@ class FakeCache:
             for each in self.requests.values()
         ]
         return {
-            "pages_total": PAGES,
+            "pages_total": self.pages,
             "states": encode(self.states),
             "owners": encode(self.owners),
             "host_used": 3,

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from tangram.page.files import add_files
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
     DEFAULT_RETENTION,
@@ -30,7 +30,6 @@ from tests.page.fake_cache import (
     kept_of,
     tokens_of,
 )
-from tests.page.support import POLICY, STATIC
 
 MODEL = "fake-model"
 HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned = 2</script>
@@ -54,9 +53,13 @@ class FakeServer:
     url: str = ""
     key: str | None = None
     token_s: float = 0.004
-    cache: FakeCache = field(default_factory=FakeCache)
+    pages: int = 900
+    cache: FakeCache = field(init=False)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
+
+    def __post_init__(self) -> None:
+        self.cache = FakeCache(self.pages)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
         """Send an event to all who watch, from another thread."""
@@ -91,14 +94,9 @@ def make_app(server: FakeServer) -> FastAPI:
         if path.startswith("/v1") and server.key is not None and given != f"Bearer {server.key}":
             return JSONResponse({"error": {"message": "no API key, or a wrong one"}}, 401)
         response: Response = await go_on(request)
-        response.headers["Content-Security-Policy"] = POLICY
         return response
 
-    @app.get("/")
-    def index() -> FileResponse:
-        return FileResponse(STATIC / "index.html")
-
-    app.mount("/page", StaticFiles(directory=STATIC))
+    add_files(app, check=lambda request: None)
     _add_chat(app, server)
     _add_cache(app, server)
     return app
@@ -221,9 +219,9 @@ def make_history(seconds: int) -> dict[str, Any]:
 
 
 @contextmanager
-def run_fake_page(key: str | None = None) -> Iterator[FakeServer]:
+def run_fake_page(**fields: Any) -> Iterator[FakeServer]:
     """The server on a free port of the loopback, in a thread."""
-    fake = FakeServer(key=key)
+    fake = FakeServer(**fields)
     config = uvicorn.Config(
         make_app(fake), port=0, log_level="critical", timeout_graceful_shutdown=1
     )

@@ -237,12 +237,14 @@ export class App {
     }
   }
 
-  /** How many chunks the answer's request has sealed; null where the server does not say. */
+  /** How many chunks the answer's request has sealed itself; null where the server forgot it. */
   async #countSealed({ answerId, usage }) {
-    if (answerId === null) return null;
+    const { model } = this.watch.status.value;
+    if (answerId === null || model === null) return null;
     const tokens = (usage?.prompt_tokens ?? 0) + (usage?.completion_tokens ?? 0);
     const view = await api.request(answerId, tokens).catch(() => null);
-    return view?.sealed_chunks ?? null;
+    if (view === null) return null;
+    return view.sealed_chunks - Math.floor(view.cached_tokens / model.chunk_tokens);
   }
 
   #begin(id, abort) {

@@ -8,6 +8,7 @@ import { Steps } from "./timeline.js";
 const RETRY_MS = [500, 1000, 2000, 5000];
 // A view may be this much older than an event; asking more often costs the server for nothing.
 const LEAST_PAUSE_MS = 40;
+const CHUNKS_AT_ONCE = 8;
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -146,11 +147,14 @@ export class CacheWatch {
     }
   }
 
+  /** Read some of the chunks that are missing; the others after the next look at the request. */
   async #readChunks(name, cache) {
-    for (const index of cache.missingChunks()) {
-      cache.takeKept(index, await api.kept(name, index));
-      if (cache !== this.cache) return;
-      this.#tell("request");
-    }
+    const missing = cache.missingChunks();
+    if (missing.length === 0) return;
+    const read = async (index) => cache.takeKept(index, await api.kept(name, index));
+    await Promise.all(missing.slice(0, CHUNKS_AT_ONCE).map(read));
+    if (cache !== this.cache) return;
+    this.#tell("request");
+    this.#stale ||= missing.length > CHUNKS_AT_ONCE;
   }
 }

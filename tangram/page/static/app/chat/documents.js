@@ -33,7 +33,7 @@ export const DocumentChips = ({ documents, onRemove }) => html`<ul class="chips"
   ${documents.map(
     ({ name, text }, at) => html`<li>
       <details>
-        <summary>📄 ${name} <span class="soft">${bytes(new Blob([text]).size)}</span></summary>
+        <summary>${name} <span class="soft">${bytes(new Blob([text]).size)}</span></summary>
         <pre tabindex="0">${text}</pre>
       </details>
       ${onRemove &&
