@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tangram.cli import console
 from tangram.cli.options import Device, Model, Threads, Weights, engine_option, number
-from tangram.cli.serving import Output
+from tangram.cli.serving import Output, Repeats
 from tangram.config import EngineConfig
 from tangram.limits import Bounds
 
@@ -31,7 +31,7 @@ def naive(
     model: Model = "smollm2",
     tokens: Annotated[int, number(_TOKENS, "tokens to generate")] = 100,
     prompt_tokens: Annotated[int, number(_TOKENS, "tokens of the random prompt")] = 1,
-    repeats: Annotated[int, number(Bounds(1, 1000), "number of runs of each kind")] = 5,
+    repeats: Repeats = 5,
     dtype: Precision = "float32",
     device: Device = "auto",
     load_format: Weights = "auto",
