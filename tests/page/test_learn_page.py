@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# isort: off
+import tests.interpreter  # noqa: F401, before Triton is imported
+
+# isort: on
 import json
 import os
 import re
@@ -20,11 +24,11 @@ from fastapi import FastAPI
 
 from tangram.compress.profile import Profile
 from tangram.lab.naive import count_naive_positions
-from tangram.page.files import add_files
+from tangram.page.files import HEADERS, add_files
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weights import Weights
-from tests.page.support import POLICY, ROOT, Watched, open_page
+from tests.page.support import ROOT, Watched, open_page
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
 from tools.learn_site import FOLDER, site_files
@@ -34,10 +38,11 @@ CHAPTERS = 11
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """A plain web host, with the policy of the engine's own server."""
+    """A plain web host, with the headers of the engine's own server."""
 
     def end_headers(self) -> None:
-        self.send_header("Content-Security-Policy", POLICY)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -312,6 +317,7 @@ def test_source_opens_by_keyboard(page: Any) -> None:
 
 
 def test_the_contents_lead_to_the_chapters(page: Any) -> None:
+    assert not page.get_by_text("Talk to the model").is_visible(), "a static site has no model"
     for link in page.locator("nav a").all():
         assert page.locator(str(link.get_attribute("href"))).count() == 1
 
@@ -337,6 +343,8 @@ def test_the_server_has_the_same_page(browser: Any) -> None:
     with own_server() as url, open_page(browser, url) as watched:
         wait_for_widgets(watched.page)
         assert figure(chapter(watched.page, "naive"), "Positions, no cache") == "5,050"
+        talk = watched.page.get_by_role("link", name="Talk to the model")
+        assert talk.evaluate("(link) => link.href") == url.removesuffix("learn")
 
 
 def test_a_picture_of_the_page(browser: Any, site: str, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import { showSources } from "./sources.js";
 followTheme();
 document.getElementById("theme").addEventListener("click", switchTheme);
 showSources();
+// A running server has the other page; the static site has a folder with a slash at its end.
+document.getElementById("talk").hidden = !location.pathname.endsWith("/learn");
 
 for (const place of document.querySelectorAll("[data-widget]")) {
   import(`./chapters/${place.dataset.widget}.js`).then(

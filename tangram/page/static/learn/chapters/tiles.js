@@ -42,7 +42,7 @@ function Tiles({ cards: { cards } }) {
     <${Matrix} tokens=${tokens} tile=${tile} />
     <p class="legend">
       <span class="key whole-tile"></span> computed <span class="key diagonal-tile"></span> computed, partly hidden
-      <span class="key hidden-tile"></span> skipped
+      <span class="key hidden-tile"></span> skipped; the picture has at most ${SHOWN} tiles a side
     </p>
   </div>`;
 }
