@@ -27,6 +27,10 @@ function Steps({ tokens }) {
   </svg>`;
 }
 
+const run = ({ positions, seconds: all }) => `${count(positions)} positions and ${seconds(middle(all))}`;
+const compare = ({ model, tokens, naive, cached }) =>
+  `${model}, ${tokens} tokens: ${run(naive)} without a cache, ${run(cached)} with it.`;
+
 function Naive({ naive: measured }) {
   const [tokens, setTokens] = useState(100);
   const [prompt, setPrompt] = useState(1);
@@ -43,12 +47,7 @@ function Naive({ naive: measured }) {
     />
     <${Steps} tokens=${tokens} />
     <p class="legend"><span class="key"></span> new position <span class="key again"></span> projected again without a cache</p>
-    <p>
-      Measured with ${measured.model}, ${measured.tokens} tokens:
-      ${count(measured.naive.positions)} positions and ${seconds(middle(measured.naive.seconds))}
-      without a cache, ${count(measured.cached.positions)} and
-      ${seconds(middle(measured.cached.seconds))} with it.
-    </p>
+    <p>${compare(measured)}</p>
     <${Origin} of=${measured} />
   </div>`;
 }

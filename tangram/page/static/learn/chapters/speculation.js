@@ -3,7 +3,7 @@ import { bestDrafts, expectedTokens, speedUp } from "../math.js";
 import { count, Figures, fixed, html, Origin, percent, Slider, Table, useState, withData } from "../view.js";
 
 const MOST = 16;
-const [WIDTH, HEIGHT, LEFT, BOTTOM] = [600, 220, 40, 34];
+const [WIDTH, HEIGHT, LEFT, BOTTOM] = [600, 220, 62, 44];
 
 function Curve({ share, drafted, draftCost, checkCost }) {
   const gains = Array.from({ length: MOST + 1 }, (_, n) => speedUp(share, n, draftCost, checkCost));

@@ -2,7 +2,7 @@
 import { attainable, crossoverBatch, decodeStep, prefillStep, stepSeconds } from "../math.js";
 import { Choice, count, Figures, html, powers, seconds, Slider, useState, withData } from "../view.js";
 
-const [WIDTH, HEIGHT, LEFT, BOTTOM] = [640, 360, 62, 44];
+const [WIDTH, HEIGHT, LEFT, BOTTOM] = [640, 360, 88, 56];
 const X = [0.5, 32768];
 const Y = [1e11, 4e15];
 const along = (value, [low, high]) => Math.log(value / low) / Math.log(high / low);
@@ -14,7 +14,7 @@ const Axes = () => html`<g class="axes">
   ${[1, 10, 100, 1000, 10000].map(
     (value) => html`<g>
       <line x1=${x(value)} x2=${x(value)} y1="10" y2=${HEIGHT - BOTTOM} />
-      <text x=${x(value)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${count(value)}</text>
+      <text x=${x(value)} y=${HEIGHT - BOTTOM + 20} text-anchor="middle">${count(value)}</text>
     </g>`,
   )}
   ${[1e12, 1e13, 1e14, 1e15].map(
@@ -24,7 +24,7 @@ const Axes = () => html`<g class="axes">
     </g>`,
   )}
   <text x=${(WIDTH + LEFT) / 2} y=${HEIGHT - 8} text-anchor="middle">FLOP per byte</text>
-  <text x="14" y=${(HEIGHT - BOTTOM) / 2} text-anchor="middle" transform="rotate(-90 14 ${(HEIGHT - BOTTOM) / 2})">TFLOP/s</text>
+  <text x="20" y=${(HEIGHT - BOTTOM) / 2} text-anchor="middle" transform="rotate(-90 20 ${(HEIGHT - BOTTOM) / 2})">TFLOP/s</text>
 </g>`;
 
 function Roof({ card, dashed }) {
@@ -73,6 +73,7 @@ function Wall({ roofline: { models, machine, kernels, steps }, cards: { cards } 
   const least = stepSeconds(card, step);
   const generated = kind === "decode" ? batch : prompt;
   const bound = intensity < ridge ? "memory bandwidth" : "arithmetic";
+  const files = [...new Set([...kernels, ...steps.points].map((one) => one.source))];
   const label = `${kind} on ${name}: ${intensity.toFixed(1)} FLOP per byte, limited by ${bound}`;
   return html`<div>
     <${Choice} label="Card" value=${name} onChange=${setName} options=${cards.map((one) => one.name)} />
@@ -104,9 +105,8 @@ function Wall({ roofline: { models, machine, kernels, steps }, cards: { cards } 
       <span class="key whole"></span> measured: whole steps (H200)
     </p>
     <p class="origin">
-      The dashed line is what a copy and a matrix product reached on the measured ${machine.gpu}.
-      Measured points: <code>${[...new Set(kernels.map((one) => one.source))].join(", ")}</code>,
-      <code>${steps.points[0].source}</code>. Bandwidth and FLOP/s of cards: NVIDIA's data sheets.
+      ${`The dashed line is what a copy and a matrix product reached on the measured ${machine.gpu}. `}
+      Measured points: <code>${files.join(", ")}</code>. Bandwidth and FLOP/s of cards: NVIDIA's data sheets.
     </p>
   </div>`;
 }
