@@ -25,6 +25,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tangram.serve.bridge import Limits
+from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
 
@@ -77,9 +78,11 @@ def run_fake_server(
     telemetry: Telemetry | None = None,
     allowed_origins: tuple[str, ...] = (),
     let_unknown_by: bool = False,
+    engine: FakeEngine | None = None,
+    page: Extension | None = None,
 ) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
-    engine = FakeEngine()
+    engine = engine or FakeEngine()
     protection = Protection(api_keys, max_body_mb, allowed_origins)
     app = build_app(
         engine,
@@ -88,6 +91,7 @@ def run_fake_server(
         limits=limits,
         telemetry=telemetry,
         let_unknown_by=let_unknown_by,
+        page=page,
     )
     options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
