@@ -126,7 +126,9 @@ class Watching:
         if self._records is not None:
             for change in changes:
                 self._records.touch(change.reading.chunk_keys)
-        self._tokenless |= {one: None for one, state in noted if state is SequenceState.RUNNING}
+        for sequence, state in noted:
+            if state is SequenceState.RUNNING and not sequence.read_tokens:
+                self._tokenless[sequence] = None
         for sequence in [one for one in self._tokenless if one.read_tokens]:
             changes.append(self._change(sequence, SequenceState.FIRST_TOKEN))
             del self._tokenless[sequence]

@@ -60,6 +60,7 @@ class FakeRequest:
     number: int
     state: str = "running"
     pages: list[int] = field(default_factory=list)
+    drafted: Json = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -82,6 +83,7 @@ class FakeRequest:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "kv_bytes": self.held_bytes(),
             "kv_bytes_uncompressed": len(self.tokens) * TOKEN_BYTES,
+            "completion_tokens_details": self.drafted,
         }
 
     def event(self) -> Json:
@@ -113,6 +115,7 @@ class FakeRequest:
         shown = self.tokens[tokens_from:]
         return {
             **self.event(),
+            "conversation": self.number,
             "kv_retention": self.retention,
             "tokens": [{"id": len(text), "text": text} for text in shown],
             "prompt_tokens": self.prompt_tokens,

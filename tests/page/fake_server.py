@@ -1,5 +1,6 @@
 """A server that speaks what the page reads, over `FakeCache`. Words of the last question steer it:
-`endless`, `long N`, `hostile`, `code`; otherwise the answer repeats the question's end.
+`endless`, `long N`, `hostile`, `code`; otherwise the answer repeats the question's end. With
+`drafts` in the conversation the usage tells of drafted tokens.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
         text = "".join(f"<{each['role']}> {each['content']}\n" for each in body["messages"])
         retention = body.get("kv_retention", DEFAULT_RETENTION)
         begun = server.cache.begin(f"chatcmpl-{name}", name, tokens_of(text), retention)
+        if "drafts" in text.split():
+            begun.drafted = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
         stream = write_answer(server, begun, answer_to(body), body.get("max_tokens"))
         headers = {"x-request-id": name}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)

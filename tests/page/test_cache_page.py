@@ -90,6 +90,12 @@ def test_the_turns_table_says_what_was_reused(
     assert cells["computed"].inner_text() == str(second.prompt_tokens - second.cached_tokens)
 
 
+def test_the_turns_table_says_how_many_drafts_were_kept(page: Any) -> None:
+    ask(page, "With drafts please")
+    page.get_by_role("columnheader", name="Drafts kept").wait_for()
+    assert page.locator(".turns tbody td").last.inner_text() == "7 of 9"
+
+
 def test_the_pages_are_counted_by_state(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
     states = fake.cache.states
     kept = page.locator('.counts [data-state="5"] b')

@@ -182,6 +182,36 @@ def test_an_export_can_be_imported(page: Any, tmp_path: Path) -> None:
     page.get_by_text("The file has no conversations of this page.").wait_for()
 
 
+def test_a_file_that_would_hang_or_break_the_page_is_refused(page: Any, tmp_path: Path) -> None:
+    question = {"role": "user", "content": "Round and round", "documents": []}
+    first, second = {**question, "parent": "b"}, {**question, "parent": "a"}
+    broken = [
+        ({"a": first, "b": second}, "Conversation 1 has a message without its place."),
+        ({"a": {**question, "parent": None, "content": 7}}, "a message without text."),
+        ({"a": {**question, "parent": None, "role": "tool"}}, "a message of neither side."),
+    ]
+    file = tmp_path / "broken.json"
+    for messages, sentence in broken:
+        conversation = {"title": "x", "messages": messages, "chosen": {"": "a"}, "settings": {}}
+        whole = {"format": "tangram-conversations", "version": 1, "conversations": [conversation]}
+        file.write_text(json.dumps(whole))
+        page.get_by_label("A file of conversations").set_input_files(file)
+        page.get_by_text(sentence).wait_for()
+    ask(page, "Still there?")
+
+
+def test_two_tabs_do_not_lose_turns_of_each_other(page: Any, fake: FakeServer) -> None:
+    ask(page, "From the first tab")
+    other = page.context.new_page()
+    other.goto(fake.url)
+    other.get_by_text(", connected").wait_for(state="attached")
+    ask(other, "From the second tab")
+    page.get_by_text("Answer 2 to: From the second tab").wait_for()
+    ask(page, "From the first again")
+    other.get_by_text("Answer 3 to: From the first again").wait_for()
+    assert questions(other) == questions(page) != []
+
+
 def test_a_key_is_required_and_stays_in_this_tab(browser: Any) -> None:
     with run_fake_page(key="sesame") as locked:
         context = browser.new_context()

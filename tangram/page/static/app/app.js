@@ -16,6 +16,7 @@ import {
 import { Store } from "./store.js";
 
 const SAVE_MS = 1000;
+const RETRY_MS = 2000;
 
 /**
  * The store has `conversations` (id to Conversation), `currentId`, `running` (ids of conversations
@@ -26,10 +27,14 @@ export class App {
   #database;
   #abort = new Map();
   #saving = new Map();
+  #silent = false;
+  // Other tabs of this page hear which conversation was saved or removed.
+  #tabs = new BroadcastChannel("tangram.conversations");
 
   /** @param database see conversations/database.js; null keeps nothing */
   constructor(database) {
     this.#database = database;
+    this.#tabs.onmessage = ({ data }) => this.#takeOver(data);
     this.store = new Store({
       conversations: {},
       currentId: null,
@@ -59,6 +64,8 @@ export class App {
       this.#meet(error);
       return;
     }
+    if (this.#silent) this.say(null);
+    this.#silent = false;
     this.watch.connect();
   }
 
@@ -78,6 +85,8 @@ export class App {
   #meet(error) {
     if (error.status === 401) this.store.set({ needsKey: true });
     else this.say(error.message);
+    this.#silent = error.status === 0;
+    if (this.#silent) setTimeout(() => this.connect(), RETRY_MS);
   }
 
   // --- conversations ---
@@ -118,11 +127,27 @@ export class App {
     this.#saving.delete(id);
     const { [id]: removed, ...conversations } = this.store.value.conversations;
     this.store.set({ conversations });
+    this.#leave(id);
     await this.#database?.remove(id);
-    if (this.store.value.currentId !== id) return;
+    this.#tabs.postMessage(id);
+  }
+
+  /** Open another conversation than `id`, which is gone, if it was open. */
+  #leave(id) {
+    const { conversations, currentId } = this.store.value;
+    if (currentId !== id) return;
     const next = Object.values(conversations).sort((a, b) => b.changedAt - a.changedAt)[0];
     if (next) this.open(next.id);
     else this.create();
+  }
+
+  /** Take a conversation as another tab has saved it, or has removed it. */
+  async #takeOver(id) {
+    if (this.#abort.has(id)) return;
+    const saved = await this.#database?.get(id);
+    const { [id]: known, ...others } = this.store.value.conversations;
+    this.store.set({ conversations: saved ? { ...others, [id]: saved } : others });
+    if (!saved) this.#leave(id);
   }
 
   export(ids) {
@@ -155,9 +180,10 @@ export class App {
   #save(id) {
     clearTimeout(this.#saving.get(id));
     this.#saving.delete(id);
-    this.#database?.put(this.store.value.conversations[id]).catch(({ message }) => {
-      this.say(`The browser could not keep the conversation: ${message}`);
-    });
+    this.#database?.put(this.store.value.conversations[id]).then(
+      () => this.#tabs.postMessage(id),
+      ({ message }) => this.say(`The browser could not keep the conversation: ${message}`),
+    );
   }
 
   /** Save at once what waits to be saved, as when the page goes. */

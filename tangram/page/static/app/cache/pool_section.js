@@ -2,6 +2,7 @@
 import { count } from "../format.js";
 import { html, useEffect, useRef, useState } from "../preact.js";
 import { Swatch } from "../swatch.js";
+import { conversationColour } from "./palette.js";
 import { FREE, STATES } from "./pool.js";
 import { PoolMap, STATE_COLOURS } from "./pool_map.js";
 
@@ -13,6 +14,7 @@ function useCounts(watch) {
     counts: watch.pool.counts(),
     hostUsed: watch.pool.hostUsed,
     hostTotal: watch.pool.hostTotal,
+    own: watch.cache?.view?.conversation ?? null,
   });
   const [counts, setCounts] = useState(read);
   useEffect(() => {
@@ -37,7 +39,7 @@ export function PoolSection({ watch }) {
   const canvas = useRef();
   const frame = useRef();
   const map = useRef(null);
-  const { counts, hostUsed, hostTotal } = useCounts(watch);
+  const { counts, hostUsed, hostTotal, own } = useCounts(watch);
   useEffect(() => {
     map.current = new PoolMap(canvas.current, frame.current);
     const show = () => map.current.show(watch.pool);
@@ -68,6 +70,11 @@ export function PoolSection({ watch }) {
           <b>${count(counts[state])}</b>
         </li>`,
       )}
+      ${own !== null &&
+      html`<li>
+        <${Swatch} colour=${conversationColour(own, 48)} /> this conversation, where conversations
+        have colours
+      </li>`}
       <li data-state="host">in host memory <b>${count(hostUsed)}</b> of ${count(hostTotal)}</li>
     </ul>
   </section>`;

@@ -33,6 +33,11 @@ class Database {
     return settle(this.#store("readonly").getAll());
   }
 
+  /** One conversation, or undefined. */
+  get(id) {
+    return settle(this.#store("readonly").get(id));
+  }
+
   put(conversation) {
     return settle(this.#store("readwrite").put(conversation));
   }

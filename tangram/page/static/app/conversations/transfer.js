@@ -31,28 +31,40 @@ export function importText(text) {
   }));
 }
 
+const isObject = (value) => typeof value === "object" && value !== null;
+
+/** @throws {Error} if the page could not show, change or send the conversation */
 function check(conversation, name) {
   const { title, messages, chosen, settings, changedAt } = conversation ?? {};
-  const isObject = (value) => typeof value === "object" && value !== null;
   if (![messages, chosen, settings].every(isObject)) throw new Error(`${name} is incomplete.`);
-  const taken = Object.entries(messages).map(([id, message]) => {
-    const known = message?.parent === null || message?.parent in messages;
-    const texts = [message?.content, ...(message?.documents ?? []).map(({ text }) => text)];
-    if (!known || !["user", "assistant"].includes(message.role)) {
+  const taken = new Map();
+  for (const [id, message] of Object.entries(messages)) {
+    checkMessage(message, name);
+    // An answer stands after its question, so no message is below itself.
+    if (message.parent !== null && !taken.has(message.parent)) {
       throw new Error(`${name} has a message without its place.`);
     }
-    if (!texts.every((each) => typeof each === "string")) {
-      throw new Error(`${name} has a message without text.`);
-    }
-    return [id, { ...message, id }];
-  });
+    taken.set(id, { ...message, id });
+  }
+  const { system, stop } = settings;
   return {
     title: String(title ?? ""),
     changedAt: Number(changedAt) || Date.now(),
-    settings,
+    settings: { ...settings, system: String(system ?? ""), stop: String(stop ?? "") },
     messages: Object.fromEntries(taken),
     chosen,
   };
+}
+
+function checkMessage(message, name) {
+  const { role, content, documents = [] } = message ?? {};
+  if (!["user", "assistant"].includes(role) || !Array.isArray(documents)) {
+    throw new Error(`${name} has a message of neither side.`);
+  }
+  const texts = [content, ...documents.flatMap((each) => [each?.name, each?.text])];
+  if (!texts.every((each) => typeof each === "string")) {
+    throw new Error(`${name} has a message without text.`);
+  }
 }
 
 /** Let the browser save `text` as a file. */
