@@ -61,12 +61,12 @@ def shape_object(shape: KVShape) -> dict[str, Any]:
     }
 
 
-def _naive() -> Iterator[Case]:
+def _naive_positions() -> Iterator[Case]:
     for given in ((1, 100), (1, 4096), (1, 1), (20, 7), (512, 256)):
         yield list(given), count_naive_positions(*given)
 
 
-def _cached() -> Iterator[Case]:
+def _cached_positions() -> Iterator[Case]:
     for given in ((1, 100), (1, 4096), (20, 7)):
         yield list(given), count_cached_positions(*given)
 
@@ -155,13 +155,13 @@ def _layouts() -> Iterator[Case]:
             yield [shape_object(size.shape), DEFAULTS | changed], layout_object(size._layout)
 
 
-def _held() -> Iterator[Case]:
+def _hold_pages() -> Iterator[Case]:
     layout = _layout(1024)
     for sealed, raw in ((0, 1), (0, 64), (3, 17), (7, 0)):
         yield [layout_object(layout), sealed, raw], layout.count_held_pages(sealed, raw)
 
 
-def _most() -> Iterator[Case]:
+def _most_pages() -> Iterator[Case]:
     layout = _layout(1024)
     for tokens in (1, 63, 64, 65, 128, 700):
         yield [layout_object(layout), tokens], layout.most_pages(tokens)
@@ -288,7 +288,7 @@ def _part(q: Any, k: Any, v: Any) -> dict[str, Any]:
     return {"out": out[0].tolist(), "lse": float(lse[0])}
 
 
-def _merged() -> Iterator[Case]:
+def _merge() -> Iterator[Case]:
     import torch
 
     from tangram.kernels.reference import merge_parts
@@ -345,7 +345,7 @@ def _operands() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield tile, {"head_dim": dim, "element_bytes": size, "hops": 2, "widens": widens}
 
 
-def _shared() -> Iterator[Case]:
+def _shared_bytes() -> Iterator[Case]:
     from tangram.kernels.tiling import Operands, Tile, count_shared_bytes
 
     for card, (tile, operands) in product(CARDS[:4], _operands()):
@@ -353,7 +353,7 @@ def _shared() -> Iterator[Case]:
         yield [tile, operands, card], found
 
 
-def _fitted() -> Iterator[Case]:
+def _fit_tiles() -> Iterator[Case]:
     from tangram.kernels.tiling import Operands, Tile, fit_tile
 
     for card, (tile, operands) in product(CARDS, _operands()):
@@ -456,7 +456,7 @@ def _affordable() -> Iterator[Case]:
         yield [36, options], sum(pages)
 
 
-def _derived() -> Iterator[Case]:
+def _derive() -> Iterator[Case]:
     """The shipped profiles at their own ρ, which must give their own pages, and at others."""
     for name in PROFILES:
         profile = shipped_profile(name)
@@ -596,7 +596,7 @@ COSTS = (
 )
 
 
-def _packed() -> Iterator[Case]:
+def _pack() -> Iterator[Case]:
     rng = np.random.default_rng(3)
     grown = tuple(_grow(rng, 1 + number % 4) for number in range(12))
     for tree, cost, rule in product(TREES + grown, COSTS, ("measured", "naive", "off")):
@@ -604,7 +604,7 @@ def _packed() -> Iterator[Case]:
         yield given, count_packed_entries(tree, cost, rule)
 
 
-def _simulated() -> Iterator[Case]:
+def _simulate() -> Iterator[Case]:
     """Steps of the real scheduler, without a model: each yields one token of every row."""
     from tools.learn_schedule import count_steps
 
@@ -614,14 +614,14 @@ def _simulated() -> Iterator[Case]:
 
 
 MAKERS = {
-    "countNaivePositions": _naive,
-    "countCachedPositions": _cached,
+    "countNaivePositions": _naive_positions,
+    "countCachedPositions": _cached_positions,
     "layerElements": _elements,
     "kvSize": _sizes,
     "layoutOf": _layouts,
     "fit": _fits,
-    "countHeldPages": _held,
-    "mostPages": _most,
+    "countHeldPages": _hold_pages,
+    "mostPages": _most_pages,
     "sharePages": _sharing,
     "tokenUs": _token_us,
     "crossoverBatch": _crossovers,
@@ -630,12 +630,12 @@ MAKERS = {
     "prefillStep": _prefill_steps,
     "stepSeconds": _step_seconds,
     "softmaxPart": _parts,
-    "mergeParts": _merged,
+    "mergeParts": _merge,
     "onlineSoftmax": _online,
     "countTiles": _tiles,
     "featuresOf": _features,
-    "countSharedBytes": _shared,
-    "fitTile": _fitted,
+    "countSharedBytes": _shared_bytes,
+    "fitTile": _fit_tiles,
     "prefillKernels": _prefill_kernels,
     "expectedTokens": _accept,
     "speedUp": _speed_ups,
@@ -644,11 +644,11 @@ MAKERS = {
     "clusterHeads": _clusters,
     "affordablePages": _affordable,
     "allotPages": _allotments,
-    "deriveProfile": _derived,
+    "deriveProfile": _derive,
     "smallestRetention": _smallest,
     "fitParts": _fit_parts,
     "balanceHeads": _balance,
     "runTasks": _tasks,
-    "packedEntries": _packed,
-    "simulateSteps": _simulated,
+    "packedEntries": _pack,
+    "simulateSteps": _simulate,
 }
