@@ -48,7 +48,13 @@ export function Choice({ label, value, onChange, options }) {
 /** Figures with their names; a changed value is read aloud. */
 export const Figures = ({ rows }) =>
   html`<dl class="figures" aria-live="polite">
-    ${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
+    ${rows.map(
+      ([name, value]) =>
+        html`<div>
+          <dt>${name}</dt>
+          <dd>${value}</dd>
+        </div>`,
+    )}
   </dl>`;
 
 /** A table; cells after the first are numbers. Its box scrolls, so the keyboard reaches it. */
@@ -67,7 +73,9 @@ export const Table = ({ caption, head, rows }) =>
         ${rows.map(
           (row) =>
             html`<tr>
-              ${row.map((cell, n) => (n ? html`<td>${cell}</td>` : html`<th scope="row">${cell}</th>`))}
+              ${row.map((cell, n) =>
+                n ? html`<td>${cell}</td>` : html`<th scope="row">${cell}</th>`,
+              )}
             </tr>`,
         )}
       </tbody>
@@ -80,8 +88,7 @@ export const Origin = ({ of }) =>
     Measured: <code>${of.command ?? of.source}</code>
     ${of.gpu || of.cpu ? ` · ${of.gpu ?? of.cpu}` : ""}
     ${of.threads && !of.gpu ? `, ${of.threads} thread${of.threads > 1 ? "s" : ""}` : ""}
-    ${of.torch ? ` · torch ${of.torch}` : ""}
-    ${of.date ? ` · ${of.date}, commit ${of.commit}` : ""}
+    ${of.torch ? ` · torch ${of.torch}` : ""} ${of.date ? ` · ${of.date}, commit ${of.commit}` : ""}
   </p>`;
 
 const loaded = new Map();
@@ -117,7 +124,8 @@ export function withData(names, Widget) {
 export function roundSteps(low, high) {
   const found = [];
   for (let ten = 1; ten <= high; ten *= 10) {
-    for (const digit of [1, 2, 5]) if (digit * ten >= low && digit * ten <= high) found.push(digit * ten);
+    for (const digit of [1, 2, 5])
+      if (digit * ten >= low && digit * ten <= high) found.push(digit * ten);
   }
   return found;
 }

@@ -10,7 +10,12 @@ const project = (place, part) =>
   [0, 1, 2].map((d) => Math.round(100 * Math.sin(1 + place * (part + 2) + d * 1.7)) / 100);
 
 const attend = (rows) =>
-  softmaxPart(project(rows.length - 1, 0), rows.map((row) => row.key), rows.map((row) => row.value), 1);
+  softmaxPart(
+    project(rows.length - 1, 0),
+    rows.map((row) => row.key),
+    rows.map((row) => row.value),
+    1,
+  );
 
 export function Widget() {
   const [length, setLength] = useState(1);
@@ -38,7 +43,11 @@ export function Widget() {
       <button onClick=${next} disabled=${length === WORDS.length}>Next token</button>
       <button onClick=${restart} disabled=${length === 1}>Start again</button>
     </p>
-    <${Table} caption="The cache of one head" head=${["token", "key", "value", "this step"]} rows=${rows} />
+    <${Table}
+      caption="The cache of one head"
+      head=${["token", "key", "value", "this step"]}
+      rows=${rows}
+    />
     <${Figures}
       rows=${[
         ["Output from the cache", kept.out.map(number).join("  ")],

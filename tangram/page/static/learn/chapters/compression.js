@@ -13,7 +13,13 @@ function Compression({ profiles: { profiles }, kernels }) {
   };
   const profile = profiles[number];
   return html`<div>
-    <${Budgets} profiles=${profiles} number=${number} onChoose=${choose} retention=${retention} onRetention=${setRetention} />
+    <${Budgets}
+      profiles=${profiles}
+      number=${number}
+      onChoose=${choose}
+      retention=${retention}
+      onRetention=${setRetention}
+    />
     <${Balance} profile=${profile} retention=${retention} />
     <${Packing} kernels=${kernels} />
   </div>`;

@@ -1,6 +1,18 @@
 /** The size of a cache, and how many fit beside the weights of a card. */
 import { ELEMENT_BYTES, fit, kvSize } from "../math.js";
-import { bytes, Choice, count, Figures, fixed, html, powers, Slider, Table, useState, withData } from "../view.js";
+import {
+  bytes,
+  Choice,
+  count,
+  Figures,
+  fixed,
+  html,
+  powers,
+  Slider,
+  Table,
+  useState,
+  withData,
+} from "../view.js";
 
 const GIB = 2 ** 30;
 const STEPS_SHARE = 0.9; // --gpu-memory-utilization
@@ -27,7 +39,12 @@ function Listed({ models, listed }) {
   const rows = listed.map((name) => {
     const model = models.find((one) => one.name === name);
     const size = kvSize(model, options);
-    return [name, model.latent ? "MLA" : "GQA", count(size.bytes_per_token), gib(size.uncompressed_bytes)];
+    return [
+      name,
+      model.latent ? "MLA" : "GQA",
+      count(size.bytes_per_token),
+      gib(size.uncompressed_bytes),
+    ];
   });
   return html`<${Table}
     caption="Eight models, 32,000 tokens in 16 bits"
@@ -59,13 +76,41 @@ function Cost({ models: { models, listed }, cards: { cards } }) {
     ];
   });
   return html`<div>
-    <${Choice} label="Model" value=${name} onChange=${setName} options=${models.map((one) => one.name)} />
+    <${Choice}
+      label="Model"
+      value=${name}
+      onChange=${setName}
+      options=${models.map((one) => one.name)}
+    />
     <${Choice} label="Attention" value=${kind} onChange=${setKind} options=${SHAPES} />
-    <${Choice} label="Cache elements" value=${dtype} onChange=${setDtype} options=${Object.keys(ELEMENT_BYTES)} />
+    <${Choice}
+      label="Cache elements"
+      value=${dtype}
+      onChange=${setDtype}
+      options=${Object.keys(ELEMENT_BYTES)}
+    />
     <${Choice} label="Weights" value=${weight} onChange=${setWeight} options=${WEIGHTS} />
-    <${Slider} label="Tokens" value=${tokens} onChange=${setTokens} values=${powers(512, 2 ** 20)} format=${count} />
-    <${Slider} label="Retention ratio ρ" value=${retention} onChange=${setRetention} min="0.1" max="1" step="0.05" format=${fixed(2)} />
-    ${model.latent && retention < 1 && html`<p>MLA shares one vector among all heads, so ρ stays 1.</p>`}
+    <${Slider}
+      label="Tokens"
+      value=${tokens}
+      onChange=${setTokens}
+      values=${powers(512, 2 ** 20)}
+      format=${count}
+    />
+    <${Slider}
+      label="Retention ratio ρ"
+      value=${retention}
+      onChange=${setRetention}
+      min="0.1"
+      max="1"
+      step="0.05"
+      format=${fixed(2)}
+    />
+    ${
+      model.latent &&
+      retention < 1 &&
+      html`<p>MLA shares one vector among all heads, so ρ stays 1.</p>`
+    }
     <${Figures}
       rows=${[
         ["A token", `${count(size.bytes_per_token)} bytes`],

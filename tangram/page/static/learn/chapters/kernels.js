@@ -11,7 +11,8 @@ const FIRST = {
   paged: "the same kernel as for later chunks",
 };
 const yes = (value) => (value ? "yes" : "no");
-const spell = (tile) => (tile ? `${tile.queries} × ${tile.entries}, ${tile.stages} stages` : "none fits");
+const spell = (tile) =>
+  tile ? `${tile.queries} × ${tile.entries}, ${tile.stages} stages` : "none fits";
 
 function Kernels({ cards: { cards }, kernels }) {
   const [name, setName] = useState("H100 SXM");
@@ -29,7 +30,7 @@ function Kernels({ cards: { cards }, kernels }) {
     ? fitted(kernels.gathered, 1, false, kernels.gathered.entries)
     : fitted(paged, 1, fp8, 16);
   const cache = fp8
-    ? `FP8, ${features.converts_fp8 ? "converted by instructions" : "converted by integer arithmetic"}`
+    ? `FP8, converted by ${features.converts_fp8 ? "instructions" : "integer arithmetic"}`
     : "16 bits";
   const rows = [
     ["Compute capability", card.capability.join(".")],
@@ -45,12 +46,34 @@ function Kernels({ cards: { cards }, kernels }) {
     ]),
   ];
   return html`<div>
-    <${Choice} label="Card" value=${name} onChange=${setName} options=${cards.map((one) => one.name)} />
-    <${Choice} label="Dimensions of a head" value=${dim} onChange=${setDim} options=${[64, 80, 128, 256]} />
-    <${Choice} label="Cache" value=${fp8} onChange=${setFp8} options=${[[false, "16 bits"], [true, "FP8"]]} />
-    ${features.served
-      ? html`<${Table} caption="Kernels on ${name}" head=${["what", "choice"]} rows=${rows} />`
-      : html`<p role="status">The kernels need compute capability 8.0. Here the engine uses the CPU.</p>`}
+    <${Choice}
+      label="Card"
+      value=${name}
+      onChange=${setName}
+      options=${cards.map((one) => one.name)}
+    />
+    <${Choice}
+      label="Dimensions of a head"
+      value=${dim}
+      onChange=${setDim}
+      options=${[64, 80, 128, 256]}
+    />
+    <${Choice}
+      label="Cache"
+      value=${fp8}
+      onChange=${setFp8}
+      options=${[
+        [false, "16 bits"],
+        [true, "FP8"],
+      ]}
+    />
+    ${
+      features.served
+        ? html`<${Table} caption="Kernels on ${name}" head=${["what", "choice"]} rows=${rows} />`
+        : html`<p role="status">
+            The kernels need compute capability 8.0. Here the engine uses the CPU.
+          </p>`
+    }
   </div>`;
 }
 

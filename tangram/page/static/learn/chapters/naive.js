@@ -1,6 +1,16 @@
 /** Positions that are projected with and without a cache. */
 import { countCachedPositions, countNaivePositions } from "../math.js";
-import { count, Figures, html, Origin, roundSteps, seconds, Slider, useState, withData } from "../view.js";
+import {
+  count,
+  Figures,
+  html,
+  Origin,
+  roundSteps,
+  seconds,
+  Slider,
+  useState,
+  withData,
+} from "../view.js";
 
 const TOKENS = [...new Set([...roundSteps(1, 4000), 4096])];
 
@@ -21,23 +31,38 @@ function Steps({ tokens }) {
     viewBox="0 0 ${Math.max(side, 120)} ${side}"
     class="steps"
     role="img"
-    aria-label="The first ${shown} steps: without a cache each projects all positions so far, with it one"
+    aria-label="${shown} steps: each projects all positions so far, with a cache only the newest"
   >
     ${cells}
   </svg>`;
 }
 
-const run = ({ positions, seconds: all }) => `${count(positions)} positions and ${seconds(middle(all))}`;
+const run = ({ positions, seconds: all }) =>
+  `${count(positions)} positions and ${seconds(middle(all))}`;
 const compare = ({ model, tokens, naive, cached }) =>
   `${model}, ${tokens} tokens: ${run(naive)} without a cache, ${run(cached)} with it.`;
 
 function Naive({ naive: measured }) {
   const [tokens, setTokens] = useState(100);
   const [prompt, setPrompt] = useState(1);
-  const [without, within] = [countNaivePositions, countCachedPositions].map((f) => f(prompt, tokens));
+  const [without, within] = [countNaivePositions, countCachedPositions].map((f) =>
+    f(prompt, tokens),
+  );
   return html`<div>
-    <${Slider} label="Tokens" value=${tokens} onChange=${setTokens} values=${TOKENS} format=${count} />
-    <${Slider} label="Prompt tokens" value=${prompt} onChange=${setPrompt} values=${roundSteps(1, 2000)} format=${count} />
+    <${Slider}
+      label="Tokens"
+      value=${tokens}
+      onChange=${setTokens}
+      values=${TOKENS}
+      format=${count}
+    />
+    <${Slider}
+      label="Prompt tokens"
+      value=${prompt}
+      onChange=${setPrompt}
+      values=${roundSteps(1, 2000)}
+      format=${count}
+    />
     <${Figures}
       rows=${[
         ["Positions, no cache", count(without)],
@@ -46,7 +71,10 @@ function Naive({ naive: measured }) {
       ]}
     />
     <${Steps} tokens=${tokens} />
-    <p class="legend"><span class="key"></span> new position <span class="key again"></span> projected again without a cache</p>
+    <p class="legend">
+      <span class="key"></span> new position <span class="key again"></span> projected again without
+      a cache
+    </p>
     <p>${compare(measured)}</p>
     <${Origin} of=${measured} />
   </div>`;

@@ -1,6 +1,17 @@
 /** The score matrix of causal attention in tiles. */
 import { countSharedBytes, countTiles } from "../math.js";
-import { bytes, Choice, count, Figures, html, percent, powers, Slider, useState, withData } from "../view.js";
+import {
+  bytes,
+  Choice,
+  count,
+  Figures,
+  html,
+  percent,
+  powers,
+  Slider,
+  useState,
+  withData,
+} from "../view.js";
 
 const SHOWN = 24;
 
@@ -15,7 +26,14 @@ function Matrix({ tokens, tile }) {
     }
   }
   const label = `Tiles on and below the diagonal are computed, those above are skipped`;
-  return html`<svg viewBox="0 0 ${side * 10} ${side * 10}" class="matrix" role="img" aria-label=${label}>${cells}</svg>`;
+  return html`<svg
+    viewBox="0 0 ${side * 10} ${side * 10}"
+    class="matrix"
+    role="img"
+    aria-label=${label}
+  >
+    ${cells}
+  </svg>`;
 }
 
 function Tiles({ cards: { cards } }) {
@@ -25,11 +43,31 @@ function Tiles({ cards: { cards } }) {
   const { all, computed } = countTiles(tokens, tile, tile);
   const card = cards.find((one) => one.name === "H100 SXM");
   const operands = { head_dim: dim, element_bytes: 2, hops: 2, widens: false };
-  const shared = countSharedBytes({ queries: tile, entries: tile, warps: 4, stages: 2 }, operands, card);
+  const shared = countSharedBytes(
+    { queries: tile, entries: tile, warps: 4, stages: 2 },
+    operands,
+    card,
+  );
   return html`<div>
-    <${Slider} label="Tokens" value=${tokens} onChange=${setTokens} values=${powers(64, 131072)} format=${count} />
-    <${Choice} label="Side of a tile" value=${tile} onChange=${setTile} options=${[16, 32, 64, 128]} />
-    <${Choice} label="Dimensions of a head" value=${dim} onChange=${setDim} options=${[64, 128, 256]} />
+    <${Slider}
+      label="Tokens"
+      value=${tokens}
+      onChange=${setTokens}
+      values=${powers(64, 131072)}
+      format=${count}
+    />
+    <${Choice}
+      label="Side of a tile"
+      value=${tile}
+      onChange=${setTile}
+      options=${[16, 32, 64, 128]}
+    />
+    <${Choice}
+      label="Dimensions of a head"
+      value=${dim}
+      onChange=${setDim}
+      options=${[64, 128, 256]}
+    />
     <${Figures}
       rows=${[
         ["Scores of one head, whole", bytes(4 * tokens * tokens)],
@@ -38,10 +76,14 @@ function Tiles({ cards: { cards } }) {
         ["Computed", `${count(computed)} (${percent(computed / all)})`],
       ]}
     />
-    ${shared > card.shared_bytes && html`<p>This tile does not fit: an H100 would take a smaller one.</p>`}
+    ${
+      shared > card.shared_bytes &&
+      html`<p>This tile does not fit: an H100 would take a smaller one.</p>`
+    }
     <${Matrix} tokens=${tokens} tile=${tile} />
     <p class="legend">
-      <span class="key whole-tile"></span> computed <span class="key diagonal-tile"></span> computed, partly hidden
+      <span class="key whole-tile"></span> computed
+      <span class="key diagonal-tile"></span> computed, partly hidden
       <span class="key hidden-tile"></span> skipped; the picture has at most ${SHOWN} tiles a side
     </p>
   </div>`;

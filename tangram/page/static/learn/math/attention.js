@@ -9,7 +9,12 @@ export function softmaxPart(query, keys, values, scaling) {
   const total = scores.reduce((sum, score) => sum + Math.exp(score - peak), 0);
   const lse = peak + Math.log(total);
   const weights = scores.map((score) => Math.exp(score - lse));
-  const out = values[0].map((_, d) => dot(weights, values.map((value) => value[d])));
+  const out = values[0].map((_, d) =>
+    dot(
+      weights,
+      values.map((value) => value[d]),
+    ),
+  );
   return { out, lse };
 }
 
@@ -18,7 +23,12 @@ export function mergeParts(parts) {
   const peak = Math.max(...parts.map((part) => part.lse));
   const lse = peak + Math.log(parts.reduce((sum, part) => sum + Math.exp(part.lse - peak), 0));
   const weights = parts.map((part) => Math.exp(part.lse - lse));
-  const out = parts[0].out.map((_, d) => dot(weights, parts.map((part) => part.out[d])));
+  const out = parts[0].out.map((_, d) =>
+    dot(
+      weights,
+      parts.map((part) => part.out[d]),
+    ),
+  );
   return { out, lse };
 }
 

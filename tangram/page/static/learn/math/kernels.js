@@ -24,7 +24,7 @@ export function countSharedBytes(tile, operands, card) {
 
 /** The tile, or the nearest that fits: fewer stages, then half the entries. Null if none does. */
 export function fitTile(tile, operands, card, least) {
-  for (let entries = tile.entries; entries >= Math.min(least, tile.entries); ) {
+  for (let entries = tile.entries; entries >= Math.min(least, tile.entries);) {
     for (let stages = tile.stages; stages > Math.min(1, tile.stages - 1); stages -= 1) {
       const smaller = { ...tile, entries, stages };
       if (countSharedBytes(smaller, operands, card) <= card.shared_bytes) return smaller;

@@ -49,7 +49,9 @@ export function forestOf(tree, keptTokens) {
     }
     const single = children.filter((child) => rowsOf(child) === 1);
     const ends = [...tails, ...single.map((child) => lengthOf(child, keptTokens))];
-    const kids = children.filter((child) => rowsOf(child) > 1).flatMap((child) => build(child, end));
+    const kids = children
+      .filter((child) => rowsOf(child) > 1)
+      .flatMap((child) => build(child, end));
     const reached = ends.map((tokens) => end + tokens);
     if (end > begin && rows > 1) return [{ rows, end, ends: reached, children: kids }];
     alone.push(...reached);
@@ -91,7 +93,9 @@ export function choosePacking(forest, cost, group, mostRows, rule) {
   const decide = (found, place, depth, begin) => {
     const packed = rule === "measured" ? found.alone[place] : rule === "naive";
     const next = packed ? found.node.end : begin;
-    const below = found.children.map((one) => decide(one, packed ? depth + 1 : place, depth + 1, next));
+    const below = found.children.map((one) =>
+      decide(one, packed ? depth + 1 : place, depth + 1, next),
+    );
     return { ...found.node, packed, begin, tail_begin: next, children: below };
   };
   const roots = forest.roots.map((root) => decide(solve(root, [0]), 0, 0, 0));

@@ -26,8 +26,7 @@ export const decodeStep = (model, batch, contextTokens) => ({
 
 /** Operations and bytes of a step that computes a prompt from its start. */
 export const prefillStep = (model, tokens) => ({
-  flops:
-    2 * model.parameters * tokens + (model.attention_flops * tokens * (tokens + 1)) / 2,
+  flops: 2 * model.parameters * tokens + (model.attention_flops * tokens * (tokens + 1)) / 2,
   bytes: model.weight_bytes + tokens * model.kv_token_bytes,
 });
 

@@ -12,15 +12,16 @@ function Workers({ found, workers, longest, label }) {
     <figcaption>${label}</figcaption>
     <svg viewBox="0 0 ${WIDTH} ${workers * 10}" class="bars" role="img" aria-label=${label}>
       ${found.tasks.map(
-        (task) => html`<rect
-          class=${task.head % 2 ? "shared" : "own"}
-          x=${x(task.begin)}
-          y=${task.worker * 10}
-          width=${Math.max(0.5, x(task.end) - x(task.begin) - 1)}
-          height="8"
-        >
-          <title>head ${task.head}</title>
-        </rect>`,
+        (task) =>
+          html`<rect
+            class=${task.head % 2 ? "shared" : "own"}
+            x=${x(task.begin)}
+            y=${task.worker * 10}
+            width=${Math.max(0.5, x(task.end) - x(task.begin) - 1)}
+            height="8"
+          >
+            <title>head ${task.head}</title>
+          </rect>`,
       )}
     </svg>
   </figure>`;
@@ -53,7 +54,17 @@ export function Balance({ profile, retention }) {
         ["Workers busy, by budgets", used(balanced)],
       ]}
     />
-    <${Workers} found=${even} workers=${workers} longest=${longest} label="Each head in ${equal[0]} parts: ${count(even.longest)} entries until the last worker ends" />
-    <${Workers} found=${balanced} workers=${workers} longest=${longest} label="Parts by budgets: ${count(balanced.longest)} entries until the last worker ends" />
+    <${Workers}
+      found=${even}
+      workers=${workers}
+      longest=${longest}
+      label="${equal[0]} parts a head: ${count(even.longest)} entries until the last worker ends"
+    />
+    <${Workers}
+      found=${balanced}
+      workers=${workers}
+      longest=${longest}
+      label="Parts by budgets: ${count(balanced.longest)} entries until the last worker ends"
+    />
   </section>`;
 }

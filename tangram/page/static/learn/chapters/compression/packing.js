@@ -22,8 +22,13 @@ export function parseTree(text) {
   for (const [number, line] of text.split("\n").entries()) {
     if (!line.trim()) continue;
     const depth = line.length - line.trimStart().length;
-    const found = /^(?:(\d{1,3}) chunks?|(\d{1,3}) conversations?, (\d{1,5}) entries)$/.exec(line.trim());
-    if (!found) return { error: `line ${number + 1} is neither “4 chunks” nor “8 conversations, 60 entries”` };
+    const found = /^(?:(\d{1,3}) chunks?|(\d{1,3}) conversations?, (\d{1,5}) entries)$/.exec(
+      line.trim(),
+    );
+    if (!found)
+      return {
+        error: `line ${number + 1} is neither “4 chunks” nor “8 conversations, 60 entries”`,
+      };
     while (open.at(-1).depth >= depth) open.pop();
     const above = open.at(-1);
     if (found[1]) {
@@ -38,11 +43,12 @@ export function parseTree(text) {
 const Nodes = ({ nodes }) =>
   html`<ul>
     ${nodes.map(
-      (node) => html`<li>
-        ${node.rows} rows share entries ${count(node.begin)}–${count(node.end)}:
-        <strong>${node.packed ? " read once" : " read in front of what follows"}</strong>
-        ${node.children.length > 0 && html`<${Nodes} nodes=${node.children} />`}
-      </li>`,
+      (node) =>
+        html`<li>
+          ${node.rows} rows share entries ${count(node.begin)}–${count(node.end)}:
+          <strong>${node.packed ? " read once" : " read in front of what follows"}</strong>
+          ${node.children.length > 0 && html`<${Nodes} nodes=${node.children} />`}
+        </li>`,
     )}
   </ul>`;
 
@@ -60,10 +66,25 @@ export function Packing({ kernels: { cost, query_rows: queryRows } }) {
     <h3>Shared prefixes in one plan</h3>
     <div class="control">
       <label for="tree">Conversations of a batch, as a tree</label>
-      <textarea id="tree" rows="9" spellcheck="false" aria-invalid=${Boolean(error)} onInput=${(event) => setText(event.currentTarget.value)}>${START}</textarea>
+      <textarea
+        id="tree"
+        rows="9"
+        spellcheck="false"
+        aria-invalid=${Boolean(error)}
+        onInput=${(event) => setText(event.currentTarget.value)}
+      >
+${START}</textarea>
     </div>
     ${error && html`<p role="alert">${error}</p>`}
-    <${Slider} label="Entries a head keeps of a chunk" value=${kept} onChange=${setKept} min="16" max="512" step="16" format=${count} />
+    <${Slider}
+      label="Entries a head keeps of a chunk"
+      value=${kept}
+      onChange=${setKept}
+      min="16"
+      max="512"
+      step="16"
+      format=${count}
+    />
     <${Figures}
       rows=${[
         ["Entries read, each row alone", count(separate)],
