@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tangram.page.access import Access, Visibility
-from tangram.page.api import Page
+from tangram.page.api import CachePage
 from tangram.types import FinishReason, Request, Usage
 from tangram.watch import (
     CacheShape,
@@ -61,7 +61,7 @@ class WatchedEngine(FakeEngine):
     def uses(self, keys: Sequence[bytes]) -> Sequence[ChunkUse]:
         return [ChunkUse(ChunkPlace.DEVICE, 1) for _ in keys]
 
-    def kept(self, key: bytes) -> KeptPositions | None:
+    def find_kept(self, key: bytes) -> KeptPositions | None:
         bits = np.packbits(CHOSEN, bitorder="little")
         return KeptPositions(bits, LAYERS, HEADS, CHUNK, rest_dropped=True)
 
@@ -129,11 +129,11 @@ def run_page_server(
     *api_keys: str,
     visibility: Visibility = Visibility.auto,
     host: str = "127.0.0.1",
-    change: Callable[[Page], object] = lambda page: None,
+    change: Callable[[CachePage], object] = lambda page: None,
 ) -> Iterator[FakeServer]:
     """A server with the page, over the engine without a model."""
     engine = WatchedEngine()
-    page = Page(engine, MODEL, Access(visibility, host))
+    page = CachePage(engine, MODEL, Access(visibility, host))
     change(page)
     with run_fake_server(*api_keys, engine=engine, page=page) as server:
         yield server
