@@ -25,6 +25,7 @@ DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:6000]
 QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
 KEY = "sesame"
 PICTURE = {"width": 1280, "height": 1340}
+README_PICTURE = {"width": 1280, "height": 640}
 # Keeps a copy of each streamed answer, as the server sent it.
 COPIES = """
 (() => {
@@ -179,7 +180,7 @@ def streaming(talked: Conversation) -> Any:
 
 
 def test_pictures(streaming: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of the page in light and dark, with all of the cache's panel."""
+    """Of the page in light and dark, with all of the cache's panel, and the top of it."""
     page, window = streaming, streaming.viewport_size
     made = request.config.getoption("pictures")
     folder = ROOT / "docs" / "pictures" if made else tmp_path
@@ -192,6 +193,7 @@ def test_pictures(streaming: Any, tmp_path: Path, request: pytest.FixtureRequest
         page.wait_for_timeout(500)
         page.screenshot(path=folder / f"page_{theme}.png")
         assert (folder / f"page_{theme}.png").stat().st_size > 50_000
+    page.screenshot(path=folder / "page_top.png", clip={"x": 0, "y": 0, **README_PICTURE})
     page.set_viewport_size(window)
 
 

@@ -1,7 +1,7 @@
 /** The pool as a map of pages. A page that changes lights up and fades. */
 import { Picture } from "./canvas.js";
 import { conversationColour } from "./palette.js";
-import { FREE, PROMISED } from "./pool.js";
+import { FREE, KEPT_FOR_NOBODY, PROMISED } from "./pool.js";
 
 const MOST_CELL = 14;
 const LEAST_CELL = 3;
@@ -10,7 +10,6 @@ const MOST_HEIGHT = 220;
 const FADE_MS = 700;
 /** One colour a state, told apart by lightness, too. */
 export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
-const KEPT_FOR_NOBODY = 5;
 const RAW_TAIL = 2;
 
 export class PoolMap extends Picture {
