@@ -213,7 +213,7 @@ class Watched(Protocol):
         """Where the chunks of `keys` are now."""
         ...
 
-    def kept(self, key: bytes) -> KeptPositions | None:
+    def find_kept(self, key: bytes) -> KeptPositions | None:
         """What was kept of the chunk `key`; None if it is not known."""
         ...
 

@@ -23,6 +23,8 @@ settings.load_profile("tangram")
 
 # Files that take longest, in this order: a worker that began one last would end alone.
 LONG = (
+    "page/test_turns.py",
+    "page/test_chat_page.py",
     "wire/test_tools.py",
     "wire/test_structured.py",
     "wire/test_trials_process.py",

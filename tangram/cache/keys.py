@@ -62,6 +62,6 @@ class ChunkKeys:
             self._keys.append(chunk_key(self._keys[-1], chunk))
         return self._keys[chunks]
 
-    def known(self, chunks: int) -> tuple[bytes, ...]:
+    def list_known(self, chunks: int) -> tuple[bytes, ...]:
         """The keys of the first `chunks` chunks, as far as they were needed before."""
         return tuple(self._keys[1 : chunks + 1])

@@ -47,7 +47,7 @@ from tangram.serve.listening import Listener
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
-    from tangram.page.api import Page
+    from tangram.page.api import CachePage
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +79,7 @@ def serve(
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
-        where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
-        _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
+        _report_listening(listener, config.model)
         with _without_collection():
             from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
@@ -90,10 +89,8 @@ def serve(
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
             shown = PageFor.off if no_page else page
-            engine = build_engine(
-                replace(config, max_queue=max_queue, overflow_every=overflow_every),
-                records=shown is not PageFor.off,
-            )
+            wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
+            engine = build_engine(wanted, records=shown is not PageFor.off)
             app = build_app(
                 engine,
                 served_model_name=name,
@@ -118,14 +115,19 @@ def serve(
             gc.unfreeze()
 
 
-def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> Page | None:
+def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> CachePage | None:
     """The page of a server at `host`, unless it is off."""
     from tangram.page.access import Access, Visibility
-    from tangram.page.api import Page
+    from tangram.page.api import CachePage
 
     if shown is PageFor.off:
         return None
-    return Page(engine, model, Access(Visibility(shown.value), host))
+    return CachePage(engine, model, Access(Visibility(shown.value), host))
+
+
+def _report_listening(listener: Listener, model: str) -> None:
+    where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
+    _log.info("listening at %s; loading PyTorch, then %s", where, model)
 
 
 def _report_ready(listener: Listener, seconds: float) -> None:

@@ -84,6 +84,7 @@ ShownPage = Annotated[
         Panel.server,
         "who may see the page at / and its data: auto is holders of a key, without keys clients of "
         "this machine; local, clients of this machine; open, every client; off, nobody",
+        metavar="<who>",
     ),
 ]
 NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]

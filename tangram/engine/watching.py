@@ -93,7 +93,7 @@ class Watching:
             sequence.retention.kv_retention,
             layout.chunk_tokens,
             sequence.settled_tokens,
-            sequence.keys.known(sealed),
+            sequence.keys.list_known(sealed),
             sealed,
             sealed * layout.chunk_tokens + raw,
             self._admission.usage(sequence, sequence.read_tokens, drafted),
@@ -108,7 +108,7 @@ class Watching:
         """See `Watched`."""
         return [self._use_of(key) for key in keys]
 
-    def kept(self, key: bytes) -> KeptPositions | None:
+    def find_kept(self, key: bytes) -> KeptPositions | None:
         """See `Watched`."""
         return None if self._records is None else self._records.get(key)
 

@@ -16,7 +16,7 @@ from tangram.page.collector import Collector
 from tangram.page.details import Details, encode
 from tangram.page.files import add_files, is_file
 from tangram.page.history import MOST_S, STEP_S, History
-from tangram.page.requests import Announcement, Completion
+from tangram.page.requests import Announcement, ShownCompletion
 from tangram.page.watchers import Watcher
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
@@ -45,7 +45,7 @@ class WatchedEngine(Protocol):
         ...
 
 
-class Page:
+class CachePage:
     """The page of an `engine` that serves `model`; an `Extension` of its server."""
 
     def __init__(self, engine: WatchedEngine, model: str, access: Access) -> None:
@@ -168,7 +168,7 @@ class Page:
         finally:
             self._collector.watchers.discard(watcher)
 
-    def _find(self, name: str, choice: int, client: bytes | None) -> Completion:
+    def _find(self, name: str, choice: int, client: bytes | None) -> ShownCompletion:
         """Raises `ApiError` 404, the same for requests of others and for those that never were."""
         one = self._collector.requests.find(name, choice)
         if one is None or one.announcement.client != client:
@@ -216,7 +216,7 @@ def _describe_retention(entry: RetentionShape, *, default: bool) -> Json:
 
 def describe_pool(collector: Collector, client: bytes | None) -> Json:
     """Every page, and the conversations that have some; those of other clients have no id."""
-    pool, newest = collector.pool, dict[int, Completion]()
+    pool, newest = collector.pool, dict[int, ShownCompletion]()
     for one in collector.requests.newest:
         newest.setdefault(one.conversation, one)
     numbers = sorted(set(pool.owners.tolist()) - {0})

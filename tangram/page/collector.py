@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from tangram.page.requests import Completion, Requests
+from tangram.page.requests import Requests, ShownCompletion
 from tangram.page.watchers import Watcher, frame
 from tangram.serve.body import Json
 from tangram.types import Int32, Int64, UInt8
@@ -204,7 +204,7 @@ class Collector:
         self.steps.append(told)
         return frame("step", told) if self.watchers else b""
 
-    def _take_pool(self, reading: PoolReading, changed: dict[Completion, None]) -> list[bytes]:
+    def _take_pool(self, reading: PoolReading, changed: dict[ShownCompletion, None]) -> list[bytes]:
         numbers = np.zeros(max(1, len(reading.sequences)), np.int32)
         read = [self.requests.read(sequence) for sequence in reading.sequences]
         for at, one in enumerate(read):
@@ -220,7 +220,7 @@ class Collector:
             return []
         return [frame("pool", {"changes": changes.tolist(), **self.pool.counts})]
 
-    def _send(self, frames: Sequence[bytes], changed: dict[Completion, None]) -> None:
+    def _send(self, frames: Sequence[bytes], changed: dict[ShownCompletion, None]) -> None:
         if not self.watchers:
             return
         shared, own = b"".join(frames), partial(self._frames_for, changed)
@@ -232,7 +232,7 @@ class Collector:
             if sent := shared + by_client[watcher.client]:
                 watcher.send(sent)
 
-    def _frames_for(self, changed: dict[Completion, None], client: bytes | None) -> bytes:
+    def _frames_for(self, changed: dict[ShownCompletion, None], client: bytes | None) -> bytes:
         return b"".join(
             frame("request", describe_progress(one))
             for one in changed
@@ -240,7 +240,7 @@ class Collector:
         )
 
 
-def describe_progress(one: Completion) -> Json:
+def describe_progress(one: ShownCompletion) -> Json:
     """A completion in numbers."""
     reading, usage = one.reading, one.reading.usage
     return {

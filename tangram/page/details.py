@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.engine.text import TokenText
-from tangram.page.requests import Completion
+from tangram.page.requests import ShownCompletion
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec
@@ -26,7 +26,7 @@ class Details:
         self._watched, self._begin_s = watched, begin_s
         self._text: Any = lru_cache(maxsize=1 << 16)(codec.token_text)
 
-    def describe(self, one: Completion, tokens_from: int) -> Json:
+    def describe(self, one: ShownCompletion, tokens_from: int) -> Json:
         """All of a completion, with its tokens from `tokens_from` on."""
         reading, usage = one.reading, one.reading.usage
         admitted = reading.admitted_s is not None
@@ -61,7 +61,7 @@ class Details:
             },
         }
 
-    def describe_kept(self, one: Completion, chunk: int) -> Json:
+    def describe_kept(self, one: ShownCompletion, chunk: int) -> Json:
         """Which entries each head kept of sealed chunk `chunk`.
 
         Raises `ApiError` 404 if the chunk is not sealed or nothing is known of it.
@@ -75,7 +75,7 @@ class Details:
                 param="chunk",
                 code="no_such_chunk",
             )
-        kept = self._kept(one, chunk)
+        kept = self._find_kept(one, chunk)
         everything = self._keeps_everything(one)
         if kept is None and not everything:
             raise ApiError(
@@ -96,7 +96,7 @@ class Details:
             "draft_bits": encode(kept.bits) if everything and kept is not None else None,
         }
 
-    def _describe_chunks(self, one: Completion) -> list[Json]:
+    def _describe_chunks(self, one: ShownCompletion) -> list[Json]:
         reading = one.reading
         uses = self._watched.uses(reading.chunk_keys)
         return [
@@ -104,21 +104,21 @@ class Details:
                 "index": chunk,
                 "begin": chunk * reading.chunk_tokens,
                 "end": (chunk + 1) * reading.chunk_tokens,
-                "recorded": self._keeps_everything(one) or self._kept(one, chunk) is not None,
+                "recorded": self._keeps_everything(one) or self._find_kept(one, chunk) is not None,
                 "shared_by": use.users,
                 "in": use.place.value,
             }
             for chunk, use in enumerate(uses)
         ]
 
-    def _kept(self, one: Completion, chunk: int) -> KeptPositions | None:
+    def _find_kept(self, one: ShownCompletion, chunk: int) -> KeptPositions | None:
         keys = one.reading.chunk_keys
-        return self._watched.kept(keys[chunk]) if chunk < len(keys) else None
+        return self._watched.find_kept(keys[chunk]) if chunk < len(keys) else None
 
-    def _keeps_everything(self, one: Completion) -> bool:
+    def _keeps_everything(self, one: ShownCompletion) -> bool:
         return keeps_everything(self._retention(one), one.reading.chunk_tokens)
 
-    def _retention(self, one: Completion) -> RetentionShape:
+    def _retention(self, one: ShownCompletion) -> RetentionShape:
         shapes = self._watched.shape.retentions
         return next(shape for shape in shapes if shape.kv_retention == one.reading.kv_retention)
 

@@ -41,7 +41,7 @@ class Announcement:
 
 
 @dataclass(eq=False)
-class Completion:
+class ShownCompletion:
     """One completion, as it was last told of. Times are of the monotonic clock."""
 
     announcement: Announcement
@@ -74,9 +74,9 @@ class Requests:
     """All completions that are shown, by the id of the API's answer and their choice."""
 
     _announced: OrderedDict[str, Announcement] = field(default_factory=OrderedDict)
-    _by_sequence: dict[tuple[str, int], Completion] = field(default_factory=dict)
-    _by_name: dict[tuple[str, int], Completion] = field(default_factory=dict)
-    _all: dict[Completion, None] = field(default_factory=dict)
+    _by_sequence: dict[tuple[str, int], ShownCompletion] = field(default_factory=dict)
+    _by_name: dict[tuple[str, int], ShownCompletion] = field(default_factory=dict)
+    _all: dict[ShownCompletion, None] = field(default_factory=dict)
     _ended_tokens: int = 0
     _numbers: Iterator[int] = field(
         default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
@@ -88,7 +88,7 @@ class Requests:
         if len(self._announced) > _MOST_ANNOUNCED:
             self._announced.popitem(last=False)
 
-    def take(self, change: SequenceChange) -> Completion | None:
+    def take(self, change: SequenceChange) -> ShownCompletion | None:
         """The completion that has changed; None if it is of no request of the API."""
         reading = change.reading
         place = reading.request_id, reading.index
@@ -99,7 +99,7 @@ class Requests:
                 return None
             choice = announcement.first_choice + reading.index
             number = self._conversation(announcement.client, reading)
-            known = Completion(announcement, choice, number, reading)
+            known = ShownCompletion(announcement, choice, number, reading)
             self._by_sequence[place] = known
             self._all[known] = None
             for name in announcement.names:
@@ -111,14 +111,14 @@ class Requests:
             self._forget_oldest()
         return known
 
-    def read(self, reading: SequenceReading) -> Completion | None:
+    def read(self, reading: SequenceReading) -> ShownCompletion | None:
         """The completion of a running sequence, as it is now."""
         known = self._by_sequence.get((reading.request_id, reading.index))
         if known is not None:
             known.reading = reading
         return known
 
-    def find(self, name: str, choice: int) -> Completion | None:
+    def find(self, name: str, choice: int) -> ShownCompletion | None:
         """The completion `choice` of a request of the API, by one of its names."""
         return self._by_name.get((name, choice))
 
@@ -128,7 +128,7 @@ class Requests:
         return bool(self._by_sequence)
 
     @property
-    def newest(self) -> Iterator[Completion]:
+    def newest(self) -> Iterator[ShownCompletion]:
         """All completions, the newest first."""
         return reversed(self._all)
 

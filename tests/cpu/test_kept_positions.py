@@ -45,7 +45,7 @@ class Ends:
         return {key for reading in self.readings for key in reading.chunk_keys}
 
     def kept(self, key: bytes) -> KeptPositions:
-        found = self.watched.kept(key)
+        found = self.watched.find_kept(key)
         assert found is not None
         return found
 
@@ -237,7 +237,7 @@ def test_lossless_chunks_need_no_note(world: World) -> None:
     engine = small_engine(world.loaded, records=True)
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
-    assert ends.keys and not any(map(ends.watched.kept, ends.keys))
+    assert ends.keys and not any(map(ends.watched.find_kept, ends.keys))
 
 
 def test_notes_take_half_a_percent_of_the_pool_and_the_oldest_go_first(world: World) -> None:
@@ -249,15 +249,15 @@ def test_notes_take_half_a_percent_of_the_pool_and_the_oldest_go_first(world: Wo
         run(engine, [history], ANSWER)
     newest = ends.readings[-1].chunk_keys
     assert 0 < store.used_bytes <= store.limit_bytes
-    assert any(map(ends.watched.kept, newest))
-    assert not all(map(ends.watched.kept, ends.keys)), "the bound was never met"
+    assert any(map(ends.watched.find_kept, newest))
+    assert not all(map(ends.watched.find_kept, ends.keys)), "the bound was never met"
 
 
 def test_unsound_state_takes_its_notes_along(world: World) -> None:
     engine = world.engine(records=True)
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
-    assert all(map(ends.watched.kept, ends.keys))
+    assert all(map(ends.watched.find_kept, ends.keys))
     prompt, broken = HISTORIES[1], list[object]()
     embedding = world.loaded.model.get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, inputs, output: output * torch.nan)
@@ -266,7 +266,7 @@ def test_unsound_state_takes_its_notes_along(world: World) -> None:
         drain(engine)
     finally:
         handle.remove()
-    assert not any(map(ends.watched.kept, ends.keys))
+    assert not any(map(ends.watched.find_kept, ends.keys))
 
 
 def test_engines_that_nobody_watches_note_nothing(world: World) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tangram.metrics import EngineStats
 from tangram.page import requests as page_requests
 from tangram.page.history import History
-from tangram.page.requests import Announcement, Completion, Requests
+from tangram.page.requests import Announcement, Requests, ShownCompletion
 from tangram.page.watchers import MOST_PENDING_BYTES, Watcher, frame
 from tangram.serve.record import Generation, Record
 from tangram.types import Event, FinishReason, SamplingParams, Usage
@@ -128,7 +128,7 @@ class World:
     def __init__(self) -> None:
         self.requests, self.count = Requests(), 0
 
-    def begin(self, prompt: list[int], client: bytes | None = None, **more: Any) -> Completion:
+    def begin(self, prompt: list[int], client: bytes | None = None, **more: Any) -> ShownCompletion:
         self.count += 1
         name = f"req-{self.count}"
         told = Announcement(f"chatcmpl-{self.count}", name, 0, client, 0.0)
@@ -137,10 +137,10 @@ class World:
         assert found is not None
         return found
 
-    def tell(self, state: SequenceState, now: SequenceReading) -> Completion | None:
+    def tell(self, state: SequenceState, now: SequenceReading) -> ShownCompletion | None:
         return self.requests.take(SequenceChange(state, 1.0, now))
 
-    def end(self, one: Completion, answer: list[int]) -> None:
+    def end(self, one: ShownCompletion, answer: list[int]) -> None:
         before = one.reading
         now = reading(before.request_id, before.tokens.tolist(), answer, before.index)
         self.tell(SequenceState.ENDED, now)

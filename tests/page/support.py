@@ -45,7 +45,7 @@ def open_page(
         watched.page.goto(url)
         yield watched
         wrong = [error for error in watched.errors if not any(part in error for part in ignores)]
-        assert wrong == []
+        assert not wrong, wrong
         assert watched.hosts <= {urlsplit(url).netloc, ""}, "the page asked another host"
     finally:
         context.close()

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.browser
 DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:6000]
 QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
 KEY = "sesame"
+PICTURE = {"width": 1280, "height": 1340}
+README_PICTURE = {"width": 1280, "height": 640}
 # Keeps a copy of each streamed answer, as the server sent it.
 COPIES = """
 (() => {
@@ -67,7 +69,7 @@ class Conversation:
 @pytest.fixture(scope="module")
 def talked(browser: Any) -> Iterator[Conversation]:
     with (
-        run_real_server("--api-key", KEY) as url,
+        run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25") as url,
         open_page(browser, url, ignores=("401",)) as watched,
     ):
         page = watched.page
@@ -78,6 +80,7 @@ def talked(browser: Any) -> Iterator[Conversation]:
         give_key(page)
         page.get_by_text("Settings of this conversation").click()
         page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Repetition penalty").fill("1.1")
         page.get_by_label("Most tokens of an answer").fill("24")
         page.get_by_text("Settings of this conversation").click()
         paste(page, DOCUMENT)
@@ -155,22 +158,6 @@ def test_a_head_shows_the_tokens_it_keeps(talked: Conversation) -> None:
     page.get_by_label("Question", exact=True).focus()
 
 
-def test_pictures(talked: Conversation, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of the page in light and dark, small enough for a README."""
-    made = request.config.getoption("pictures")
-    folder = ROOT / "docs" / "pictures" if made else tmp_path
-    page = talked.page
-    page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
-    page.locator(".messages").evaluate("(e) => (e.scrollTop = 0)")
-    for theme in ("light", "dark"):
-        page.evaluate("(theme) => localStorage.setItem('tangram.theme', theme)", theme)
-        page.emulate_media(color_scheme=theme)
-        page.wait_for_timeout(500)
-        assert page.evaluate("() => document.documentElement.dataset.theme") == theme
-        page.screenshot(path=folder / f"page_{theme}.png")
-        assert (folder / f"page_{theme}.png").stat().st_size > 50_000
-
-
 def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> None:
     before = answers(talked.page)
     talked.page.reload()
@@ -180,14 +167,38 @@ def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> No
     assert talked.page.locator(".turns tbody tr").count() == len(QUESTIONS)
 
 
-def test_stop_ends_the_request(talked: Conversation) -> None:
+@pytest.fixture(scope="module")
+def streaming(talked: Conversation) -> Any:
+    """The page while a long answer is being written."""
     page = talked.page
     page.get_by_text("Settings of this conversation").click()
     page.get_by_label("Most tokens of an answer").fill("2000")
     page.get_by_text("Settings of this conversation").click()
-    with page.expect_request("**/v1/chat/completions"):
-        send(page, "Write a long story.")
+    send(page, "Write a long story.")
     page.locator(".message.assistant .markdown").last.get_by_text("e").first.wait_for()
+    return page
+
+
+def test_pictures(streaming: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of the page in light and dark, with all of the cache's panel, and the top of it."""
+    page, window = streaming, streaming.viewport_size
+    made = request.config.getoption("pictures")
+    folder = ROOT / "docs" / "pictures" if made else tmp_path
+    page.set_viewport_size(PICTURE)
+    page.wait_for_timeout(1000)
+    page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
+    for theme in ("dark", "light"):
+        if page.evaluate("() => document.documentElement.dataset.theme") != theme:
+            page.get_by_role("button", name="Switch between dark and light").click()
+        page.wait_for_timeout(500)
+        page.screenshot(path=folder / f"page_{theme}.png")
+        assert (folder / f"page_{theme}.png").stat().st_size > 50_000
+    page.screenshot(path=folder / "page_top.png", clip={"x": 0, "y": 0, **README_PICTURE})
+    page.set_viewport_size(window)
+
+
+def test_stop_ends_the_request(streaming: Any) -> None:
+    page = streaming
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Send").wait_for()
     page.locator(".cache .caption", has_text="tokens, ended").wait_for()
@@ -209,3 +220,13 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
     shares = page.locator(".figures dd", has_text="%").all_inner_texts()
     held = [int(text.partition("(")[2].partition(" ")[0]) for text in shares]
     assert held[0] >= 100 > held[1], "the left drops nothing, the right something"
+
+
+def test_the_server_view_has_the_engine_s_numbers(talked: Conversation) -> None:
+    page = talked.page
+    page.get_by_role("link", name="Server").click()
+    history = talked.get("history?seconds=3600")
+    assert max(history["running"]) >= 0 and len(history["at"]) > 0
+    page.locator(".plot canvas").first.wait_for()
+    free = page.locator('[data-field="pages_free"]')
+    assert int(free.inner_text().replace(",", "")) > 0

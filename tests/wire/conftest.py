@@ -24,12 +24,15 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tangram.page.access import Access, Visibility
+from tangram.page.api import CachePage
 from tangram.serve.bridge import Limits
 from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
 
 from .fake_engine import FakeEngine
+from .watched_engine import WatchedEngine
 
 MODEL = "fake-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -108,6 +111,21 @@ def run_fake_server(
         yield FakeServer(f"http://127.0.0.1:{port}", engine, stop)
     finally:
         stop()
+
+
+@contextmanager
+def run_page_server(
+    *api_keys: str,
+    visibility: Visibility = Visibility.auto,
+    host: str = "127.0.0.1",
+    change: Callable[[CachePage], object] = lambda page: None,
+) -> Iterator[FakeServer]:
+    """A server with the page, over the engine without a model."""
+    engine = WatchedEngine()
+    page = CachePage(engine, MODEL, Access(visibility, host))
+    change(page)
+    with run_fake_server(*api_keys, engine=engine, page=page) as server:
+        yield server
 
 
 @pytest.fixture

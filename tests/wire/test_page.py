@@ -17,8 +17,8 @@ import pytest
 
 from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
-from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, wait_until
-from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS, run_page_server
+from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, run_page_server, wait_until
+from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
 EVENTS = "/v1/kv/events"
 SESAME, POPPY = ({"Authorization": f"Bearer {key}"} for key in ("sesame", "poppy"))

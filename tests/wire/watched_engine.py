@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tangram.page.access import Access, Visibility
-from tangram.page.api import Page
 from tangram.types import FinishReason, Request, Usage
 from tangram.watch import (
     CacheShape,
@@ -29,7 +26,6 @@ from tangram.watch import (
     StepDone,
     Watched,
 )
-from tests.wire.conftest import MODEL, FakeServer, run_fake_server
 from tests.wire.fake_engine import POOL_PAGES, FakeEngine
 
 LAYERS, HEADS, CHUNK = 2, 2, 8
@@ -61,7 +57,7 @@ class WatchedEngine(FakeEngine):
     def uses(self, keys: Sequence[bytes]) -> Sequence[ChunkUse]:
         return [ChunkUse(ChunkPlace.DEVICE, 1) for _ in keys]
 
-    def kept(self, key: bytes) -> KeptPositions | None:
+    def find_kept(self, key: bytes) -> KeptPositions | None:
         bits = np.packbits(CHOSEN, bitorder="little")
         return KeptPositions(bits, LAYERS, HEADS, CHUNK, rest_dropped=True)
 
@@ -122,18 +118,3 @@ class WatchedEngine(FakeEngine):
         keys = tuple(f"{place}{chunk}".encode() for chunk in range(sealed))
         usage, now_s = self.usages[place], time.monotonic()
         return SequenceReading(*place, 0.5, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s)
-
-
-@contextmanager
-def run_page_server(
-    *api_keys: str,
-    visibility: Visibility = Visibility.auto,
-    host: str = "127.0.0.1",
-    change: Callable[[Page], object] = lambda page: None,
-) -> Iterator[FakeServer]:
-    """A server with the page, over the engine without a model."""
-    engine = WatchedEngine()
-    page = Page(engine, MODEL, Access(visibility, host))
-    change(page)
-    with run_fake_server(*api_keys, engine=engine, page=page) as server:
-        yield server

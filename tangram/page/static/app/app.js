@@ -300,6 +300,8 @@ export class App {
   #watchRun(id, messageId, run) {
     if (id !== this.store.value.currentId) return;
     const shown = shownMessages(this.current).at(-1);
-    if (shown?.id === messageId) this.watch.show(run.requestId, run.answerId);
+    if (shown?.id !== messageId) return;
+    if (run.finish === null) this.watch.follow(run.requestId, run.answerId);
+    else this.watchAnswer({ run });
   }
 }

@@ -1,9 +1,10 @@
 /** The state of every page of the cache, kept up to date by events. */
 import { decodeBytes } from "./kept.js";
 
-/** States as the server numbers them; PROMISED pages are a count, painted over free ones. */
+/** States as the server numbers them; PROMISED pages are a count without places. */
 export const FREE = 0;
 export const PROMISED = 1;
+export const KEPT_FOR_NOBODY = 5;
 export const STATES = [
   "free",
   "promised",
@@ -45,14 +46,16 @@ export class Pool {
     this.promised = promised;
   }
 
-  /** The state of each page as it is painted: the first free pages stand for the promised ones. */
+  /** The state of each page as it is painted: the first that can be had stand for the promised. */
   painted() {
     const painted = this.states.slice();
     let left = this.promised;
-    for (let page = 0; page < painted.length && left > 0; page += 1) {
-      if (painted[page] !== FREE) continue;
-      painted[page] = PROMISED;
-      left -= 1;
+    for (const state of [FREE, KEPT_FOR_NOBODY]) {
+      for (let page = 0; page < painted.length && left > 0; page += 1) {
+        if (painted[page] !== state) continue;
+        painted[page] = PROMISED;
+        left -= 1;
+      }
     }
     return painted;
   }

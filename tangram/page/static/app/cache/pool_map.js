@@ -1,14 +1,15 @@
 /** The pool as a map of pages. A page that changes lights up and fades. */
 import { Picture } from "./canvas.js";
 import { conversationColour } from "./palette.js";
-import { FREE, PROMISED } from "./pool.js";
+import { FREE, KEPT_FOR_NOBODY, PROMISED } from "./pool.js";
 
 const MOST_CELL = 14;
 const LEAST_CELL = 3;
+const LEAST_GAPPED = 5;
+const MOST_HEIGHT = 220;
 const FADE_MS = 700;
 /** One colour a state, told apart by lightness, too. */
 export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
-const KEPT_FOR_NOBODY = 5;
 const RAW_TAIL = 2;
 
 export class PoolMap extends Picture {
@@ -29,15 +30,14 @@ export class PoolMap extends Picture {
     this.change();
   }
 
-  /** Cells are as large as the width lets them be; above a million pixels several pages share one. */
+  /** Cells are as large as the space lets them be; of a large pool several pages share one. */
   fit() {
     const pages = this.#pool?.states.length ?? 0;
     const width = this.frame.clientWidth;
-    const mostHeight = 220;
-    const ideal = Math.floor(Math.sqrt((width * mostHeight) / Math.max(pages, 1)));
+    const ideal = Math.floor(Math.sqrt((width * MOST_HEIGHT) / Math.max(pages, 1)));
     this.cell = Math.min(MOST_CELL, Math.max(LEAST_CELL, ideal));
     this.columns = Math.max(1, Math.floor(width / this.cell));
-    const cells = this.columns * Math.floor(mostHeight / this.cell);
+    const cells = this.columns * Math.floor(MOST_HEIGHT / this.cell);
     this.pagesPerCell = Math.max(1, Math.ceil(pages / cells));
     super.fit(Math.ceil(pages / this.pagesPerCell / this.columns) * this.cell);
   }
@@ -47,11 +47,11 @@ export class PoolMap extends Picture {
     if (this.#pool === null) return;
     const painted = this.#pool.painted();
     const now = performance.now();
+    const size = this.cell < LEAST_GAPPED ? this.cell : this.cell - 1;
     let fades = false;
     for (let cell = 0; cell * this.pagesPerCell < painted.length; cell += 1) {
       const page = this.#pageOf(cell, painted);
       const [x, y] = [(cell % this.columns) * this.cell, Math.floor(cell / this.columns) * this.cell];
-      const size = this.cell - 1;
       context.fillStyle = this.#colour(painted[page], this.#pool.owners[page]);
       context.fillRect(x, y, size, size);
       const light = 1 - (now - this.#pool.changedAt[page]) / FADE_MS;

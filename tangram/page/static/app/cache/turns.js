@@ -1,6 +1,17 @@
 /** What each turn cost, as the server counted. */
-import { bytes, count, percent, rate, seconds } from "../format.js";
+import { bytes, count, seconds } from "../format.js";
 import { html } from "../preact.js";
+
+const COLUMNS = [
+  ["Turn", "Its button shows its cache above"],
+  ["Reused", "Tokens of the prompt that were found in the cache"],
+  ["Computed", "The other tokens of the prompt"],
+  ["Sealed", "Chunks that the turn compressed"],
+  ["First", "Time to the first token"],
+  ["Tokens/s", "After the first token"],
+  ["Held", "Memory of the KV cache at the end"],
+  ["Whole", "What an uncompressed cache would hold"],
+];
 
 export function TurnsTable({ app, messages }) {
   const turns = messages.filter(({ run }) => run?.usage);
@@ -12,9 +23,7 @@ export function TurnsTable({ app, messages }) {
     <table class="turns">
       <thead>
         <tr>
-          ${["Turn", "Reused", "Computed", "Sealed chunks", "First token", "Speed", "Held", "Uncompressed"].map(
-            (name) => html`<th scope="col">${name}</th>`,
-          )}
+          ${COLUMNS.map(([name, meaning]) => html`<th scope="col" title=${meaning}>${name}</th>`)}
           ${drafts && html`<th scope="col">Drafts kept</th>`}
         </tr>
       </thead>
@@ -50,8 +59,8 @@ function Turn({ app, message, number, drafts }) {
     <td data-name="computed">${count(usage.prompt_tokens - reused)}</td>
     <td data-name="sealed">${count(run.sealedChunks)}</td>
     <td>${seconds(run.firstTokenS)}</td>
-    <td>${rate(run.tokensPerS)}</td>
-    <td>${bytes(usage.kv_bytes)} (${percent(usage.kv_bytes / usage.kv_bytes_uncompressed)})</td>
+    <td>${run.tokensPerS?.toFixed(1) ?? "–"}</td>
+    <td>${bytes(usage.kv_bytes)}</td>
     <td>${bytes(usage.kv_bytes_uncompressed)}</td>
     ${drafts &&
     html`<td>

@@ -101,17 +101,19 @@ export class CacheWatch {
    * not known yet is null; without any nothing is shown.
    */
   show(...names) {
+    this.follow(...names);
+    this.#refresh();
+  }
+
+  /** The same for a request that has just been sent: nothing is asked before events tell of it. */
+  follow(...names) {
     const known = names.filter((name) => name !== null && name !== undefined);
-    const name = known.at(-1) ?? null;
-    if (name === this.#shown) return;
     const goesOn = known.some((each) => this.#names.has(each));
     this.#names = new Set(known);
-    this.#shown = name;
-    if (!goesOn) {
-      this.cache = null;
-      this.#tell("request");
-    }
-    this.#refresh();
+    this.#shown = known.at(-1) ?? null;
+    if (goesOn) return;
+    this.cache = null;
+    this.#tell("request");
   }
 
   /** Ask for what is new of the shown request, now or as soon as the last answer is here. */
