@@ -219,7 +219,10 @@ class Watched(Protocol):
 
 
 class Observer(Protocol):
-    """Is told on the engine's thread, which waits: it must be quick and must not raise."""
+    """Is told on the engine's thread, which waits: it must be quick.
+
+    One that raises is told nothing more.
+    """
 
     def observe(self, news: News, readings: Readings) -> None:
         """Take in `news`."""

@@ -5,6 +5,7 @@ This is the only place that emits the events of `tangram/watch.py`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ from tangram.watch import (
     SequenceState,
     StepDone,
 )
+
+_log = logging.getLogger("tangram")
 
 
 class Watching:
@@ -65,8 +68,12 @@ class Watching:
         self._emit(News(done, self._take_changes(), idle=step is None))
 
     def _emit(self, news: News) -> None:
-        for observer in self.observers:
-            observer.observe(news, self)
+        for observer in list(self.observers):
+            try:
+                observer.observe(news, self)
+            except Exception:  # answers go on without it
+                _log.exception("an observer of the engine has failed, and is told nothing more")
+                self.observers.remove(observer)
 
     def pool(self) -> PoolReading:
         """See `Readings`."""

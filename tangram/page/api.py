@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Protocol
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from tangram.metrics import EngineStats
@@ -21,7 +21,7 @@ from tangram.page.watchers import Watcher
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec, Job
-from tangram.serve.record import Record
+from tangram.serve.record import Record, record_of
 from tangram.watch import CacheShape, Observer, RetentionShape, Watched
 
 MOST_WATCHERS = 64
@@ -147,15 +147,17 @@ class CachePage:
 
     def _add_stream(self, app: FastAPI) -> None:
         @app.get("/v1/kv/events", response_model=None)
-        async def kv_events(request: Request) -> StreamingResponse:
+        async def kv_events(request: Request) -> Response:
             client = self._check(request)
+            if record_of(request).method == "HEAD":
+                return Response(media_type=Watcher.media_type)
             if len(self._collector.watchers) >= MOST_WATCHERS:
                 raise ApiError(
                     429, f"{MOST_WATCHERS} clients watch already: close one of them, or wait"
                 )
             return StreamingResponse(
                 self._stream(client),
-                media_type="text/event-stream",
+                media_type=Watcher.media_type,
                 headers={"Cache-Control": "no-cache"},
             )
 

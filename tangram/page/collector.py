@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -91,7 +90,7 @@ class Collector:
         self._awaited = False  # a flush is on its way
         self._flushed_s = 0.0
         self._next_reading_s = self._wanted_until_s = 0.0
-        self._stale = False
+        self._stale = self._ending = False
         self._fresh = asyncio.Event()
 
     # -- on the engine's thread --------------------------------------------------------------------
@@ -139,6 +138,7 @@ class Collector:
                 self._loop.call_soon_threadsafe(self._close_watchers)
 
     def _close_watchers(self) -> None:
+        self._ending = True
         for watcher in self.watchers:
             watcher.close()
 
@@ -148,6 +148,8 @@ class Collector:
         told = {"at": time.monotonic() - self.begin_s, "last_steps": list(self.steps)}
         watcher.send(frame("hello", told))
         self.watchers.add(watcher)
+        if self._ending:
+            watcher.close()
 
     async def freshen(self) -> None:
         """Bring the state up to date; waits a little for a reading if sequences run."""
@@ -206,11 +208,13 @@ class Collector:
 
     def _take_pool(self, reading: PoolReading, changed: dict[ShownCompletion, None]) -> list[bytes]:
         numbers = np.zeros(max(1, len(reading.sequences)), np.int32)
-        read = [self.requests.read(sequence) for sequence in reading.sequences]
-        for at, one in enumerate(read):
+        running = list[ShownCompletion]()
+        for at, sequence in enumerate(reading.sequences):
+            one = self.requests.read(sequence)
             if one is not None:
                 numbers[at] = one.conversation
-        running = sorted(filter(None, read), key=lambda one: one.told_s)
+                running += [] if one.ended else [one]
+        running.sort(key=lambda one: one.told_s)
         changed |= dict.fromkeys(running[:MOST_TOLD])
         counts = self.pool.counts
         changes = self.pool.take(reading, numbers)
@@ -223,13 +227,12 @@ class Collector:
     def _send(self, frames: Sequence[bytes], changed: dict[ShownCompletion, None]) -> None:
         if not self.watchers:
             return
-        shared, own = b"".join(frames), partial(self._frames_for, changed)
-        by_client = {watcher.client: b"" for watcher in self.watchers}
-        by_client = {client: own(client) for client in by_client}
+        shared, clients = b"".join(frames), {watcher.client for watcher in self.watchers}
+        own = {client: self._frames_for(changed, client) for client in clients}
         for one in changed:
             one.told_s = self._flushed_s
         for watcher in self.watchers:
-            if sent := shared + by_client[watcher.client]:
+            if sent := shared + own[watcher.client]:
                 watcher.send(sent)
 
     def _frames_for(self, changed: dict[ShownCompletion, None], client: bytes | None) -> bytes:

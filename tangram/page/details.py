@@ -16,7 +16,7 @@ from tangram.page.requests import ShownCompletion
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec
-from tangram.watch import KeptPositions, RetentionShape, Watched
+from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
 
 
 class Details:
@@ -98,7 +98,6 @@ class Details:
 
     def _describe_chunks(self, one: ShownCompletion) -> list[Json]:
         reading = one.reading
-        uses = self._watched.uses(reading.chunk_keys)
         return [
             {
                 "index": chunk,
@@ -108,8 +107,18 @@ class Details:
                 "shared_by": use.users,
                 "in": use.place.value,
             }
-            for chunk, use in enumerate(uses)
+            for chunk, use in enumerate(self._uses(one))
         ]
+
+    def _uses(self, one: ShownCompletion) -> list[ChunkUse]:
+        """Where each sealed chunk is. What only its sequence knows is where that is."""
+        reading = one.reading
+        own = ChunkUse(ChunkPlace.DEVICE, 1) if one.running else ChunkUse(ChunkPlace.GONE, 0)
+        found = [
+            own if use.place is ChunkPlace.GONE else use
+            for use in self._watched.uses(reading.chunk_keys)
+        ]
+        return found + [own] * (reading.sealed_chunks - len(found))
 
     def _find_kept(self, one: ShownCompletion, chunk: int) -> KeptPositions | None:
         keys = one.reading.chunk_keys

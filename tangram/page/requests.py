@@ -53,6 +53,16 @@ class ShownCompletion:
     ended_s: float | None = None
     told_s: float = 0.0  # when watchers were last told of it
 
+    @property
+    def running(self) -> bool:
+        """Whether it has pages."""
+        return self.state is SequenceState.RUNNING
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self.state is SequenceState.ENDED
+
     def take(self, change: SequenceChange) -> None:
         """Enter a change of the engine's sequence."""
         self.reading = change.reading
@@ -77,6 +87,7 @@ class Requests:
     _by_sequence: dict[tuple[str, int], ShownCompletion] = field(default_factory=dict)
     _by_name: dict[tuple[str, int], ShownCompletion] = field(default_factory=dict)
     _all: dict[ShownCompletion, None] = field(default_factory=dict)
+    _running: int = 0
     _ended_tokens: int = 0
     _numbers: Iterator[int] = field(
         default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
@@ -102,20 +113,21 @@ class Requests:
             known = ShownCompletion(announcement, choice, number, reading)
             self._by_sequence[place] = known
             self._all[known] = None
+            self._running += 1
             for name in announcement.names:
                 self._by_name[name, choice] = known
         known.take(change)
-        if known.state is SequenceState.ENDED:
-            del self._by_sequence[place]
+        if known.ended:
+            self._running -= 1
             self._ended_tokens += len(known.reading.tokens)
             self._forget_oldest()
         return known
 
     def read(self, reading: SequenceReading) -> ShownCompletion | None:
-        """The completion of a running sequence, as it is now."""
+        """The completion of a sequence that held pages; it may have changed since the reading."""
         known = self._by_sequence.get((reading.request_id, reading.index))
-        if known is not None:
-            known.reading = reading
+        if known is not None and len(reading.tokens) >= len(known.reading.tokens):
+            known.reading = known.reading if known.ended else reading
         return known
 
     def find(self, name: str, choice: int) -> ShownCompletion | None:
@@ -125,7 +137,7 @@ class Requests:
     @property
     def running(self) -> bool:
         """Whether a completion has not ended."""
-        return bool(self._by_sequence)
+        return self._running > 0
 
     @property
     def newest(self) -> Iterator[ShownCompletion]:
@@ -149,9 +161,10 @@ class Requests:
         for one in list(self._all):
             if len(self._all) <= MOST_REQUESTS and self._ended_tokens <= MOST_TOKENS:
                 return
-            if one.state is SequenceState.ENDED:
+            if one.ended:
                 self._ended_tokens -= len(one.reading.tokens)
                 del self._all[one]
+                del self._by_sequence[one.reading.request_id, one.reading.index]
                 for name in one.announcement.names:
                     del self._by_name[name, one.choice]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import ClassVar
 
 from tangram.serve.body import Json
 
@@ -23,6 +24,8 @@ class Watcher:
 
     Frames that do not fit into its queue are lost, and it is told so.
     """
+
+    media_type: ClassVar[str] = "text/event-stream"
 
     def __init__(self, client: bytes | None) -> None:
         self.client = client

@@ -193,3 +193,22 @@ def test_the_shape_says_what_is_served(world: World) -> None:
     assert 0 < shape.retentions[0].budgets.mean() < C
     assert (shape.layers, shape.kv_heads, shape.recorded) == (2, 3, False)
     assert shape.kv_token_bytes == world.engine().stats().kv_token_bytes
+
+
+def test_an_observer_that_fails_is_told_nothing_more_and_answers_go_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        told = 0
+
+        def observe(self, news: News, readings: Readings) -> None:
+            self.told += 1
+            raise ValueError("no room")
+
+    engine, broken = world.engine(), Broken()
+    engine.watch(broken)
+    diary = Diary(engine)
+    answers = run(engine, PROMPTS[:2], ANSWER)
+    assert answers == [world.alone(prompt)[0] for prompt in PROMPTS[:2]]
+    assert broken.told == 1 and len(diary.steps) == engine.stats().steps
+    assert "an observer of the engine has failed" in caplog.text

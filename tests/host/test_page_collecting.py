@@ -177,6 +177,15 @@ def test_sequences_of_no_request_are_not_kept() -> None:
     assert world.requests.read(reading("batch", [1], [])) is None
 
 
+def test_a_reading_that_is_older_than_the_end_changes_nothing() -> None:
+    world = World()
+    one = world.begin([1, 2])
+    world.end(one, [3, 4])
+    late = reading("req-1", [1, 2], [3])
+    assert world.requests.read(late) is one, "its pages are still of its conversation"
+    assert one.reading.tokens.tolist() == [1, 2, 3, 4] and not world.requests.running
+
+
 def test_the_oldest_ended_requests_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_requests, "MOST_REQUESTS", 3)
     world = World()

@@ -368,6 +368,21 @@ def test_streams_end_at_once_when_the_server_is_to_end() -> None:
         assert time.monotonic() - begin_s < 1.0
 
 
+def test_a_server_that_is_to_end_begins_no_stream() -> None:
+    pages: list[Any] = []
+    with run_page_server(change=pages.append) as server:
+        pages[0].drain()
+        with server.http() as client:
+            assert client.get(EVENTS).text.startswith("event: hello")
+
+
+def test_head_of_the_stream_ends(server: FakeServer) -> None:
+    with server.http() as client:
+        response = client.head(EVENTS)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
 def test_without_the_page_there_is_nothing(fake_server: FakeServer) -> None:
     with fake_server.http() as client:
         for path in ("/", "/learn", "/page/index.html", *OURS):
