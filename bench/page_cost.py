@@ -291,12 +291,12 @@ def _main() -> None:
     from tangram.lab.environment import environment
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", choices=MEASUREMENTS, default=list(MEASUREMENTS))
+    parser.add_argument("what", nargs="*", help=", ".join(MEASUREMENTS))
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     figures = {}
-    for name in given.what:
+    for name in given.what or MEASUREMENTS:
         found = figures[name] = MEASUREMENTS[name](given.pairs)
         low, high = found["more_range"]
         print(
