@@ -23,6 +23,8 @@ settings.load_profile("tangram")
 
 # Files that take longest, in this order: a worker that began one last would end alone.
 LONG = (
+    "page/test_turns.py",
+    "page/test_chat_page.py",
     "wire/test_tools.py",
     "wire/test_structured.py",
     "wire/test_trials_process.py",
@@ -46,6 +48,7 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", action="store_true", help="write docs/pictures/page_*.png")
     parser.addoption("--reverse", action="store_true", help="run tests from the last to the first")
 
 

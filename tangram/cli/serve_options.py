@@ -19,6 +19,15 @@ class UnknownFields(StrEnum):
     warn = "warn"
 
 
+class PageFor(StrEnum):
+    """Who may see the page: see `tangram.page.access.Access`."""
+
+    auto = "auto"
+    local = "local"
+    open = "open"
+    off = "off"
+
+
 Host = Annotated[str, option(Panel.server, "address to listen on")]
 Port = Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))]
 ServedModelName = Annotated[
@@ -69,3 +78,13 @@ ShutdownGrace = Annotated[
         callback=within(Bounds(0.0, 1e6)),
     ),
 ]
+ShownPage = Annotated[
+    PageFor,
+    option(
+        Panel.server,
+        "who may see the page at / and its data: auto is holders of a key, without keys clients of "
+        "this machine; local, clients of this machine; open, every client; off, nobody",
+        metavar="<who>",
+    ),
+]
+NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]
