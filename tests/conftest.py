@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from tests.examples import NIGHTLY
@@ -57,6 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), len(LONG)))
     if config.getoption("reverse"):
         items.reverse()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built_once() -> Iterator[None]:
+    """Typer's runner builds all commands for every invocation, which takes longer than most run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(scope="session")
