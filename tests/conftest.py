@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from functools import cache
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from tests.examples import NIGHTLY
+from tests.forking import run_fork_server
 
 # A run in the background of a shell ignores Ctrl-C, one under nohup the end of its terminal, and so
 # would the commands that tests start.
@@ -58,3 +62,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), len(LONG)))
     if config.getoption("reverse"):
         items.reverse()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built_once() -> Iterator[None]:
+    """Typer's runner builds all commands for every invocation, which takes longer than most run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[list[str]]:
+    """A command like `sys.executable` for tests whose subject is not the start of a process."""
+    with run_fork_server(
+        "tangram.cli",
+        "tangram.engine.llm",
+        "tangram.serve.http",
+        "transformers.generation.utils",
+        "transformers.models.llama.modeling_llama",
+        "numba.core.inline_closurecall",  # brings what numba reads compiled code with
+    ) as command:
+        yield command

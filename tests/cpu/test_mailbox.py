@@ -15,7 +15,7 @@ from tangram.types import Event, Request, SamplingParams
 from tests.support import small_engine
 
 LLAMA = LlamaConfig(
-    vocab_size=49152,
+    vocab_size=512,
     hidden_size=48,
     intermediate_size=64,
     num_hidden_layers=2,

@@ -10,10 +10,9 @@ import tests.interpreter  # noqa: F401, before Triton is imported
 # isort: on
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -182,10 +181,10 @@ def healthy(url: str) -> bool:
 
 
 @contextmanager
-def run_real_server(*options: str) -> Iterator[str]:
+def run_real_server(*options: str, python: Sequence[str]) -> Iterator[str]:
     """The real server with the embedded model in a process of its own; its address."""
     port = free_port()
-    command = [sys.executable, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    command = [*python, "-m", "tangram", "serve", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--kv-retention", "0.5", "--served-model-name", "smollm2"]
     with subprocess.Popen([*command, *options]) as process:
         try:
@@ -206,7 +205,7 @@ def run_real_server(*options: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def server_url() -> Iterator[str]:
+def server_url(python: list[str]) -> Iterator[str]:
     """The real server, once per test run."""
-    with run_real_server() as url:
+    with run_real_server(python=python) as url:
         yield url

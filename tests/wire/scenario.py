@@ -5,7 +5,7 @@ compression, aborts, drafts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -131,9 +131,9 @@ def load(url: str) -> None:
 
 
 @contextmanager
-def loaded_server() -> Iterator[Watched]:
+def loaded_server(python: Sequence[str]) -> Iterator[Watched]:
     """The server after that load."""
-    with run_real_server(*OPTIONS) as url:
+    with run_real_server(*OPTIONS, python=python) as url:
         watched = Watched(url)
         with watched.watching():
             load(url)

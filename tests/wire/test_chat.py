@@ -147,9 +147,11 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
     assert "/retention 1.0" in kept.read_text() and kept.stat().st_mode & 0o077 == 0
 
 
-def piped(*command: str, given: bytes, **variables: str) -> subprocess.CompletedProcess[bytes]:
+def piped(
+    python: list[str], *command: str, given: bytes, **variables: str
+) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "tangram", *command],
+        [*python, "-m", "tangram", *command],
         cwd=ROOT,
         input=given,
         capture_output=True,
@@ -159,9 +161,9 @@ def piped(*command: str, given: bytes, **variables: str) -> subprocess.Completed
     )
 
 
-def test_a_conversation_in_a_pipe() -> None:
+def test_a_conversation_in_a_pipe(python: list[str]) -> None:
     ended = piped(
-        "chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n"
+        python, "chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n"
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(b"\n") == 1 and b"you" not in ended.stdout
@@ -169,14 +171,14 @@ def test_a_conversation_in_a_pipe() -> None:
 
 
 @pytest.mark.parametrize("given", [pytest.param(b"", marks=pytest.mark.nightly), b"Hello"])
-def test_the_end_of_a_pipe_ends_a_conversation_well(given: bytes) -> None:
-    ended = piped("chat", "--max-tokens", "4", given=given)
+def test_the_end_of_a_pipe_ends_a_conversation_well(python: list[str], given: bytes) -> None:
+    ended = piped(python, "chat", "--max-tokens", "4", given=given)
     assert ended.returncode == 0, ended.stderr
     assert bool(ended.stdout) == bool(given) and b"Traceback" not in ended.stderr
 
 
-def test_a_line_that_is_no_text_spoils_no_other() -> None:
-    ended = piped("chat", "--max-tokens", "4", given=b"H\xff\nHello\n")
+def test_a_line_that_is_no_text_spoils_no_other(python: list[str]) -> None:
+    ended = piped(python, "chat", "--max-tokens", "4", given=b"H\xff\nHello\n")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(b"error: line has bytes that are not UTF-8") == 1
     assert ended.stdout.count(b"\n") == 1 and b"cut at 4 tokens" in ended.stderr
@@ -192,29 +194,31 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         pytest.param(ASCII, id="ASCII"),
     ],
 )
-def test_any_locale_takes_and_gives_texts(variables: dict[str, str]) -> None:
+def test_any_locale_takes_and_gives_texts(python: list[str], variables: dict[str, str]) -> None:
     """What an ASCII terminal cannot show is escaped. The same text is asked for, by the argument
     and the pipe.
     """
     prompt = "Zürich, Genève, Köln, Zürich, Genève,"
     options = ("--max-tokens", "4")
-    by_pipe = piped("generate", *options, given=prompt.encode(), **variables)
-    by_argument = piped("generate", *options, "-p", prompt, given=b"", **variables)
+    by_pipe = piped(python, "generate", *options, given=prompt.encode(), **variables)
+    by_argument = piped(python, "generate", *options, "-p", prompt, given=b"", **variables)
     assert by_pipe.returncode == by_argument.returncode == 0, by_pipe.stderr + by_argument.stderr
     assert by_pipe.stdout == by_argument.stdout
     assert ("K\\xf6l" if variables == ASCII else "Köl").encode() in by_pipe.stdout
 
 
-def test_an_argument_that_is_no_text_is_one_line() -> None:
-    ended = piped("generate", "-p", "H\udcff", given=b"")
+def test_an_argument_that_is_no_text_is_one_line(python: list[str]) -> None:
+    ended = piped(python, "generate", "-p", "H\udcff", given=b"")
     assert ended.returncode == 2
     assert ended.stderr == b"error: prompt is no text, it has bytes that are not UTF-8: give one\n"
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-p", "-"], marks=pytest.mark.nightly)])
-def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(options: list[str]) -> None:
+def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(
+    python: list[str], options: list[str]
+) -> None:
     given = b"The days of the week are Monday, Tuesday, Wednesday,\n"
-    ended = piped("generate", "--max-tokens", "40", *options, given=given)
+    ended = piped(python, "generate", "--max-tokens", "40", *options, given=given)
     assert ended.returncode == 0, ended.stderr
     text = ended.stdout.decode()
     assert text.startswith(" Thursday, Friday, Saturday") and text.endswith("\n")
@@ -225,7 +229,7 @@ def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(options: list[st
 @pytest.mark.parametrize(
     ("given", "why"), [(b"\n", b"standard input is empty"), (b"\xff", b"no text in UTF-8")]
 )
-def test_a_pipe_without_text_is_one_line(given: bytes, why: bytes) -> None:
-    ended = piped("generate", given=given)
+def test_a_pipe_without_text_is_one_line(python: list[str], given: bytes, why: bytes) -> None:
+    ended = piped(python, "generate", given=given)
     assert ended.returncode == 2 and why in ended.stderr
     assert ended.stderr.count(b"\n") == 1 and not ended.stdout

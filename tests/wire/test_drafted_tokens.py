@@ -25,8 +25,8 @@ def drafting() -> Iterator[FakeServer]:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[str]:
-    with run_real_server("--speculative-config", '{"method": "suffix"}') as url:
+def real(python: list[str]) -> Iterator[str]:
+    with run_real_server("--speculative-config", '{"method": "suffix"}', python=python) as url:
         yield url
 
 

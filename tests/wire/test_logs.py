@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,12 +197,12 @@ def test_an_exception_stays_one_line(lines: Lines) -> None:
     )
 
 
-def started(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
+def started(python: list[str], folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     command = [
         text.replace("PORT", str(port)) for text in options(folder, "--log-format", "json", *more)
     ]
     return subprocess.Popen(
-        [sys.executable, "-m", "tangram", *command],
+        [*python, "-m", "tangram", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -212,10 +211,11 @@ def started(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_servers_whole_life_is_lines_of_json(tmp_path: Path) -> None:
+def test_a_servers_whole_life_is_lines_of_json(python: list[str], tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with started(tiny_folder(tmp_path), port, "--kv-retention", "1.0", "--api-key", KEY) as server:
+    more = ("--kv-retention", "1.0", "--api-key", KEY)
+    with started(python, tiny_folder(tmp_path), port, *more) as server:
         wait_until(
             lambda: server.poll() is not None or healthy(url), "the server is not healthy", 60
         )
@@ -238,9 +238,15 @@ def test_a_servers_whole_life_is_lines_of_json(tmp_path: Path) -> None:
     assert KEY not in written + errors
 
 
-def test_a_start_that_fails_says_why_in_a_line_of_json(tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why_in_a_line_of_json(python: list[str], tmp_path: Path) -> None:
     with started(
-        tiny_folder(tmp_path), free_port(), "--kv-retention", "0.5", "--profile", "nowhere.json"
+        python,
+        tiny_folder(tmp_path),
+        free_port(),
+        "--kv-retention",
+        "0.5",
+        "--profile",
+        "nowhere.json",
     ) as server:
         written, errors = server.communicate(timeout=60)
     assert server.returncode == 2 and "nowhere.json" not in errors, "it is told twice"

@@ -60,8 +60,8 @@ def labels_of(family: Metric) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[Watched]:
-    with loaded_server() as watched:
+def watched(python: list[str]) -> Iterator[Watched]:
+    with loaded_server(python) as watched:
         yield watched
 
 

@@ -27,10 +27,12 @@ print("stopped", engine.stopped, "aborted", len(engine.aborted))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(number: signal.Signals) -> None:
+def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(
+    python: list[str], number: signal.Signals
+) -> None:
     port = free_port()
     url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
-    command = [sys.executable, "-c", SCRIPT, str(port)]
+    command = [*python, "-c", SCRIPT, str(port)]
     with subprocess.Popen(
         command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -380,9 +380,9 @@ TRIALS = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
+def client(python: list[str]) -> Iterator[httpx.Client]:
     """Of a real server with a key, and in possession of it."""
-    with run_real_server("--api-key", "other", "--api-key", KEY) as url:
+    with run_real_server("--api-key", "other", "--api-key", KEY, python=python) as url:
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
             yield client

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -63,11 +63,11 @@ app(sys.argv[1:])
 
 @contextmanager
 def process(
-    *command: str, start_s: float = 60, **variables: str
+    *command: str, python: Sequence[str] = (sys.executable,), start_s: float = 60, **variables: str
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of `command PORT`, healthy, and its address."""
+    """A server of `python command PORT`, healthy, and its address."""
     port = free_port()
-    arguments = [sys.executable, *(argument.replace("PORT", str(port)) for argument in command)]
+    arguments = [*python, *(argument.replace("PORT", str(port)) for argument in command)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     with subprocess.Popen(
         arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
@@ -84,8 +84,8 @@ def process(
             server.kill()
 
 
-def fake(grace_s: float) -> Any:
-    return process("-c", FAKE, "PORT", str(grace_s))
+def fake(python: list[str], grace_s: float) -> Any:
+    return process("-c", FAKE, "PORT", str(grace_s), python=python)
 
 
 def said(prompt: str, **fields: Any) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def status_of(url: str, path: str) -> int:
     return httpx.get(url + path, timeout=5).status_code
 
 
-def test_sigterm_lets_running_answers_end_and_refuses_new_ones() -> None:
+def test_sigterm_lets_running_answers_end_and_refuses_new_ones(python: list[str]) -> None:
     with (
-        fake(20) as (url, server),
+        fake(python, 20) as (url, server),
         httpx.Client(base_url=url, timeout=30) as client,
         ThreadPoolExecutor(9) as pool,
     ):
@@ -135,15 +135,15 @@ def test_sigterm_lets_running_answers_end_and_refuses_new_ones() -> None:
         assert time.monotonic() - begin_s < 10, "it waits for its grace to be over"
 
 
-def test_sigterm_ends_an_idle_server_at_once() -> None:
-    with fake(600) as (_, server):
+def test_sigterm_ends_an_idle_server_at_once(python: list[str]) -> None:
+    with fake(python, 600) as (_, server):
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=10) == 0
 
 
-def test_a_second_sigterm_ends_the_process_at_once() -> None:
+def test_a_second_sigterm_ends_the_process_at_once(python: list[str]) -> None:
     asked = said("endless", max_tokens=None, stream=True)
-    with fake(600) as (url, server), httpx.Client(base_url=url) as client:
+    with fake(python, 600) as (url, server), httpx.Client(base_url=url) as client:
         with (
             pytest.raises(httpx.RemoteProtocolError),
             client.stream("POST", CHAT, json=asked) as response,
@@ -157,8 +157,8 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
         assert server.wait(timeout=2) == 128 + signal.SIGTERM
 
 
-def test_half_a_body_does_not_put_off_the_end() -> None:
-    with fake(1) as (url, server), closing(half_a_request(url)) as connection:
+def test_half_a_body_does_not_put_off_the_end(python: list[str]) -> None:
+    with fake(python, 1) as (url, server), closing(half_a_request(url)) as connection:
         time.sleep(0.3)
         begin_s = time.monotonic()
         server.send_signal(signal.SIGTERM)
@@ -213,9 +213,13 @@ def test_a_limit_of_files_that_is_too_low_is_said() -> None:
     ],
 )
 def test_keys_and_names_that_would_open_or_break_the_server(
-    folder: Path, arguments: list[str | bytes], variables: dict[str, str], words: str
+    python: list[str],
+    folder: Path,
+    arguments: list[str | bytes],
+    variables: dict[str, str],
+    words: str,
 ) -> None:
-    command = [sys.executable, "-m", "tangram", *options(folder, name=None), *arguments]
+    command = [*python, "-m", "tangram", *options(folder, name=None), *arguments]
     command[command.index("PORT")] = str(free_port())
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | variables, capture_output=True, timeout=60
@@ -249,11 +253,12 @@ def options(folder: Path, *more: str, name: str | None = MODEL) -> list[str]:
     ]
 
 
-def test_where_the_model_lies_is_told_to_nobody(folder: Path) -> None:
+def test_where_the_model_lies_is_told_to_nobody(python: list[str], folder: Path) -> None:
     started = process(
         "-m",
         "tangram",
         *options(folder, "--kv-retention", "1.0", "--metrics-aliases", "vllm", name=None),
+        python=python,
     )
     with started as (url, _), httpx.Client(base_url=url, timeout=30) as client:
         (card,) = client.get("/v1/models").json()["data"]
@@ -268,9 +273,12 @@ def test_where_the_model_lies_is_told_to_nobody(folder: Path) -> None:
         assert not any(str(folder.parent) in response.text for response in (answer, unknown, *told))
 
 
-def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(folder: Path) -> None:
+def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(
+    python: list[str], folder: Path
+) -> None:
     server_options = options(folder, "--kv-retention", "1.0", "--max-num-seqs", "2")
-    with process("-c", DYING, *server_options) as (url, server), ThreadPoolExecutor(6) as pool:
+    dying = process("-c", DYING, *server_options, python=python)
+    with dying as (url, server), ThreadPoolExecutor(6) as pool:
         asked = body(numbers(20), max_tokens=2000)
         waiting: list[Future[httpx.Response]] = [
             pool.submit(
@@ -297,12 +305,15 @@ def loaded(url: str) -> tuple[float, float]:
     return found["tangram_requests_running", ""], found["tangram_requests_waiting", ""]
 
 
-def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(folder: Path) -> None:
+def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(
+    python: list[str], folder: Path
+) -> None:
     """Those that wait for a place have been taken, too."""
     server_options = options(
         folder, "--kv-retention", "1.0", "--max-num-seqs", "4", "--shutdown-grace-s", "120"
     )
-    with process("-m", "tangram", *server_options) as (url, server), ThreadPoolExecutor(12) as pool:
+    started = process("-m", "tangram", *server_options, python=python)
+    with started as (url, server), ThreadPoolExecutor(12) as pool:
         answers = [
             pool.submit(
                 httpx.post,
@@ -331,8 +342,11 @@ def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(folder: Pat
         assert "Traceback" not in log_of(server)
 
 
-def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(folder: Path) -> None:
-    with process("-m", "tangram", *options(folder, "--kv-retention", "1.0")) as (url, server):
+def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(
+    python: list[str], folder: Path
+) -> None:
+    started = process("-m", "tangram", *options(folder, "--kv-retention", "1.0"), python=python)
+    with started as (url, server):
         with ThreadPoolExecutor(2) as pool:
             asked = [
                 body(numbers(20, 3), max_tokens=3000),
@@ -353,10 +367,11 @@ def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(folder: Path) -> Non
 
 
 def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(
-    folder: Path, tmp_path: Path
+    python: list[str], folder: Path, tmp_path: Path
 ) -> None:
     command, cache = ("-m", "tangram", *options(folder, "--kv-retention", "0.5")), str(tmp_path)
-    with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
+    first = process(*command, python=python, TANGRAM_CACHE=cache, start_s=120)
+    with first as (url, server):
         expected = httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"]
         with (
             pytest.raises(httpx.TransportError),
@@ -383,14 +398,15 @@ def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_the_cache_only(
-    folder: Path, tmp_path: Path
+    python: list[str], folder: Path, tmp_path: Path
 ) -> None:
     tmp_path.joinpath("file").write_text("not a folder")
     command, cache = (
         ("-m", "tangram", *options(folder, "--kv-retention", "0.5")),
         str(tmp_path / "file"),
     )
-    with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
+    started = process(*command, python=python, TANGRAM_CACHE=cache, start_s=120)
+    with started as (url, server):
         assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=15) == 0

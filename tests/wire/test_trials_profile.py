@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,12 @@ def refusal(folder: Path, profile: Path, *more: str) -> str:
     return " ".join(ended.stderr.split())
 
 
-def test_a_process_ends_with_a_profile_that_is_not_for_it(folder: Path, foreign: Path) -> None:
+def test_a_process_ends_with_a_profile_that_is_not_for_it(
+    python: list[str], folder: Path, foreign: Path
+) -> None:
     command, port = asked(folder, foreign)
     ended = subprocess.run(
-        [sys.executable, "-m", "tangram", *command],
+        [*python, "-m", "tangram", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
