@@ -134,7 +134,7 @@ def test_the_pool_numbers_conversations(server: FakeServer) -> None:
 
 def test_events_come_within_a_tenth_of_a_second(server: FakeServer) -> None:
     late: list[float] = []
-    body = ENDLESS | {"messages": [USER | {"content": "endless, and of its own"}]}
+    body = ENDLESS | {"messages": [USER | {"content": "its own, and endless"}]}
     with watching(server) as stream:
         kind, hello = stream.next()
         assert kind == "hello" and len(hello["last_steps"]) <= 400
