@@ -31,6 +31,7 @@ from tangram.cli.serve_options import (
     ShownPage,
     ShutdownGrace,
     UnknownFields,
+    choose_page,
 )
 from tangram.cli.telemetry import (
     LogForm,
@@ -75,6 +76,7 @@ def serve(
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
     _check_keys(api_key)
+    shown = choose_page(page, no_page=no_page)
     name = name_served_model(config) if served_model_name is None else served_model_name
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
@@ -88,7 +90,6 @@ def serve(
 
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
-            shown = PageFor.off if no_page else page
             wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
             engine = build_engine(wanted, records=shown is not PageFor.off)
             app = build_app(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, engine_option, option
+from tangram.errors import ConfigError
 from tangram.limits import Bounds
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -26,6 +27,13 @@ class PageFor(StrEnum):
     local = "local"
     open = "open"
     off = "off"
+
+
+def choose_page(page: PageFor, *, no_page: bool) -> PageFor:
+    """Who may see the page, by both options. Raises `ConfigError` if they contradict each other."""
+    if no_page and page not in (PageFor.auto, PageFor.off):
+        raise ConfigError(f"page is {page.value!r} and no_page is given: leave one of them out")
+    return PageFor.off if no_page else page
 
 
 Host = Annotated[str, option(Panel.server, "address to listen on")]

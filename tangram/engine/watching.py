@@ -109,6 +109,10 @@ class Watching:
 
     def end(self, sequence: TokenSequence) -> None:
         """`sequence` is about to give its pages back for good."""
+        if sequence in self._tokenless:
+            del self._tokenless[sequence]
+            if sequence.read_tokens:
+                self._ended.append(self._change(sequence, SequenceState.FIRST_TOKEN))
         self._ended.append(self._change(sequence, SequenceState.ENDED))
 
     def uses(self, keys: Sequence[bytes]) -> Sequence[ChunkUse]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated, Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -139,7 +141,8 @@ class CachePage:
         async def kv_pool(request: Request) -> JSONResponse:
             client = self._check(request)
             await collector.freshen()
-            return JSONResponse(describe_pool(collector, client))
+            told = describe_pool(collector, client)
+            return await asyncio.to_thread(_spell_pool, collector.pool.arrays, told)
 
         @app.get("/v1/kv/history", dependencies=[Depends(self._check)])
         async def kv_history(seconds: Annotated[int, Query(ge=STEP_S, le=MOST_S)] = MOST_S) -> Json:
@@ -217,27 +220,32 @@ def _describe_retention(entry: RetentionShape, *, default: bool) -> Json:
 
 
 def describe_pool(collector: Collector, client: bytes | None) -> Json:
-    """Every page, and the conversations that have some; those of other clients have no id."""
+    """The conversations that have pages, those of other clients without id, and all counts."""
     pool, newest = collector.pool, dict[int, ShownCompletion]()
     for one in collector.requests.newest:
         newest.setdefault(one.conversation, one)
-    numbers = sorted(set(pool.owners.tolist()) - {0})
-    conversations = [
-        {
-            "number": number,
-            "id": one.announcement.answer_id
-            if one is not None and one.announcement.client == client
-            else None,
-            "tokens": 0 if one is None else len(one.reading.tokens),
-        }
-        for number, one in ((number, newest.get(number)) for number in numbers)
-    ]
+    owning = np.flatnonzero(np.bincount(pool.owners))
     return {
         "pages_total": len(pool.states),
-        "states": encode(pool.states),
-        "owners": encode(pool.owners),
-        "host_used": pool.host_used,
+        **pool.counts,
         "host_total": pool.host_total,
-        "promised": pool.promised,
-        "conversations": conversations,
+        "conversations": [
+            _describe_conversation(number, newest.get(number), client)
+            for number in owning.tolist()
+            if number
+        ],
     }
+
+
+def _describe_conversation(number: int, one: ShownCompletion | None, client: bytes | None) -> Json:
+    own = one is not None and one.announcement.client == client
+    return {
+        "number": number,
+        "id": one.announcement.answer_id if one is not None and own else None,
+        "tokens": 0 if one is None else len(one.reading.tokens),
+    }
+
+
+def _spell_pool(arrays: Mapping[str, npt.NDArray[Any]], told: Json) -> JSONResponse:
+    """Millions of pages take a while: call it on a thread."""
+    return JSONResponse(told | {name: encode(array) for name, array in arrays.items()})

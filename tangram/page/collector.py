@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tangram.page.requests import Requests, ShownCompletion
 from tangram.page.watchers import Watcher, frame
@@ -45,6 +47,11 @@ class Pool:
     promised: int = 0
     host_used: int = 0
     host_total: int = 0
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """What is of each page. They are replaced, never changed."""
+        return {"states": self.states, "owners": self.owners}
 
     @property
     def counts(self) -> Json:

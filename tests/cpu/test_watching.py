@@ -156,6 +156,17 @@ def test_completions_of_a_request_and_aborted_ones(world: World) -> None:
     assert found["many", 2][-1].reading.usage.cached_tokens >= C
 
 
+def test_requests_that_end_before_their_first_token_are_forgotten(world: World) -> None:
+    engine = world.engine(max_num_batched_tokens=C + 8)
+    diary, events = Diary(engine), list[Event]()
+    engine.submit(Request("0", PROMPTS[0], ANSWER, events.append))
+    engine.step()
+    engine.abort("0")
+    engine.step()
+    assert states(diary.changes["0", 0]) == [WAITING, RUNNING, ENDED]
+    assert not diary.watched._tokenless
+
+
 def test_drafts_are_counted_by_step(world: World) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     engine = small_engine(world.loaded, speculative_config=drafts)
