@@ -95,7 +95,7 @@ class Collector:
         self._outbox, self._lock = _Outbox(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._awaited = False  # a flush is on its way
-        self._flushed_s = 0.0
+        self._flushed_s = self._taken_s = 0.0
         self._next_reading_s = self._wanted_until_s = 0.0
         self._stale = self._ending = False
         self._fresh = asyncio.Event()
@@ -159,10 +159,11 @@ class Collector:
             watcher.close()
 
     async def freshen(self) -> None:
-        """Bring the state up to date; waits a little for a reading if sequences run."""
+        """Bring the state up to date; waits a little if sequences run and the reading is old."""
         self.flush()
-        self._wanted_until_s = time.monotonic() + WANTED_S
-        if self.requests.running:
+        now_s = time.monotonic()
+        self._wanted_until_s = now_s + WANTED_S
+        if self.requests.running and now_s - self._taken_s > READ_EVERY_S:
             self._fresh.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):
@@ -194,6 +195,7 @@ class Collector:
         )
         if outbox.pool is not None:
             frames += self._take_pool(outbox.pool, changed)
+            self._taken_s = self._flushed_s
             self._fresh.set()
         self._send(frames, changed)
 

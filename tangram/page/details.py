@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import codecs
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tangram.engine.text import TokenText
 from tangram.page.requests import ShownCompletion
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
+
+MOST_BYTES = 4  # of a character in UTF-8, each of which may be a token
 
 
 class Details:
@@ -134,9 +135,11 @@ class Details:
     def _spell(self, tokens: Sequence[int], begin: int) -> Iterator[Json]:
         """Tokens from `begin` on. A character of several tokens stands at the last of them."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts: Iterable[TokenText] = map(self._text, tokens[begin:])
-        for token, text in zip(tokens[begin:], texts, strict=True):
-            yield {"id": token, "text": decoder.decode(text.raw)}
+        first = max(0, begin - MOST_BYTES)
+        for at, token in enumerate(tokens[first:], first):
+            text = decoder.decode(self._text(token).raw)
+            if at >= begin:
+                yield {"id": token, "text": text}
 
     def _since_begin(self, moment_s: float | None) -> float | None:
         return None if moment_s is None else round(moment_s - self._begin_s, 6)

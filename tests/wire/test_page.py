@@ -17,6 +17,7 @@ import pytest
 
 from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
+from tangram.page.collector import READ_EVERY_S
 from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
@@ -119,9 +120,11 @@ def test_the_pool_numbers_conversations(server: FakeServer) -> None:
     with server.http() as client, client.stream("POST", CHAT, json=ENDLESS) as response:
         lines = response.iter_lines()  # once it is forgotten, the connection is closed
         next(lines)
+        name = response.headers["x-request-id"]
+        time.sleep(2 * READ_EVERY_S)  # the pool is read so often
+        shown = client.get(f"/v1/kv/requests/{name}").json()
         told = client.get("/v1/kv/pool").json()
-        answer = next(entry for entry in told["conversations"] if entry["id"] is not None)
-        shown = client.get(f"/v1/kv/requests/{answer['id']}").json()
+        answer = next(one for one in told["conversations"] if one["id"] == shown["id"])
     states = np.frombuffer(b64decode(told["states"]), np.uint8)
     owners = np.frombuffer(b64decode(told["owners"]), "<u2")
     assert len(states) == len(owners) == told["pages_total"]
@@ -195,6 +198,7 @@ def test_the_pool_names_only_own_conversations(locked: FakeServer) -> None:
     ):
         lines = response.iter_lines()  # once it is forgotten, the connection is closed
         next(lines)
+        time.sleep(2 * READ_EVERY_S)
         mine = client.get("/v1/kv/pool", headers=SESAME).json()["conversations"]
         theirs = client.get("/v1/kv/pool", headers=POPPY).json()["conversations"]
     assert any(entry["id"] for entry in mine)
