@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.page.fake_cache import CHUNK_TOKENS, KV_HEADS, LAYERS, RETENTIONS, FakeRequest, kept_of
 from tests.page.fake_server import FakeServer
 from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
-from tests.page.support import ask, paste, send
+from tests.page.support import Watched, ask, paste, send
 
 pytestmark = pytest.mark.browser
 DOCUMENT = " ".join(f"item{at}" for at in range(500))
@@ -138,6 +139,19 @@ def test_the_server_view_shows_the_last_hour(page: Any) -> None:
     page.get_by_role("img", name="Throughput, tokens/s over time").locator("canvas").wait_for()
     assert page.locator(".plot canvas").count() == 6
     assert page.locator('[data-field="queue"]').inner_text() == "0"
+
+
+def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServer) -> None:
+    page = watched.page
+    fields = httpx.get(f"{fake.url}/v1/kv/history?seconds=600").json()
+    empty = {name: [] if isinstance(value, list) else value for name, value in fields.items()}
+    quiet = {name: [None] if name.startswith("t") else [0] for name in fields} | {"step_s": 1}
+    answers = iter([empty | {"step_s": 1}, quiet | {"at": [10]}])
+    page.route("**/v1/kv/history*", lambda route: route.fulfill(json=next(answers, quiet)))
+    page.get_by_role("link", name="Server").click()
+    page.locator('[data-field="running"]', has_text="–").wait_for()
+    page.locator('[data-field="running"]', has_text="0").wait_for()
+    assert page.locator('[data-field="ttft_p50"]').inner_text() == "–"
 
 
 def test_a_lost_connection_comes_back(page: Any, asked: FakeRequest, fake: FakeServer) -> None:

@@ -13,7 +13,8 @@ export async function* readEvents(body) {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      rest += decoder.decode(value, { stream: true }).replaceAll("\r\n", "\n");
+      // A line's end may come in two parts.
+      rest = (rest + decoder.decode(value, { stream: true })).replaceAll("\r\n", "\n");
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {
         const event = parseEvent(rest.slice(0, end));

@@ -34,9 +34,8 @@ export class RequestCache {
   /** @param {object} model as GET /v1/kv/model says */
   constructor(model) {
     this.model = model;
-    const whole = model.full_layers ?? [...Array(model.layers).keys()];
-    // Layers with a window hold the same tokens of all heads, so they say nothing of a token.
-    this.rows = whole.flatMap((layer) =>
+    // Heads of layers with a window hold the same tokens, so they say nothing of a token.
+    this.rows = model.full_layers.flatMap((layer) =>
       Array.from({ length: model.kv_heads }, (_, head) => layer * model.kv_heads + head),
     );
   }
@@ -120,7 +119,17 @@ export class RequestCache {
   keeps(row, position) {
     const kind = this.kinds[position];
     if (kind === RAW) return true;
-    return kind === SEALED ? this.#chunkAt(position).kept.keeps(row, position) : null;
+    if (kind !== SEALED) return null;
+    const { index, kept } = this.#chunkAt(position);
+    return index >= this.#firstHeld(row) && kept.keeps(row, position);
+  }
+
+  /** The first sealed chunk that a row holds: a layer with a window releases what none can see. */
+  #firstHeld(row) {
+    const window = this.model.windows[Math.floor(row / this.model.kv_heads)];
+    if (window === null) return 0;
+    const seen = Math.max(1, Math.ceil((window - 1) / this.model.chunk_tokens));
+    return Math.max(0, this.view.chunks.length - seen);
   }
 
   /** The number of tokens that each head holds. @returns {Uint32Array} [layers · heads] */
@@ -128,9 +137,10 @@ export class RequestCache {
     const held = new Uint32Array(this.model.layers * this.model.kv_heads);
     if (this.view === null) return held;
     held.fill(this.view.raw.end - this.view.raw.begin);
+    const first = held.map((_, row) => this.#firstHeld(row));
     for (const { index, in: place } of this.view.chunks) {
       const counts = place === "gone" ? undefined : this.#chunks.get(index)?.countsByRow;
-      counts?.forEach((count, row) => (held[row] += count));
+      counts?.forEach((count, row) => (held[row] += index >= first[row] ? count : 0));
     }
     return held;
   }

@@ -22,7 +22,7 @@ export function Chat({ app }) {
 function Messages({ app, conversation, running }) {
   const frame = useFollowedEnd(conversation);
   const shown = shownMessages(conversation);
-  return html`<div class="messages" ref=${frame} tabindex="0" aria-label="Messages">
+  return html`<div class="messages" ref=${frame} tabindex="0" role="region" aria-label="Messages">
     ${shown.length === 0 && html`<${Welcome} />`}
     ${shown.map(
       (message, at) =>

@@ -1,6 +1,7 @@
 /** Markdown of models as safe elements. */
 import MarkdownIt from "../../vendor/markdown-it/markdown-it.mjs";
 import DOMPurify from "../../vendor/dompurify/purify.mjs";
+import { copyText } from "../clipboard.js";
 import { highlight } from "./highlight.js";
 
 // `html: false` shows tags as text; DOMPurify goes over the result all the same.
@@ -63,7 +64,7 @@ function addCopyButton(block) {
   button.textContent = "Copy";
   button.setAttribute("aria-label", "Copy this code");
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(block.textContent);
+    await copyText(block.textContent);
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
   });

@@ -1,4 +1,5 @@
 /** One message: its text, its documents, its branches, and what can be done with it. */
+import { copyText } from "../clipboard.js";
 import { bytes, count, percent, rate, seconds } from "../format.js";
 import { Fragment, html, useEffect, useFocus, useRef, useState } from "../preact.js";
 import { DocumentChips } from "./documents.js";
@@ -115,9 +116,8 @@ function Branches({ app, message, branches, locked }) {
 }
 
 function Tools({ app, message, locked, onEdit }) {
-  const copy = () => navigator.clipboard.writeText(message.content);
   return html`<span class="message-tools">
-    <button onClick=${copy}>Copy</button>
+    <button onClick=${() => copyText(message.content)}>Copy</button>
     ${onEdit && html`<button disabled=${locked} onClick=${onEdit}>Edit</button>`}
     ${!onEdit &&
     html`<button disabled=${locked} onClick=${() => app.regenerate(message)}>Regenerate</button>

@@ -15,6 +15,16 @@ export function ConversationList({ app, onOpen }) {
         .sort((one, other) => other.changedAt - one.changedAt),
     [conversations, search],
   );
+  // While an answer grows its conversation changes with every frame; the list shows titles alone.
+  const shown = found.map(({ id, title }) => `${id} ${title}`).join("\n");
+  const entries = useMemo(
+    () =>
+      found.map(
+        ({ id, title }) =>
+          html`<${Entry} key=${id} ...${{ app, id, title, onOpen }} current=${id === currentId} />`,
+      ),
+    [shown, currentId],
+  );
   const importFile = async ({ target }) => {
     if (target.files.length > 0) await app.import(target.files[0]);
     target.value = "";
@@ -30,16 +40,7 @@ export function ConversationList({ app, onOpen }) {
       onInput=${({ target }) => setSearch(target.value)}
     />
     <ul>
-      ${found.map(
-        (each) =>
-          html`<${Entry}
-            key=${each.id}
-            app=${app}
-            conversation=${each}
-            current=${each.id === currentId}
-            onOpen=${onOpen}
-          />`,
-      )}
+      ${entries}
     </ul>
     ${found.length === 0 && html`<p class="soft">No conversation has these words.</p>`}
     <p class="row">
@@ -57,10 +58,9 @@ export function ConversationList({ app, onOpen }) {
   </aside>`;
 }
 
-function Entry({ app, conversation, current, onOpen }) {
+function Entry({ app, id, title: given, current, onOpen }) {
   const [renames, rename] = useState(false);
-  const { id } = conversation;
-  const title = conversation.title || "New conversation";
+  const title = given || "New conversation";
   if (renames) return html`<li><${Rename} ...${{ app, id, title, done: () => rename(false) }} /></li>`;
   const open = () => {
     app.open(id);
