@@ -270,6 +270,11 @@ class Batcher:
         self.kernels.begin(tables, self.cache.lengths, width, counts, prefill)
         return False
 
+    def advance(self, slots: Tensor, growth: Tensor) -> None:
+        """Prepare another pass of the last pass's decode rows (`PoolKernels.advance`)."""
+        self.tables.flat()
+        self.kernels.advance(slots, growth)
+
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
         layout = row.retention.layout

@@ -462,8 +462,10 @@ def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
 
 
 def query_counts(most_drafted: int) -> tuple[int, ...]:
-    """The numbers of tokens of a decode row that kernels are prepared for."""
-    return tuple(sorted({1, most_drafted // 4 + 1, most_drafted + 1}))
+    """The numbers of tokens of a decode row that kernels are prepared for: `counts_up_to`."""
+    most = most_drafted + 1
+    largest = 1 << (most.bit_length() - 1)  # a power of two fills the tiles of the kernels
+    return tuple(sorted({1, max(1, largest // 2), largest, most}))
 
 
 def _fit_model_len(config: EngineConfig, default: Retention, pages: int, wanted: int) -> int:

@@ -13,19 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tangram.kernels.stopwatch import GraphBlocks
-from tangram.kernels.transfer import place
 from tangram.model.attention import AttentionContext, StepAttention
-from tangram.types import Int64
 
 _log = logging.getLogger("tangram")
-
-# Writes tokens that only the device knows into tokens [T].
-Carry = Callable[[Tensor], object]
 
 # The attention of a pass, tokens [T], positions [T] and wanted places [n] → their logits [n, V].
 Forward = Callable[[AttentionContext, Tensor, Tensor, Tensor], Tensor]
@@ -57,22 +51,13 @@ class PassGraphs:
         self._recent = deque[_CapturedPass](maxlen=16)
         self._refused = set[bool]()  # by whether such passes are padded
 
-    def logits(
-        self,
-        tokens: Int64,
-        positions: Int64,
-        wanted: Int64,
-        attention: StepAttention,
-        carried: Carry,
-    ) -> Tensor:
+    def logits(self, inputs: Tensor, sizes: list[int], attention: StepAttention) -> Tensor:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
 
-        They are valid until the next pass. `tokens` and `positions` are padded to the width or the
-        `PaddedShape`. `wanted` has as many places as any such pass wants.
+        They are valid until the next pass. `inputs` int64 are tokens, positions and wanted places
+        of these `sizes`. Tokens and positions are padded to the width or the `PaddedShape`. There
+        are as many wanted places as any such pass wants.
         """
-        sizes = [len(tokens), len(positions), len(wanted)]
-        inputs = place(np.concatenate([tokens, positions, wanted]), self._device)
-        carried(inputs[: len(tokens)])
         known = self._graph(inputs, sizes, attention)
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -73,25 +73,23 @@ class ModelDrafter:
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
         """See `Drafter`. The last pass of a sequence computes its last draft and chooses nothing.
 
-        So nothing is missing if all are accepted. It is repeated while others go on.
+        So nothing is missing if all are accepted.
         """
         mirrors = [self._mirrors[one.sequence] for one in drafting]
         caches = [_require_cache(mirror) for mirror in mirrors]
         epoch = self._epoch_of(mirrors, caches)
-        drafts = DraftRound(self._runner.passes, drafting, epoch, self._vocabulary)
-        first = [
+        for cache in caches:
+            self.cache.grow(cache, 1)
+        rows = [
             row_of(mirror, cache, RowKind.DECODE, mirror.known - 1, mirror.known, sample=True)
             for mirror, cache in zip(mirrors, caches, strict=True)
         ]
-        most = int(drafts.counts.max())
-        for number in range(most + 1):
-            numbers = np.minimum(number, drafts.counts)
-            for cache, count in zip(caches, drafts.counts.tolist(), strict=True):
-                if number <= count:
-                    self.cache.grow(cache, 1)
-            logits = drafts.compute(_rows_at(first, numbers), numbers)
-            if number < most:
-                drafts.choose(logits)
+        drafts = DraftRound(self._runner.passes, drafting, rows, epoch, self._vocabulary)
+        for cache, count in zip(caches, drafts.counts.tolist(), strict=True):
+            self.cache.grow(cache, count)
+        for _ in range(int(drafts.counts.max())):
+            drafts.choose(drafts.compute(beyond=1))
+        drafts.compute(beyond=1)
         return drafts.drafts()
 
     def settle(self, sequence: TokenSequence) -> None:
@@ -225,14 +223,6 @@ class _Prefill:
         self.rows.append(row)
         self.mirrors[mirror] = None
         self.spare -= len(row.tokens)
-
-
-def _rows_at(first: Sequence[Row], numbers: Int64) -> list[Row]:
-    """The rows of draft `numbers` [n] behind the newest tokens, which the rows `first` decode."""
-    return [
-        replace(row, start=row.start + number, pending=number > 0)
-        for row, number in zip(first, numbers.tolist(), strict=True)
-    ]
 
 
 def _is_behind(mirror: TokenSequence, cache: SequenceCache) -> bool:

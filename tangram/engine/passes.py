@@ -12,12 +12,15 @@ from torch import Tensor
 
 from tangram.cache.step import Row, RowKind
 from tangram.engine.batcher import Batcher
-from tangram.engine.graphs import Carry, PassGraphs
+from tangram.engine.graphs import PassGraphs
 from tangram.engine.meters import Meters
 from tangram.kernels.transfer import place
 from tangram.model.attention import AttentionContext, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.types import Int64
+
+# Writes tokens that only the device knows into tokens [T].
+Carry = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,28 @@ class Passes:
         If `replayed`, by a graph that fits it. `carry` of the rows and their ends returns what
         writes tokens that only the device knows.
         """
+        begun = self.begin(rows, epoch, carry, replayed=replayed)
+        return begun.attention, begun.logits()
+
+    def begin(
+        self,
+        rows: Sequence[Row],
+        epoch: int,
+        carry: Callable[[Sequence[Row], Int64], Carry],
+        *,
+        replayed: bool,
+    ) -> BegunPass:
+        """What `logits` computes, ready on the device."""
         attention = self.batcher.attention(rows, epoch, padded=replayed)
         flat = flatten(rows, attention)
-        sampled, carried = flat.sampled, carry(rows, flat.ends)
-        if replayed and self.graphs is not None and (attention.width or attention.padded_tokens):
-            # A graph needs the same places in every pass, and its next pass overwrites its logits.
+        replayed = replayed and bool(attention.width or attention.padded_tokens)
+        graphs, wanted = self.graphs if replayed else None, flat.sampled
+        if graphs is not None:  # it needs the same places in every pass
             wanted = np.arange(attention.width) if attention.width else flat.ends
-            logits = self.graphs.logits(flat.tokens, flat.positions, wanted, attention, carried)
-            logits = logits[: len(sampled)] if attention.width else logits[: len(sampled)].clone()
-        else:
-            inputs, places = self.upload(flat.tokens, flat.positions)
-            carried(inputs)
-            logits = self.forward(attention, inputs, places, *self.upload(sampled))
-        return attention, logits
+        sizes = [len(part) for part in (flat.tokens, flat.positions, wanted)]
+        (inputs,) = self.upload(np.concatenate([flat.tokens, flat.positions, wanted]))
+        carry(rows, flat.ends)(inputs[: sizes[0]])
+        return BegunPass(self, attention, graphs, inputs, sizes, len(flat.sampled))
 
     def forward(
         self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
@@ -124,10 +136,42 @@ class Passes:
             attention = self.batcher.rehearse(min(width, rows), queries)
             if self.batcher.kernels.captured is None:
                 return
-            nothing = np.zeros(attention.width, np.int64)
-            self.graphs.logits(
-                nothing, nothing, np.arange(attention.width), attention, lambda tokens: None
-            )
+            nothing = np.zeros(2 * attention.width, np.int64)
+            (inputs,) = self.upload(np.concatenate([nothing, np.arange(attention.width)]))
+            self.graphs.logits(inputs, [attention.width] * 3, attention)
+
+
+@dataclass(frozen=True, eq=False)
+class BegunPass:
+    """A pass whose `inputs` are on the device: tokens, positions and wanted places, of `sizes`.
+
+    `sampled` of the wanted places are those behind which a token is chosen.
+    """
+
+    passes: Passes
+    attention: StepAttention
+    graphs: PassGraphs | None
+    inputs: Tensor
+    sizes: list[int]
+    sampled: int
+
+    def logits(self) -> Tensor:
+        """Logits [sampled, V]. Those of a pass that only decodes are valid until its next one."""
+        if self.graphs is None:
+            return self.passes.forward(self.attention, *torch.split(self.inputs, self.sizes))
+        logits = self.graphs.logits(self.inputs, self.sizes, self.attention)[: self.sampled]
+        return logits if self.attention.width else logits.clone()
+
+    def advance(self, slots: Tensor, tokens: Tensor, growth: Tensor) -> None:
+        """Its rows, one token in each of `slots` [n], continue with `tokens` int64 [n].
+
+        Where `growth` int32 [n] is 0 instead of 1, the next pass repeats the last one.
+        """
+        own, positions, _ = torch.split(self.inputs, self.sizes)
+        rows = len(slots)
+        own[:rows].copy_(torch.where(growth > 0, tokens, own[:rows]))
+        positions[:rows].add_(growth)
+        self.passes.batcher.advance(slots, growth)
 
 
 def carry_nothing(rows: Sequence[Row], ends: Int64) -> Carry:

@@ -16,9 +16,8 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batcher import Batcher, DeviceTables
-from tangram.engine.graphs import Carry
 from tangram.engine.meters import Meters
-from tangram.engine.passes import Passes, flatten
+from tangram.engine.passes import Carry, Passes, flatten
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.interface import KernelChoice

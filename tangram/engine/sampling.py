@@ -89,6 +89,11 @@ class SampleRow:
         return self._history is not None
 
     @property
+    def stays(self) -> bool:
+        """True when every later token is chosen alike, by the logits alone."""
+        return self.greedy and not self.remembers and self._ends is None and self.matcher is None
+
+    @property
     def changes_logits(self) -> bool:
         """True when a bias or a penalty moves this row's logits, or the answer may not end yet."""
         return self._bias is not None or self._history is not None or self._must_go_on
@@ -102,6 +107,8 @@ class SampleRow:
 
         This row stays as it is.
         """
+        if self.stays:
+            return self
         later = copy.copy(self)
         later.step += count
         if self._history is not None and tokens is not None and count:

@@ -286,31 +286,29 @@ class Scheduler:
         if self.waiting or len(sequences) < len(self.running):
             spare -= self.config.chunk_tokens  # drafts leave room for prefill
         for sequence in sequences:
-            row = self._row_of_newest(sequence)
-            drafts = self._draft(sequence, spare)
-            spare -= len(drafts)
-            if len(drafts):
-                on_device = self.drafts is not None and self.drafts.on_device
-                tokens = np.concatenate([row.tokens, drafts])
-                row = replace(row, tokens=tokens, pending=on_device)
+            row = self._decode_row(sequence, spare)
+            spare -= row.drafts
             rows.append(row)
         return rows
 
-    def _row_of_newest(self, sequence: TokenSequence) -> Row:
+    def _decode_row(self, sequence: TokenSequence, spare: int) -> Row:
+        """The newest token and up to `spare` drafts, with pages for them."""
         cache = _require_cache(sequence)
-        start = cache.computed_tokens
-        self.cache.grow(cache, 1)
-        return row_of(sequence, cache, RowKind.DECODE, start, start + 1, sample=True)
+        start, drafts = cache.computed_tokens, self._draft(sequence, cache, spare)
+        self.cache.grow(cache, 1 + len(drafts))
+        row = row_of(sequence, cache, RowKind.DECODE, start, start + 1, sample=True)
+        if self.drafts is None or not len(drafts):
+            return row
+        tokens = np.concatenate([row.tokens, drafts])
+        return replace(row, tokens=tokens, pending=self.drafts.on_device)
 
-    def _draft(self, sequence: TokenSequence, most: int) -> Int64:
-        """Drafts behind the newest token, with pages for them; none crosses the end of a chunk."""
-        cache = _require_cache(sequence)
-        left = min(cache.layout.chunk_tokens - cache.raw_tokens, sequence.limit - sequence.known)
-        if self.drafts is None or sequence.pending or min(left, most) <= 0:
+    def _draft(self, sequence: TokenSequence, cache: SequenceCache, most: int) -> Int64:
+        """What is drafted behind the newest token; none crosses the end of a chunk."""
+        room = cache.layout.chunk_tokens - cache.raw_tokens - 1
+        left = min(most, room, sequence.limit - sequence.known)
+        if self.drafts is None or sequence.pending or left <= 0:
             return np.zeros(0, np.int64)
-        drafts = self.drafts.offer(sequence, min(left, most))
-        self.cache.grow(cache, len(drafts))
-        return drafts
+        return self.drafts.offer(sequence, left)
 
     def _prefill(self, candidates: Iterable[TokenSequence], budget: int) -> list[Row]:
         """All rows that the first sequence may have, then those of the second, while they fit."""

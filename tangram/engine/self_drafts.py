@@ -41,16 +41,16 @@ class SelfDrafter:
 
     @torch.inference_mode()
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
-        """See `Drafter`. A sequence with fewer drafts repeats its last pass while others go on."""
-        vocabulary = drafting[0].row.retention.layout.geometry.vocab_size
-        drafts = DraftRound(self._passes, drafting, self._epoch_of(drafting), vocabulary)
-        for number in range(int(drafts.counts.max())):
-            numbers = np.minimum(number, drafts.counts - 1)
-            rows = [_row(one, at) for one, at in zip(drafting, numbers.tolist(), strict=True)]
-            positions = np.array([row.start for row in rows])
-            slots = np.array([row.slot for row in rows])
-            self._tables.set_positions(rows[0].retention.layout, slots, positions)
-            drafts.choose(drafts.compute(rows, numbers))
+        """See `Drafter`."""
+        rows = [_row(one) for one in drafting]
+        positions = np.array([row.start for row in rows])
+        slots = np.array([row.slot for row in rows])
+        layout = rows[0].retention.layout
+        self._tables.set_positions(layout, slots, positions)
+        epoch, vocabulary = self._epoch_of(drafting), layout.geometry.vocab_size
+        drafts = DraftRound(self._passes, drafting, rows, epoch, vocabulary)
+        for _ in range(int(drafts.counts.max())):
+            drafts.choose(drafts.compute())
         return drafts.drafts()
 
     def settle(self, sequence: TokenSequence) -> None:
@@ -73,14 +73,9 @@ class SelfDrafter:
         )
 
 
-def _row(one: Drafting, number: int) -> Row:
-    return replace(
-        one.row,
-        retention=_require_draft(one.row.retention),
-        start=one.row.start + number,
-        tokens=one.row.tokens[:1],
-        pending=number > 0,
-    )
+def _row(one: Drafting) -> Row:
+    retention = _require_draft(one.row.retention)
+    return replace(one.row, retention=retention, tokens=one.row.tokens[:1], pending=False)
 
 
 def _require_draft(retention: Retention) -> Retention:

@@ -29,13 +29,32 @@ from tangram.types import Int32
 FEW_PARTS, MANY_PARTS = (4, 8), 64  # parts that a merge takes at a time: a kernel each
 
 
+class PlanBuffers:
+    """Device memory that the decoders of one pool share, because one plan is loaded at a time.
+
+    Decoders that need more get larger memory. Earlier ones keep theirs, which graphs refer to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """[size] of what is shared as `name`: zeros when it is new."""
+        held = self._held.get(name)
+        if held is None or len(held) < size:
+            held = self._held[name] = torch.zeros(size, dtype=dtype, device=self._device)
+        return held[:size]
+
+
 class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer.
 
     This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
-    buffers; with `slack` the sizes are rounded up to powers of two. `group` is G. A row has up to
-    `queries` tokens. An FP8 pool needs `scales`, float32 [L, H, 2], the factors of stored keys and
-    values. `card` None is the pool's own. Raises `ConfigError` if a plan does not fit.
+    buffers; with `slack` the sizes are rounded up to powers of two, and doubled without `least`.
+    `group` is G. A row has up to `queries` tokens. An FP8 pool needs `scales`, float32 [L, H, 2],
+    the factors of stored keys and values. `card` None is the pool's own, and `buffers` None are the
+    decoder's own. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
@@ -52,6 +71,7 @@ class GpuDecode:
         slack: bool = False,
         card: Card | None = None,
         queries: int = 1,
+        buffers: PlanBuffers | None = None,
     ) -> None:
         self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
         if queries > 1:
@@ -64,19 +84,20 @@ class GpuDecode:
         size = (
             Capacity.of(plans, packed) if least is None else Capacity.of(plans, packed).join(least)
         )
-        self.capacity = size = size.rounded if slack else size
-        device, total = pool.device, sum(size.sizes.values())
-        self._device_plan = torch.empty(total, dtype=torch.int32, device=device)
+        if slack:
+            size = size.rounded if least is not None else size.rounded.doubled
+        self.capacity = size
+        shared = buffers or PlanBuffers(pool.device)
+        self._device_plan = shared.take("plan", sum(size.sizes.values()), torch.int32)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group * queries
         # A part is a mean of values: float16 holds it if it holds these, and rounds it no more than
         # the output.
         part = torch.float16 if pool.dtype == torch.float16 else torch.float32
-        self._part_out = torch.empty(rows, head_dim, dtype=part, device=device)
-        self._part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self._arrivals = torch.zeros(
-            max(1, size.sizes["part_indptr"]) * group, dtype=torch.int32, device=device
-        )
+        self._part_out = shared.take("part_out", rows * head_dim, part).view(rows, head_dim)
+        self._part_lse = shared.take("part_lse", rows, torch.float32)
+        segments = max(1, size.sizes["part_indptr"])
+        self._arrivals = shared.take("arrivals", segments * group, torch.int32)  # 0 after each use
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0 and self._options.merge != "atomic"

@@ -142,9 +142,16 @@ class PoolKernels(Protocol):
     ) -> None:
         """Prepare a forward pass: `width` is 0 or that of the loaded plan.
 
-        `tables` are the flat block tables, int32 on the pool's device; `lengths`, of any shape, are
-        read flat. They count all tokens of the decode rows, `counts` [R], which lie end to end in
-        the flattened batch.
+        `tables` are the flat block tables, int32 on the pool's device. `lengths` [slots, groups]
+        are copied, and read flat. They count all tokens of the decode rows, `counts` [R], which lie
+        end to end in the flattened batch.
+        """
+        ...
+
+    def advance(self, slots: Tensor, growth: Tensor) -> None:
+        """Prepare another pass of the begun decode rows, behind the entries of the last one.
+
+        All lengths of `slots` int64 [n] grow by `growth` int32 [n], both on the pool's device.
         """
         ...
 

@@ -256,6 +256,12 @@ class Capacity:
             _round_up(self.segment_parts),
         )
 
+    @property
+    def doubled(self) -> Capacity:
+        """Twice the sizes: plans for as many rows of other lengths have up to that many tasks."""
+        sizes = {name: 2 * size for name, size in self.sizes.items()}
+        return replace(self, sizes=sizes, slots=2 * self.slots)
+
     def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:
         """The same for a plan that has tasks of every kind and merges of `parts` parts.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, reference
 from tangram.kernels.interface import PaddedShape, PrefillRows, Ranking
+from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Decoding, Schedule
@@ -38,6 +39,7 @@ class TorchKernels:
     _rows: PrefillRows
     _tables: Tensor
     _lengths: Tensor
+    _shape: tuple[int, ...]
     _counts: Int32
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
@@ -75,7 +77,12 @@ class TorchKernels:
         """See `PoolKernels`."""
         self._waiting.adjust()
         self._tables, self._width, self._counts, self._rows = tables, width, counts, prefill
-        self._lengths = torch.from_numpy(lengths.reshape(-1)).to(self._pool.device)
+        self._shape = lengths.shape
+        self._lengths = torch.tensor(lengths, device=self._pool.device).view(-1)
+
+    def advance(self, slots: Tensor, growth: Tensor) -> None:
+        """See `PoolKernels`."""
+        advance(self._lengths.view(self._shape), slots, growth)
 
     def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
         """See `PoolKernels`: nothing is launched."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
-from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode
+from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
 from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
-from tangram.kernels.transfer import stage, upload
+from tangram.kernels.transfer import advance, stage, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.policy import Policy, StepLoad
@@ -50,6 +50,7 @@ class TritonKernels:
     _decoder: GpuDecode
     _decode_address: Tensor
     _lengths: Tensor
+    _shape: tuple[int, ...]
     _rows: PrefillRows
     _cells: gathered.PrefillOrder
     _runs: list[dense.DenseRun]
@@ -70,6 +71,7 @@ class TritonKernels:
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
+        self._buffers = PlanBuffers(device)
         self._addresses: dict[int, Tensor] = {}
         self._first_tokens: dict[int, Tensor] = {}
         self._queries = 1
@@ -152,6 +154,7 @@ class TritonKernels:
             slack=True,
             card=self._card,
             queries=batch.queries,
+            buffers=self._buffers,
         )
 
     def _pack_addresses(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
@@ -198,6 +201,11 @@ class TritonKernels:
             )
         new_lengths = stage(np.append(lengths.reshape(-1), np.int32(0)), self._pool.device)
         self._lengths.copy_(new_lengths, non_blocking=True)
+        self._shape = lengths.shape
+
+    def advance(self, slots: Tensor, growth: Tensor) -> None:
+        """See `PoolKernels`."""
+        advance(self._lengths[:-1].view(self._shape), slots, growth)
 
     def _load_rows(self, prefill: PrefillRows) -> None:
         entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize

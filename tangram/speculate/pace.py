@@ -8,7 +8,7 @@ verification. Times are those of recent iterations at a like load, without outli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -18,8 +18,9 @@ _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remember
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
 _OUTLYING = 2.0  # times the least: such a time says nothing of later ones
-TRIES = 2  # of each number that a load begins with
+TRIES = 3  # of each number that a load begins with
 PROBE_EVERY = 32
+NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
 
 
@@ -90,11 +91,30 @@ class _Load:
         self.lost_s += seconds if fits else 0.0
         return fits
 
-    def estimate(self, drafted: int) -> float:
+    @property
+    def usual(self) -> dict[int, float]:
+        """The usual time of each number that was tried often enough."""
+        often = {count: times for count, times in self.seconds.items() if len(times) >= TRIES}
+        return {count: _usual(often[count]) for count in sorted(often)}
+
+    def estimate(self, drafted: int, like: _Load) -> float:
+        """The usual time of `drafted`: measured, or in proportion to the times of `like`.
+
+        A single time may be that of a first pass of its kind: it is believed if it is short.
+        """
+        usual, single = self.usual, list(self.seconds.get(drafted, ()))
+        if drafted in usual:
+            return usual[drafted]
+        ratios = [seconds / like.interpolate(count) for count, seconds in usual.items()]
+        guess = like.interpolate(drafted) * (fmean(ratios) if ratios else 1.0)
+        return min([guess, *single])
+
+    def interpolate(self, drafted: int) -> float:
         """The usual time of `drafted`; a straight line between and beyond what was measured."""
-        known = sorted((count, _usual(times)) for count, times in self.seconds.items())
-        if drafted in self.seconds or len(known) == 1:
-            return dict(known).get(drafted, known[0][1])
+        usual = self.usual
+        known = list(usual.items())
+        if drafted in usual or len(known) == 1:
+            return usual.get(drafted, known[0][1])
         below = [pair for pair in known if pair[0] < drafted]
         above = [pair for pair in known if pair[0] > drafted]
         first, second = (
@@ -104,48 +124,71 @@ class _Load:
         return max(first[1] + slope * (drafted - first[0]), _LEAST_S)
 
 
+def _count_steps(load: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(abs(one - two) for one, two in zip(load, other, strict=True))
+
+
 def counts_up_to(most: int) -> tuple[int, ...]:
-    """The numbers of drafts to choose from: 0, the powers of two below `most`, and `most`."""
-    return 0, *(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most
+    """The numbers of drafts to choose from: 0, 1, 3, 7, … below `most`, and `most`.
+
+    With the newest token these are powers of two, which fill the tiles of a GPU's kernels.
+    """
+    return *((1 << bits) - 1 for bits in range(most.bit_length() + 1) if 1 << bits <= most), most
 
 
 class Pace:
     """Chooses how many tokens to draft, 0 to `most`, for each load of the engine.
 
-    A load is anything that iterations of equal cost have in common. Each load is tried without
-    drafts and with some first. Later one iteration of `PROBE_EVERY` may try a neighbour of
-    the best, as long as trials have lost no more than `PROBE_SHARE` of the time.
+    A load is what iterations of equal cost have in common, as integers; near loads have near
+    numbers. A load that is not near a known one is tried without drafts and with some first. Later
+    one iteration of `PROBE_EVERY` may try a neighbour of the best, as long as trials have lost no
+    more than `PROBE_SHARE` of the time.
     """
 
     def __init__(self, most: int) -> None:
         self._counts = counts_up_to(most)
-        self._loads: dict[Hashable, _Load] = {}
+        self._first = self._counts[len(self._counts) // 2]
+        self._loads: dict[tuple[int, ...], _Load] = {}
 
     @property
     def counts(self) -> Sequence[int]:
         """The numbers of drafts that it chooses from, ascending."""
         return self._counts
 
-    def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(self, load: tuple[int, ...], acceptances: Sequence[Acceptance]) -> list[int]:
         """How many tokens to draft in the next iteration, for each sequence by its acceptance.
 
         It is the number that yields most tokens a second, or in a trial one number for all.
         """
-        known = self._loads.get(load)
-        first = self._counts[len(self._counts) // 2]
-        if known is None:
-            return [first] * len(acceptances)
-        untried = [count for count in (0, first) if len(known.seconds.get(count, ())) < TRIES]
-        if untried:
-            return [untried[-1]] * len(acceptances)
-        seconds = {count: known.estimate(count) for count in self._counts}
-        trial = None if known.iterations % PROBE_EVERY else self._trial(known, seconds, acceptances)
+        known = self._loads.setdefault(load, _Load())
+        untried = self._find_untried(known)
+        like = self._find_near(load) if untried else known
+        if like is None:
+            begun = bool(known.seconds)
+            return [untried[-1] if begun else self._first] * len(acceptances)
+        seconds = {count: known.estimate(count, like) for count in self._counts}
+        probes = known.iterations and not known.iterations % PROBE_EVERY
+        trial = self._trial(known, seconds, acceptances) if probes else None
         if trial is not None:
             return [trial] * len(acceptances)
         return [
             max(seconds, key=lambda count: own.expected_tokens(count) / seconds[count])
             for own in acceptances
         ]
+
+    def _find_untried(self, known: _Load) -> list[int]:
+        """Of the numbers that a load begins with, those that were not tried often enough."""
+        begin = (0, self._first)
+        return [count for count in begin if len(known.seconds.get(count, ())) < TRIES]
+
+    def _find_near(self, load: tuple[int, ...]) -> _Load | None:
+        """What is known of the nearest load that was tried."""
+        near = [
+            (distance, known)
+            for other, known in self._loads.items()
+            if (distance := _count_steps(load, other)) <= NEAR and not self._find_untried(known)
+        ]
+        return min(near, key=lambda pair: pair[0])[1] if near else None
 
     def _trial(
         self, known: _Load, seconds: Mapping[int, float], acceptances: Sequence[Acceptance]
@@ -160,7 +203,7 @@ class Pace:
         lost_s = seconds[other] * (1.0 - rates[other] / rates[best])
         return other if known.may_lose(lost_s) else None
 
-    def record(self, load: Hashable, drafted: int, seconds: float) -> None:
+    def record(self, load: tuple[int, ...], drafted: int, seconds: float) -> None:
         """An iteration of `load` that drafted about so many tokens a sequence took `seconds`."""
         drafted = min(self._counts, key=lambda count: abs(count - drafted))
         self._loads.setdefault(load, _Load()).add(drafted, seconds)

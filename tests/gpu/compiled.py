@@ -58,6 +58,7 @@ class Variant:
     group: int = 4
     family: str = "plain"
     schedule: str | None = None
+    drafts: int = 0
 
     def config(self) -> PretrainedConfig:
         made, own = FAMILIES[self.family]
@@ -84,7 +85,7 @@ SHORT = {
     89: Variant(128, "float16", fp8=True, group=1),
     90: Variant(64, family="windows and sinks", group=8),
     100: Variant(64, group=7),
-    120: Variant(128, "float16", group=3),
+    120: Variant(128, "float16", group=3, drafts=3),
 }
 LONG = [
     *(
@@ -101,6 +102,8 @@ LONG = [
     ),
     *(Variant(dim, schedule="packing:naive+atomic") for dim in (64, 128, 256)),
     *(Variant(dim, "float32", fp8) for dim in (64, 128) for fp8 in (False, True)),
+    *(Variant(dim, fp8=fp8, drafts=7) for dim in (64, 128, 256) for fp8 in (False, True)),
+    Variant(64, group=8, family="windows and sinks", drafts=15),
 ]
 
 
@@ -170,6 +173,7 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     schedule = parse_schedule(variant.schedule) if variant.schedule else None
     loaded = tiny_model(variant.config(), tokenizer, cpu, getattr(torch, variant.dtype))
     profile = profile_file(loaded, folder, chunk_tokens=CHUNK)
+    drafts = {"method": "ngram", "num_speculative_tokens": variant.drafts}
     engine = small_engine(
         loaded,
         lambda pool, group: TritonKernels(pool, group, schedule=schedule, card=card),
@@ -182,6 +186,7 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
         max_model_len=300,
         kv_cache_gib=2e-2,
         kv_cache_dtype="fp8" if variant.fp8 else "auto",
+        speculative_config=drafts if variant.drafts else None,
     )
     runner = engine._runner
     runner.rehearse(140)

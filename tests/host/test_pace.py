@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from tangram.speculate.pace import PROBE_EVERY, Acceptance, Pace, expected_tokens
 
+LOAD, FAR = (4, 12), (9, 20)
 
-def choose(pace: Pace, load: str, share: float) -> int:
+
+def choose(pace: Pace, load: tuple[int, ...], share: float) -> int:
     """The number chosen for one sequence that accepts `share` of its drafts."""
     return pace.choose(load, [Acceptance(1.0, share)])[0]
 
@@ -22,9 +24,9 @@ def run(
     """The numbers chosen where an iteration takes `fixed_s` and `draft_s` for each draft."""
     chosen = []
     for _ in range(iterations):
-        count = choose(pace, "load", acceptance)
+        count = choose(pace, LOAD, acceptance)
         chosen.append(count)
-        pace.record("load", count, fixed_s + draft_s * count)
+        pace.record(LOAD, count, fixed_s + draft_s * count)
     return chosen
 
 
@@ -61,15 +63,38 @@ def test_a_change_of_costs_is_noticed() -> None:
 def test_loads_are_told_apart() -> None:
     pace = Pace(8)
     run(pace, 1.0, 0.01, 0.9, 16)
-    pace.record("other", 0, 1.0)
-    assert choose(pace, "other", 0.9) == 2
+    pace.record(FAR, 0, 1.0)
+    assert choose(pace, FAR, 0.9) == 3
+
+
+@given(st.floats(0.5, 4.0), st.sampled_from([0.1, 3.0]))
+def test_a_near_load_begins_with_what_is_known(factor: float, draft_s: float) -> None:
+    """All times of the next load are longer by one factor: nothing is tried that does not pay."""
+    pace = Pace(8)
+    best = run(pace, 1.0, draft_s, 0.9, 20)[-1]
+    near = LOAD[0], LOAD[1] + 1
+    for _ in range(PROBE_EVERY - 1):
+        count = choose(pace, near, 0.9)
+        assert count == best
+        pace.record(near, count, factor * (1.0 + draft_s * count))
+
+
+def test_a_slow_first_pass_of_a_number_does_not_rule_it_out() -> None:
+    """The first pass of its kind may compile or capture something."""
+    pace, seen = Pace(8), set[int]()
+    for _ in range(20):
+        count = choose(pace, LOAD, 0.95)
+        seconds = 1.0 + 0.1 * count
+        pace.record(LOAD, count, seconds if count in seen else 5.0 * seconds)
+        seen.add(count)
+    assert choose(pace, LOAD, 0.95) == 8
 
 
 def test_a_single_slow_iteration_changes_nothing() -> None:
     pace = Pace(8)
     best = run(pace, 1.0, 0.01, 0.9, 20)[-1]
-    pace.record("load", best, 100.0)
-    assert choose(pace, "load", 0.9) == best
+    pace.record(LOAD, best, 100.0)
+    assert choose(pace, LOAD, 0.9) == best
 
 
 @given(st.floats(0.05, 0.95))
