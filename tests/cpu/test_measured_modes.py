@@ -159,10 +159,7 @@ def test_no_grouping_changes_what_an_uncompressed_cache_answers(
     "schedule", ["uniform", "aot", "plain", "buckets:padded", "workqueue", "packing:measured"]
 )
 def test_no_schedule_changes_an_answer(
-    schedule: str,
-    loaded: LoadedModel,
-    profile: str,
-    unscheduled: list[list[tuple[int, float]]],
+    schedule: str, loaded: LoadedModel, profile: str, unscheduled: list[list[tuple[int, float]]]
 ) -> None:
     found = log_probabilities(engine_of(loaded, profile, decode_schedule=schedule), PROMPTS)
     assert_same(found, unscheduled)
