@@ -25,29 +25,41 @@ settings.register_profile("tangram", deadline=None)
 settings.register_profile(NIGHTLY, deadline=None)
 settings.load_profile("tangram")
 
-# Files that take longest, in this order: a worker that began one last would end alone.
+# Files that take longest, in this order: a worker that began one last would end alone. The first
+# compiles the CPU kernels where no cache has them, and the second needs none of them.
 LONG = (
     "page/test_turns.py",
     "page/test_chat_page.py",
     "wire/test_tools.py",
-    "wire/test_structured.py",
-    "wire/test_trials_process.py",
-    "cpu/test_real_model.py",
-    "wire/test_trials.py",
-    "gpu/test_engine.py",
-    "wire/test_demo.py",
-    "wire/test_observability.py",
-    "wire/test_chat.py",
-    "cpu/test_eval.py",
-    "cpu/test_measured_modes.py",
-    "gpu/test_by_input.py",
     "gpu/test_cards.py",
-    "cpu/test_installed.py",
-    "cpu/test_llm.py",
-    "wire/test_interrupts.py",
-    "wire/test_real.py",
     "wire/test_fuzz.py",
+    "wire/test_demo.py",
+    "wire/test_structured.py",
+    "wire/test_chat.py",
+    "wire/test_trials_process.py",
+    "cpu/test_eval.py",
+    "gpu/test_engine.py",
+    "wire/test_trials_load.py",
     "cpu/test_grammar.py",
+    "cpu/test_real_model.py",
+    "wire/test_observability.py",
+    "wire/test_trials_bodies.py",
+    "cpu/test_draft_model.py",
+    "wire/test_interrupts.py",
+    "cpu/test_llm.py",
+    "cpu/test_evidence.py",
+    "cpu/test_speculation_bench.py",
+    "cpu/test_measured_modes.py",
+    "wire/test_real.py",
+    "wire/test_stalling.py",
+    "wire/test_trials_long.py",
+    "gpu/test_decode.py",
+    "gpu/test_prefill_and_store.py",
+    "cpu/test_ablation.py",
+    "wire/test_trials_text.py",
+    "wire/test_trials_queue.py",
+    "wire/test_trials.py",
+    "wire/test_drafted_tokens.py",
 )
 
 

@@ -43,8 +43,22 @@ def _replace_once(interpreter: ModuleType) -> None:
     interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
 
 
+def _keep_dtypes(interpreter: ModuleType) -> None:
+    """Let the interpreter make its table of dtypes once for each, and not at every operation."""
+    convert, kept = interpreter._get_np_dtype, dict[str, Any]()
+
+    def convert_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in kept:
+            kept[name] = convert(dtype.scalar)
+        return kept[name]
+
+    interpreter._get_np_dtype = convert_once
+
+
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
     _replace_once(interpreter)
+    _keep_dtypes(interpreter)
