@@ -83,7 +83,9 @@ def test_promised_pages_are_painted_over_those_that_can_be_had(module_page: Any)
         """async ([states, owners]) => {
           const { Pool } = await import("/page/app/cache/pool.js");
           const pool = new Pool();
-          pool.take({ states, owners, host_used: 0, host_total: 0, promised: 3, conversations: [] });
+          pool.take({
+            states, owners, host_used: 0, host_total: 0, promised: 3, conversations: [],
+          });
           pool.change({ changes: [[3, 0, 0]], host_used: 0, promised: 4 }, 0);
           return [...pool.painted()];
         }""",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,9 @@ class Conversation:
 
 
 @pytest.fixture(scope="module")
-def talked(browser: Any) -> Iterator[Conversation]:
+def talked(browser: Any, python: Sequence[str]) -> Iterator[Conversation]:
     with (
-        run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25") as url,
+        run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25", python=python) as url,
         open_page(browser, url, ignores=("401",)) as watched,
     ):
         page = watched.page
