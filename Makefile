@@ -63,11 +63,12 @@ bench: $(DEV_READY)
 pages: $(DEV_READY)
 	$(BIN)/python -m tools.options_page
 	$(BIN)/python -m tools.vllm_page
+	$(BIN)/python -m tools.learn_page
 	$(BIN)/python -m tests.public_names
 
-# README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html.
+# README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html. /learn: build/site/learn.
 site: $(DEV_READY)
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 # A few minutes: the cost of compression in answers, within bounds (docs/accuracy-method.md).
 eval-quick: $(DEV_READY)

@@ -28,6 +28,8 @@ settings.load_profile("tangram")
 # Files that take longest, in this order: a worker that began one last would end alone. The first
 # compiles the CPU kernels where no cache has them, and the second needs none of them.
 LONG = (
+    "page/test_turns.py",
+    "page/test_chat_page.py",
     "wire/test_tools.py",
     "gpu/test_cards.py",
     "wire/test_fuzz.py",
@@ -62,6 +64,7 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", action="store_true", help="write docs/pictures/page_*.png")
     parser.addoption("--reverse", action="store_true", help="run tests from the last to the first")
 
 

@@ -15,9 +15,11 @@ from prometheus_client.core import Metric
 
 import tangram
 from tangram.cli import app as commands
+from tangram.page.access import Access, Visibility
+from tangram.page.api import CachePage
 from tangram.serve.http import build_app
 from tangram.serve.vllm_names import VllmNames
-from tests.wire.fake_engine import FakeEngine
+from tests.wire.watched_engine import WatchedEngine
 from tools.vllm_page import make_distinct_metrics
 
 RECORD = Path(__file__).parent / "fixtures" / "public_names.json"
@@ -26,7 +28,9 @@ _METHODS = {"get", "post", "put", "patch", "delete"}
 
 def list_public_names() -> dict[str, list[str]]:
     """By kind, sorted: Python's names, commands, options, endpoints, request fields, metrics."""
-    app = build_app(FakeEngine(), served_model_name="model")
+    engine = WatchedEngine()
+    page = CachePage(engine, "model", Access(Visibility.auto, "127.0.0.1"))
+    app = build_app(engine, served_model_name="model", page=page)
     groups = {
         "python": tangram.__all__,
         "options": _list_options(typer.main.get_command(commands), "tangram"),

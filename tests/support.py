@@ -15,6 +15,7 @@ from tangram.calibrate.measure import calibrate
 from tangram.compress.profile import SINK_TOKENS, Scope
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of as serving_engine_of
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
@@ -72,9 +73,16 @@ def drain(engine: Engine) -> None:
 
 
 def small_engine(
-    loaded: LoadedModel, kernels: KernelChoice | None = None, **options: Any
+    loaded: LoadedModel,
+    kernels: KernelChoice | None = None,
+    *,
+    records: bool = False,
+    **options: Any,
 ) -> Engine:
-    """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise."""
+    """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise.
+
+    With `records` it is one that serves, and notes kept positions.
+    """
     defaults: dict[str, Any] = {
         "kv_retention": 1.0,
         "chunk_tokens": 32,
@@ -87,6 +95,10 @@ def small_engine(
     }
     compared = {"head_groups", "decode_schedule", "reclamation"} & options.keys()
     config = ComparisonConfig if compared else EngineConfig
+    if records:
+        return serving_engine_of(
+            EngineConfig(**(defaults | options)), loaded, kernels, records=True
+        )
     return engine_of(config(**(defaults | options)), loaded, kernels)
 
 

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: add pages from outside docs/ to the site, and adapt their links."""
+"""Hooks of MkDocs: add pages from outside docs/ and /learn to the site, and adapt their links."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from tools.learn_site import LINKS, site_files
 
 ROOT = Path(__file__).parents[1]
 # Pages of the site that are files of the tree's root.
@@ -24,9 +26,11 @@ _PICTURE = re.compile(r"(!\[[^\]]*\]\()docs/")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the root."""
+    """Adds the pages of the root, and the files of /learn."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for place, path in site_files().items():
+        files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
 
 
@@ -47,7 +51,7 @@ def _in_site(folder: str) -> Callable[[re.Match[str]], str]:
             return link[0]
         path, _, anchor = target.partition("#")
         place = posixpath.normpath(posixpath.join(folder, path))
-        site = PAGES.get(place) or (
+        site = (PAGES | LINKS).get(place) or (
             place.removeprefix("docs/") if place.startswith("docs/") else None
         )
         if site is not None:

@@ -61,3 +61,7 @@ class ChunkKeys:
             chunk = tokens[known * size : (known + 1) * size]
             self._keys.append(chunk_key(self._keys[-1], chunk))
         return self._keys[chunks]
+
+    def list_known(self, chunks: int) -> tuple[bytes, ...]:
+        """The keys of the first `chunks` chunks, as far as they were needed before."""
+        return tuple(self._keys[1 : chunks + 1])

@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli import ablation, bench, calibrate, chat, evaluate, generate, serve, serving, size
+from tangram.cli import (
+    ablation,
+    bench,
+    calibrate,
+    chat,
+    evaluate,
+    generate,
+    naive,
+    serve,
+    serving,
+    size,
+)
 from tangram.cli.command import Command, CommandGroup, rename_options
 from tangram.version import __version__
 
@@ -21,6 +32,7 @@ app = typer.Typer(
 )
 ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
+bench.commands.command(cls=Command)(naive.naive)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(chat.chat)

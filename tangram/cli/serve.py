@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tangram.cli import console
 from tangram.cli.options import name_served_model, with_config
@@ -21,12 +22,16 @@ from tangram.cli.serve_options import (
     Host,
     MaxBodyMb,
     MaxQueue,
+    NoPage,
     OnUnknownFields,
+    PageFor,
     Port,
     RequestTimeout,
     ServedModelName,
+    ShownPage,
     ShutdownGrace,
     UnknownFields,
+    choose_page,
 )
 from tangram.cli.telemetry import (
     LogForm,
@@ -40,6 +45,10 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
+    from tangram.page.api import CachePage
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +66,8 @@ def serve(
     max_queue: MaxQueue = 1024,
     request_timeout_s: RequestTimeout = 3600,
     shutdown_grace_s: ShutdownGrace = 20,
+    page: ShownPage = PageFor.auto,
+    no_page: NoPage = False,
     log_format: LogFormat = LogForm.text,
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
@@ -65,12 +76,12 @@ def serve(
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
     _check_keys(api_key)
+    shown = choose_page(page, no_page=no_page)
     name = name_served_model(config) if served_model_name is None else served_model_name
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
-        where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
-        _log.info("listening at %s; loading PyTorch, then %s", where, config.model)
+        _report_listening(listener, config.model)
         with _without_collection():
             from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
@@ -79,9 +90,8 @@ def serve(
 
             limits = Limits(request_timeout_s, max_queue=max_queue)
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
-            engine = build_engine(
-                replace(config, max_queue=max_queue, overflow_every=overflow_every)
-            )
+            wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
+            engine = build_engine(wanted, records=shown is not PageFor.off)
             app = build_app(
                 engine,
                 served_model_name=name,
@@ -89,14 +99,13 @@ def serve(
                 limits=limits,
                 telemetry=telemetry,
                 let_unknown_by=unknown_fields is UnknownFields.warn,
+                page=_make_page(engine, name, shown, host),
             )
 
         def report_ready() -> None:
-            seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
-            _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+            _report_ready(listener, time.monotonic() - begin_s)
             if log_format is LogForm.text:
-                chats = engine.codec.tokenizer.chat_template is not None
-                console.tell(first_request(url, name, chats=chats, locked=bool(api_key)))
+                _tell_first_request(listener, engine, name, locked=bool(api_key))
 
         try:
             serve_on(
@@ -105,6 +114,31 @@ def serve(
         finally:
             # Frozen objects are not freed at exit, and Triton's bindings report them as leaks
             gc.unfreeze()
+
+
+def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> CachePage | None:
+    """The page of a server at `host`, unless it is off."""
+    from tangram.page.access import Access, Visibility
+    from tangram.page.api import CachePage
+
+    if shown is PageFor.off:
+        return None
+    return CachePage(engine, model, Access(Visibility(shown.value), host))
+
+
+def _report_listening(listener: Listener, model: str) -> None:
+    where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
+    _log.info("listening at %s; loading PyTorch, then %s", where, model)
+
+
+def _report_ready(listener: Listener, seconds: float) -> None:
+    url = f"{listener.url}/v1"
+    _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+
+
+def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:
+    chats = engine.codec.tokenizer.chat_template is not None
+    console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
 def _check_keys(api_key: list[str] | None) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, engine_option, option
+from tangram.errors import ConfigError
 from tangram.limits import Bounds
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -17,6 +18,22 @@ class UnknownFields(StrEnum):
 
     refuse = "refuse"
     warn = "warn"
+
+
+class PageFor(StrEnum):
+    """Who may see the page: see `tangram.page.access.Access`."""
+
+    auto = "auto"
+    local = "local"
+    open = "open"
+    off = "off"
+
+
+def choose_page(page: PageFor, *, no_page: bool) -> PageFor:
+    """Who may see the page, by both options. Raises `ConfigError` if they contradict each other."""
+    if no_page and page not in (PageFor.auto, PageFor.off):
+        raise ConfigError(f"page is {page.value!r} and no_page is given: leave one of them out")
+    return PageFor.off if no_page else page
 
 
 Host = Annotated[str, option(Panel.server, "address to listen on")]
@@ -69,3 +86,13 @@ ShutdownGrace = Annotated[
         callback=within(Bounds(0.0, 1e6)),
     ),
 ]
+ShownPage = Annotated[
+    PageFor,
+    option(
+        Panel.server,
+        "who may see the page at / and its data: auto is holders of a key, without keys clients of "
+        "this machine; local, clients of this machine; open, every client; off, nobody",
+        metavar="<who>",
+    ),
+]
+NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]

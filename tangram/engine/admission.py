@@ -107,16 +107,9 @@ class Admission:
 
         Tokens count up to the one before the newest: accepted drafts do as they become known.
         """
-        cache, layout = sequence.cache, sequence.retention.layout
-        if cache is not None:
-            ahead = max(0, cache.computed_tokens - (sequence.known - 1))
-            computed = cache.computed_tokens - ahead
-            held = layout.count_held_pages(cache.sealed_chunks, cache.raw_tokens - ahead)
-        else:
-            computed = (
-                0 if sequence.cached_tokens is None else sequence.known - 1 - sequence.pending
-            )
-            held = layout.count_held_pages(*divmod(computed, layout.chunk_tokens))
+        layout = sequence.retention.layout
+        sealed, raw = count_state(sequence)
+        computed, held = sealed * layout.chunk_tokens + raw, layout.count_held_pages(sealed, raw)
         return self._usage(sequence, completion_tokens, computed, held, drafted)
 
     def usage_at(
@@ -157,6 +150,12 @@ class Admission:
         """The layout of ρ = 1.0."""
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's entries in all layers, with nothing dropped."""
+        layout = self.retentions[0].layout
+        return layout.count_uncompressed_entries(1) * self._entry_bytes(layout)
+
     def stats(
         self, scheduler: Scheduler, meters: Meters, speculation: SpeculationStats | None = None
     ) -> EngineStats:
@@ -182,7 +181,7 @@ class Admission:
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             cache_dtype=self.cache_dtype,
             page_bytes=page_bytes,
-            kv_token_bytes=layout.count_uncompressed_entries(1) * self._entry_bytes(layout),
+            kv_token_bytes=self.kv_token_bytes,
             kv_bytes_held=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
             prompt_tokens=counters.prompt_tokens,
@@ -208,3 +207,17 @@ class Admission:
 
     def _entry_bytes(self, layout: Layout) -> int:
         return 2 * layout.geometry.head_dim * self.element_bytes
+
+
+def count_state(sequence: TokenSequence) -> tuple[int, int]:
+    """The sealed chunks and the raw tokens of a sequence, up to the token before the newest.
+
+    Of a preempted sequence, as it was when last computed.
+    """
+    cache, chunk_tokens = sequence.cache, sequence.retention.layout.chunk_tokens
+    if cache is not None:
+        ahead = max(0, cache.computed_tokens - (sequence.known - 1))
+        return cache.sealed_chunks, cache.raw_tokens - ahead
+    if sequence.cached_tokens is None:
+        return 0, 0
+    return divmod(sequence.known - 1 - sequence.pending, chunk_tokens)

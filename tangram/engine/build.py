@@ -61,23 +61,28 @@ Parts = tuple[Admission, Scheduler, Runner]
 _log = logging.getLogger("tangram")
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, *, records: bool = False) -> Engine:
     """An engine of `config`, ready for `submit`.
 
-    Raises the errors of `tangram.errors`, which say what to change.
+    With `records` it notes the kept positions of chunks, for those who `watch` it. Raises the
+    errors of `tangram.errors`, which say what to change.
     """
     with explain_exhaustion(config):
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
         )
-        return engine_of(config, loaded)
+        return engine_of(config, loaded, records=records)
 
 
 def engine_of(
-    config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    kernels: KernelChoice | None = None,
+    *,
+    records: bool = False,
 ) -> Engine:
     """`build_engine` for a loaded model. `kernels`, if given, chooses the kernels of its pool."""
-    return EngineBuilder(config, loaded, kernels).engine()
+    return EngineBuilder(config, loaded, kernels, records=records).engine()
 
 
 class EngineBuilder:
@@ -87,7 +92,12 @@ class EngineBuilder:
     """
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedModel, kernels: KernelChoice | None = None
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        kernels: KernelChoice | None = None,
+        *,
+        records: bool = False,
     ) -> None:
         use_threads(config.threads)
         limit = loaded.geometry.max_positions
@@ -102,7 +112,7 @@ class EngineBuilder:
         if loaded.device.type == "cuda":
             self.config = limit_drafts(self.config, loaded.geometry.group_size)
         self.most_tokens = config.max_model_len or limit
-        self._given_kernels = kernels
+        self._given_kernels, self._records = kernels, records
         self.drafting = self._load_drafting()
 
     def engine(self) -> Engine:
@@ -396,6 +406,7 @@ class EngineBuilder:
             graphs=fast,
             overflow=overflow,
             queries=query_counts(most_drafted),
+            records=config.max_num_batched_tokens // config.chunk_tokens if self._records else 0,
             **options,
         )
         if loaded.device.type == "cuda":
@@ -408,6 +419,8 @@ class EngineBuilder:
             for queries in runner.passes.batcher.queries[1:]:
                 runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
         runner.meters.clear()
+        if runner.recorder is not None:
+            runner.recorder.clear()
         return runner
 
     def _prepare_decode(self, passes: Passes, rows: int, description: str) -> None:

@@ -37,11 +37,13 @@ from tangram.engine.sampling import BROKEN_LOGITS, SampleRow, check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.engine.text import TextCodec
+from tangram.engine.watching import Watching
 from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.watch import Observer, Watched
 
 STATS_EVERY_S = 0.05
 
@@ -91,6 +93,8 @@ class Engine:
         self._stats_s = -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
+        self._watching: Watching | None = None
+        self._scheduled: Step | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -157,6 +161,19 @@ class Engine:
             self._publish_stats()
         return self._stats
 
+    def watch(self, observer: Observer) -> Watched:
+        """Tell `observer` of every step from now on. Call it before `start`."""
+        if self._watching is None:
+            self._watching = Watching(
+                self.config,
+                self._admission,
+                self._scheduler,
+                self._speculation,
+                None if self._runner.recorder is None else self._runner.recorder.store,
+            )
+        self._watching.observers.append(observer)
+        return self._watching
+
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
         self._thread = threading.Thread(target=self._run, name="tangram-engine", daemon=True)
@@ -181,33 +198,39 @@ class Engine:
         If it fails, all requests end and nothing stays cached, because what it has written is
         unknown.
         """
+        begin_s = time.monotonic()
         try:
-            return self._runner.meters.time(self._step)
+            worked = self._runner.meters.time(self._step)
         except BaseException:
             self._abandon("a step of the engine failed")
             raise
+        if self._watching is not None:
+            self._watching.tell(self._scheduled, begin_s)
+        return worked
 
     def _step(self) -> bool:
         changed = self._do_jobs() or self._checked
         self._plan_drafts()
-        step = self._scheduler.schedule()
+        step = self._scheduled = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
             self._send_parcels()
             if self._land():
                 return True
-            self._runner.meters.collect()
+            self._runner.collect()
             self._check_once()
             return False
         if changed or time.monotonic() - self._stats_s > STATS_EVERY_S:
             self._publish_stats()
         self._checked = False
+        if self._watching is not None:
+            self._watching.tell_admissions()
         sampled = self._answers.of(step)
         if any(row.drafts for row in step.rows):
             self._verify(step, sampled)
         else:
             self._run_plainly(step, sampled)
-        self._runner.meters.collect()
+        self._runner.collect()
         return True
 
     def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
@@ -219,7 +242,7 @@ class Engine:
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._send_parcels()
         awaited = self._land() or not self.ahead
-        self._scheduler.commit(step)
+        self._commit(step)
         for completion in sampled:
             completion.sequence.expect()
         self._flight = None if choice is None else Flight(sampled, choice)
@@ -286,11 +309,16 @@ class Engine:
             found = tokens[at : at + 1 + row.drafts]
             taken.append((completion, self._settle(completion, own, found)))
             at += 1 + row.drafts
-        self._scheduler.commit(step)
+        self._commit(step)
         for completion, accepted in taken:
             self._take_all(completion, accepted)
         self._publish_queue()
         self._end_step(step)
+
+    def _commit(self, step: Step) -> None:
+        self._scheduler.commit(step)
+        if self._runner.recorder is not None:
+            self._runner.recorder.commit(self._scheduler.running)
 
     def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
         """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
@@ -472,6 +500,8 @@ class Engine:
             self._drop(request_id, "the engine has stopped")
         self._publish_queue()
         self._publish_stats()
+        if self._watching is not None:
+            self._watching.tell(None, time.monotonic())
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -532,6 +562,8 @@ class Engine:
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True
+        if self._watching is not None:
+            self._watching.end(completion.sequence)
         if self._speculation is not None:
             self._speculation.remember(completion.sequence)
         self._scheduler.remove(completion.sequence)

@@ -18,6 +18,7 @@ from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.engine.passes import Carry, Passes, flatten
+from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.interface import KernelChoice
@@ -38,6 +39,7 @@ class Runner:
     retentions. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
     graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
     the model's own. `meters` measure: those given, or new ones, including `overflow` if it is set.
+    With `records`, kept positions of up to so many chunks of a pass are noted (`recorder`).
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -57,6 +59,7 @@ class Runner:
         overflow: Overflow | None = None,
         queries: Sequence[int] = (1,),
         meters: Meters | None = None,
+        records: int = 0,
     ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
@@ -73,6 +76,10 @@ class Runner:
         )
         batcher.queries = queries
         self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
+        limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
+        self.recorder = (
+            KeptRecorder(serving, retentions[0], records, loaded.device, limit) if records else None
+        )
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing
 
@@ -98,6 +105,8 @@ class Runner:
         for rows, replayed in self.passes.batcher.passes(step, graphs=self._replays):
             attention, logits = self.passes.logits(rows, step.epoch, carry, replayed=replayed)
             self._finish(attention)
+            if self.recorder is not None:
+                self.recorder.note(rows)
             found.append(logits)
         logits = found[0] if len(found) == 1 else torch.cat(found)
         before_choosing()
@@ -134,9 +143,20 @@ class Runner:
         """Make the page moves of `step`, unless `run` is to make them."""
         self._host.move(step.moves, awaited=step.awaited)
 
+    def collect(self) -> None:
+        """Take what the device has measured and noted by now, without waiting for it."""
+        self.meters.collect()
+        if self.recorder is not None:
+            self.recorder.collect()
+
     @torch.inference_mode()
     def clear(self, pages: Int32) -> None:
-        """Fill `pages` [n] of the pool with zeros, after the device's queued work."""
+        """Fill `pages` [n] of the pool with zeros, after the device's queued work.
+
+        What was noted of kept positions may be unsound, too, and is forgotten.
+        """
+        if self.recorder is not None:
+            self.recorder.clear()
         if len(pages):
             self.pool.view(torch.uint8).index_fill_(
                 0, place(pages.astype(np.int64), self.pool.device), 0

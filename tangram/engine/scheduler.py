@@ -36,6 +36,7 @@ from tangram.config import EngineConfig
 from tangram.engine.rows import prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
+from tangram.watch import SequenceState
 
 
 @dataclass
@@ -69,7 +70,8 @@ class Drafts(Protocol):
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
-    `drafts` says what may come behind the newest token of a sequence.
+    `drafts` says what may come behind the newest token of a sequence. `changes`, unless None, notes
+    who was queued and who was admitted.
     """
 
     config: EngineConfig
@@ -78,6 +80,7 @@ class Scheduler:
     running: list[TokenSequence] = field(default_factory=list)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
+    changes: list[tuple[TokenSequence, SequenceState]] | None = None
     _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
@@ -208,7 +211,12 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def _queue(self, sequence: TokenSequence) -> None:
+        self._note(sequence, SequenceState.WAITING)
         insort(self.waiting, sequence, key=lambda entry: entry.rank)
+
+    def _note(self, sequence: TokenSequence, state: SequenceState) -> None:
+        if self.changes is not None:
+            self.changes.append((sequence, state))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.remove(sequence)
@@ -250,6 +258,7 @@ class Scheduler:
         ):
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda entry: entry.rank)
+            self._note(sequence, SequenceState.RUNNING)
             yield sequence
             # About a step's budget of tokens may be copied from host memory at a time.
             arriving = (

@@ -23,7 +23,8 @@ class TokenSequence:
     whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed
     tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
     first leaves the queue. `foreseen` tokens behind the known ones are accepted drafts. Nothing is
-    drafted for a sequence that is not `speculative`.
+    drafted for a sequence that is not `speculative`. It is number `sample_index` of the completions
+    of its request.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class TokenSequence:
     pending: bool = False
     foreseen: int = 0
     speculative: bool = True
+    sample_index: int = 0
 
     @property
     def retention(self) -> Retention:

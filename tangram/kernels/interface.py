@@ -208,6 +208,14 @@ class PoolKernels(Protocol):
         """
         ...
 
+    def record(self, mask: Tensor) -> None:
+        """From now on `seal` also notes in `mask` uint8 [N, L, H, C] what it chooses.
+
+        It writes a 1 for the entries of a prefill row that are the `first` of its head, a 0 for the
+        others. Call it before serving: graphs contain the address.
+        """
+        ...
+
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """[H, count, D]: the oldest keys of prefill row `row`."""
         ...

@@ -171,7 +171,7 @@ def _load_keys(scores, c, C: tl.constexpr, sinks, window):
 
 @triton.jit(
     do_not_specialize=["layer", "sinks", "window"],
-    do_not_specialize_on_alignment=["tables", "address", "spans", "kept"],
+    do_not_specialize_on_alignment=["tables", "address", "spans", "kept", "mask"],
 )
 def seal_chunk(
     scores,
@@ -183,6 +183,7 @@ def seal_chunk(
     spans,
     kept,
     scales,
+    mask,
     layer,
     sinks,
     window,
@@ -190,6 +191,7 @@ def seal_chunk(
     stride_k_head,
     stride_v,
     stride_v_head,
+    stride_mask,
     C: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -201,15 +203,16 @@ def seal_chunk(
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
     REST: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     """Select, gather and pack chunks of one layer.
 
     Kept entries go, in their order, to the head's next pages. The best stay as in `select.keep`:
-    higher first, equal ones by lower index, NaN last. With REST the others follow. Shapes:
-    `scores` float32 [N, H, C]; k, v [N · C, H, D]; `address` [N, H, 3], which is table offset,
-    column, first index; `spans` [N, 5] as in `prefill.py`. `kept` [N, H] is how many stay. The grid
-    is (N · H, ceil(C / BLOCK)): each program finds its head's threshold by itself, then moves its
-    own tokens.
+    higher first, equal ones by lower index, NaN last. With REST the others follow. With RECORD
+    `mask` uint8 [N, H, C] tells which stay. Shapes: `scores` float32 [N, H, C]; k, v [N · C, H, D];
+    `address` [N, H, 3], which is table offset, column, first index; `spans` [N, 5] as in
+    `prefill.py`. `kept` [N, H] is how many stay. The grid is (N · H, ceil(C / BLOCK)): each program
+    finds its head's threshold by itself, then moves its own tokens.
     """
     place = tl.program_id(0)
     chunk = place // H
@@ -236,6 +239,9 @@ def seal_chunk(
     equal = (own_key == low).to(tl.int32)
     rank = equal_before + tl.cumsum(equal, 0) - equal
     stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
+    if RECORD:
+        noted = mask + chunk.to(tl.int64) * stride_mask + head * C + own
+        tl.store(noted, stays.to(tl.uint8), mask=own < C)
     moved = stays.to(tl.int32)
     stay_before = better_before + tl.minimum(equal_before, ties) + tl.cumsum(moved, 0) - moved
     stored = stays
@@ -368,6 +374,7 @@ def seal(
     window: int,
     keeps_rest: bool = False,
     scales: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
     """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
@@ -375,7 +382,8 @@ def seal(
     `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
     `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
     3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
-    chunk's first token.
+    chunk's first token. `mask` uint8 [N, H, C], if given, gets a 1 for each of the best entries and
+    a 0 for the others.
     """
     (chunks, heads, tokens), dim = scores.shape, k.shape[2]
     block = min(64, triton.next_power_of_2(tokens))
@@ -389,11 +397,13 @@ def seal(
         spans,
         kept,
         scales if scales is not None else k,
+        mask if mask is not None else kept,
         layer,
         sinks,
         window,
         *k.stride()[:2],
         *v.stride()[:2],
+        mask.stride(0) if mask is not None else 0,
         C=tokens,
         H=heads,
         D=dim,
@@ -405,5 +415,6 @@ def seal(
         LIMIT=FP8_MAX,
         SCALED=scales is not None,
         REST=keeps_rest,
+        RECORD=mask is not None,
         num_warps=4,
     )

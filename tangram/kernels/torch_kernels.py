@@ -41,6 +41,7 @@ class TorchKernels:
     _lengths: Tensor
     _shape: tuple[int, ...]
     _counts: Int32
+    _mask: Tensor | None = None
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
@@ -162,8 +163,14 @@ class TorchKernels:
             row = rows.start + chunk
             first, kept = self._rows.first[layer, row], self._rows.kept[layer, row]
             places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
+            if self._mask is not None:
+                _note_first(self._mask[row, layer], places, first)
             keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in parts)
             self._store(layer, row, keys, values)
+
+    def record(self, mask: Tensor) -> None:
+        """See `PoolKernels`."""
+        self._mask = mask
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
@@ -178,3 +185,10 @@ class TorchKernels:
     def _find_address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:
         table, column, past = self._rows.address[layer, row].T
         return table, column, past
+
+
+def _note_first(mask: Tensor, places: list[Tensor], first: Int32) -> None:
+    """Write 1 into `mask` [H, C] at the first places of each head, 0 at the others."""
+    mask.zero_()
+    for head, own in enumerate(places):
+        mask[head, own[: first[head]]] = 1

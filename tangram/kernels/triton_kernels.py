@@ -56,6 +56,7 @@ class TritonKernels:
     _runs: list[dense.DenseRun]
     _tables: Tensor
     _begun: GpuDecode | RowBuffers | None
+    _mask: Tensor | None = None
 
     def __init__(
         self,
@@ -424,7 +425,12 @@ class TritonKernels:
             sinks=ranking.sinks,
             window=ranking.window,
             scales=self._scales,
+            mask=None if self._mask is None else self._mask[rows, layer],
         )
+
+    def record(self, mask: Tensor) -> None:
+        """See `PoolKernels`."""
+        self._mask = mask
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""

@@ -8,6 +8,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -18,6 +19,7 @@ from tangram.serve.unsupported import not_served
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     504: "timeout_error",
@@ -130,6 +132,11 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     def on_request_error(request: Request, error: RequestError) -> Response:
         return of_request_error(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _describe({**first, "loc": first["loc"][1:]}, str).response()
 
     @app.exception_handler(OverloadError)
     def on_overload(request: Request, error: OverloadError) -> Response:

@@ -196,6 +196,11 @@ class Job:
         """How many completions there are."""
         return len(self.prompts) * self.sampling.n
 
+    def engine_id(self, number: int) -> str:
+        """The id of the engine's request for prompt `number`."""
+        name = self.id if self.record is None else self.record.request_id
+        return f"{name}-{number}" if len(self.prompts) > 1 else name
+
 
 def make_timeout_error(limit_s: float | None) -> ApiError:
     """The error of a request that took longer than `limit_s`."""
@@ -241,7 +246,7 @@ class EventStream:
 
     def _request(self, number: int) -> Request:
         return Request(
-            request_id=self._request_id(number),
+            request_id=self._job.engine_id(number),
             prompt_token_ids=self._job.prompts[number],
             sampling=self._job.sampling,
             on_event=partial(self._post, number),
@@ -250,11 +255,6 @@ class EventStream:
             grammar=self._job.grammar,
             marks=self._job.marks,
         )
-
-    def _request_id(self, number: int) -> str:
-        record = self._job.record
-        name = self._job.id if record is None else record.request_id
-        return f"{name}-{number}" if len(self._job.prompts) > 1 else name
 
     def _post(self, number: int, event: Event) -> None:
         """Pass an event on from the engine's thread, unless the server's loop is closed."""
@@ -333,4 +333,4 @@ class EventStream:
 
     def _abort_unfinished(self) -> None:
         for number in sorted({choice // self._job.sampling.n for choice in self._running}):
-            self._engine.abort(self._request_id(number))
+            self._engine.abort(self._job.engine_id(number))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -78,18 +78,24 @@ def check_served_name(name: str) -> None:
 
 
 class RequireKeys:
-    """Refuses requests without one of the keys, on every path but /health and /ready.
+    """Refuses requests without one of the keys, on every path but /health, /ready and open ones.
 
     It decides before the body is read, from the path as it came. Any other spelling of an open path
-    needs a key.
+    needs a key. The request's record gets the digest of its key.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        is_open: Callable[[bytes], bool] = lambda path: False,
+    ) -> None:
         self._app, self._digests = app, [sha256(key.encode()).digest() for key in api_keys]
+        self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] == "lifespan" or _is_open(scope) or self._knows(scope["headers"]):
+        if scope["type"] == "lifespan" or self._lets_in(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -101,17 +107,23 @@ class RequireKeys:
             )
             await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    def _knows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def _lets_in(self, scope: Scope) -> bool:
+        path = scope.get("raw_path") if scope["type"] == "http" else None
+        if path is not None and (path in OPEN_PATHS or self._is_open(path)):
+            return True
+        digest = self._find_key(scope["headers"])
+        if digest is not None and scope["type"] == "http":
+            record_in(scope).key_digest = digest
+        return digest is not None
+
+    def _find_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+        """The digest of the key in `headers`, if it is one of this server's."""
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = sha256(key.strip()).digest()
         # Compare with all keys, and compare digests: the time taken says nothing about a key.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches) and scheme.lower() == b"bearer"
-
-
-def _is_open(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope.get("raw_path") in OPEN_PATHS
+        return digest if any(matches) and scheme.lower() == b"bearer" else None
 
 
 class BoundRequests:

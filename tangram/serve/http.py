@@ -26,6 +26,7 @@ from tangram.serve.api_errors import install_handlers
 from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
+from tangram.serve.extension import Extension
 from tangram.serve.guard import (
     MAX_HEADER_BYTES,
     BoundRequests,
@@ -76,12 +77,14 @@ def build_app(
     limits: Limits | None = None,
     telemetry: Telemetry | None = None,
     let_unknown_by: bool = False,
+    page: Extension | None = None,
 ) -> FastAPI:
     """The application that serves `engine` as `served_model_name`; `state.service` is its
     `Service`.
 
     With API keys in `protection`, every path but /health and /ready requires one. With
-    `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused.
+    `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused. `page`
+    adds routes of its own.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
     check_served_name(served_model_name)
@@ -91,9 +94,13 @@ def build_app(
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
     if telemetry.traces is not None:
         sinks.append(telemetry.traces)
+    if page is not None:
+        sinks.append(page.count)
+        service.job_sinks.append(page.announce)
+        service.drain_sinks.append(page.drain)
     app = FastAPI(
         title="Tangram",
-        lifespan=_make_lifespan(service, engine, telemetry.traces),
+        lifespan=_make_lifespan(service, engine, telemetry.traces, page),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # the address of a redirect would come from the Host header
@@ -101,20 +108,24 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.service = service
     install_handlers(app)
-    _add_layers(app, service, protection, sinks)
+    _add_layers(app, service, protection, sinks, page)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
+    if page is not None:
+        page.mount(app, locked=bool(protection.api_keys))
     _add_docs(app, served_model_name, locked=bool(protection.api_keys))
     return app
 
 
 def _make_lifespan(
-    service: Service, engine: ServedEngine, traces: Traces | None
+    service: Service, engine: ServedEngine, traces: Traces | None, page: Extension | None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Starts and stops the engine with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if page is not None:
+            page.start()
         service.start()
         watching = [
             asyncio.create_task(service.watch()),
@@ -125,6 +136,8 @@ def _make_lifespan(
         finally:
             for task in watching:
                 task.cancel()
+            if page is not None:
+                page.close()
             await asyncio.to_thread(service.stop)
             if traces is not None:
                 await asyncio.to_thread(traces.close)
@@ -133,7 +146,11 @@ def _make_lifespan(
 
 
 def _add_layers(
-    app: FastAPI, service: Service, protection: Protection, sinks: Sequence[RecordSink]
+    app: FastAPI,
+    service: Service,
+    protection: Protection,
+    sinks: Sequence[RecordSink],
+    page: Extension | None,
 ) -> None:
     """The middleware. What is added later is farther out."""
     app.add_middleware(PlainForm)
@@ -141,7 +158,8 @@ def _add_layers(
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
-        app.add_middleware(RequireKeys, api_keys=protection.api_keys)
+        open_paths = {} if page is None else {"is_open": page.is_open}
+        app.add_middleware(RequireKeys, api_keys=protection.api_keys, **open_paths)
     app.add_middleware(NameRequests)
     if protection.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)

@@ -36,7 +36,8 @@ _NO_SERVICE = "the engine has stopped, or the server is shutting down"
 _ERRORS = {
     "400": "a wrong, unknown or unsupported field, or a request that can never fit",
     "401": "no API key, or a wrong one",
-    "404": "another model, or another path",
+    "403": "a client that may not see the page's data",
+    "404": "another model, another path, or a request of another key",
     "408": "a head or a body that took too long to arrive",
     "413": "a body over the bound",
     "415": "a compressed body",
@@ -88,7 +89,15 @@ _ANSWERS: dict[str, Json] = {
     "/ready": _object("ready"),
     "/version": _object("version"),
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
+    "/v1/kv/model": _object("model", "layers", "kv_heads", "chunk_tokens", "retentions"),
+    "/v1/kv/requests/{id}": _object("id", "state", "tokens", "chunks", "raw", "kv_bytes"),
+    "/v1/kv/requests/{id}/kept": _object("chunk", "begin", "layers", "kv_heads", "tokens", "bits"),
+    "/v1/kv/pool": _object("pages_total", "states", "owners", "promised", "conversations"),
+    "/v1/kv/history": _object("step_s", "at", "throughput", "queue", "pages_free"),
+    "/v1/kv/events": _EVENTS,
 }
+# What the page's endpoints refuse: clients of other machines, and ids of other keys' requests.
+_PAGE = "/v1/kv/"
 
 
 def _list(items: Json, least: int, most: int) -> Json:
@@ -268,11 +277,15 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
     errors = ["431"]
     if "requestBody" in operation:
         errors += _ASKING_ERRORS
-    if path == "/v1/models/{model}":
+    if path == "/v1/models/{model}" or "{id}" in path:
         errors += ["404"]
+    if path.startswith(_PAGE):
+        errors += ["400", "403"]
     is_open = path.encode() in OPEN_PATHS
     if locked and not is_open:
         errors += ["401"]
+    if path == "/v1/kv/events":
+        errors += ["429"]
     answers: Json = {"200": {"description": "the answer", "content": _ANSWERS[path]}}
     if is_open:  # its 503 says the same in the same form
         answers["503"] = {"description": _NO_SERVICE, "content": _ANSWERS[path]}

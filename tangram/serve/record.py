@@ -84,7 +84,8 @@ class Record:
 
     `trace_headers` name the trace it belongs to. `generation` is None if it never reached the
     engine. `status` None is a connection that was cut before a response. Times are of the monotonic
-    clock; `started_at_ns` is Unix time.
+    clock; `started_at_ns` is Unix time. `key_digest` is the SHA-256 of its API key, if it needed
+    one; it is only compared.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class Record:
     ended_s: float | None = None
     status: int | None = None
     generation: Generation | None = None
+    key_digest: bytes | None = field(default=None, repr=False)
 
     @property
     def duration_s(self) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastapi import Request, Response
@@ -17,7 +17,7 @@ from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_stream, write_whole
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import EventStream, Limits, ServedEngine
+from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.preparation import Preparation, unless_disconnected
@@ -38,6 +38,7 @@ class Service:
     """Answers requests with one engine, as one model name.
 
     With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
+    `job_sinks` are told of each job before it is submitted, `drain_sinks` when the server will end.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Service:
         self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
         self.template = Template(engine.codec, self.ignored)
         self.draining = False
+        self.job_sinks: list[Callable[[Job], None]] = []
+        self.drain_sinks: list[Callable[[], None]] = []
         self._engine, self._limits, self._started = engine, limits or Limits(), False
         self._hangs = False
         self._stopping: threading.Thread | None = None
@@ -84,6 +87,8 @@ class Service:
     def drain(self) -> None:
         """Refuse new requests; running ones go on."""
         self.draining = True
+        for end in self.drain_sinks:
+            end()
 
     async def watch(self) -> None:
         """Watch until cancelled whether steps end while requests run."""
@@ -164,6 +169,8 @@ class Service:
                 503, "the server is shutting down: send the request to another, or again in a while"
             )
         check_answer_size(prepared.job, self.max_model_len)
+        for tell in self.job_sinks:
+            tell(prepared.job)
         stream = EventStream(self._engine, prepared.job, self.metrics, self._limits)
         return Answer(stream, prepared.new_reader)
 

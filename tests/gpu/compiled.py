@@ -231,20 +231,19 @@ def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, La
             launches.setdefault(launch.name, []).append(launch)
         for name, own in launches.items():
             if name.endswith(ATTENTION) or name not in seen:
-                yield capability, variant, own[number % len(own)]
+                # The last launches are those of the most drafts.
+                yield capability, variant, own[-1 if variant.drafts else number % len(own)]
         seen |= launches.keys()
 
 
 def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
     """All launches of all variants for `cards`, each once."""
-    seen: set[tuple[int, str, str]] = set()
     for capability in cards:
-        for variant in LONG:
+        found: dict[tuple[str, str], tuple[int, Variant, Launch]] = {}
+        for variant in LONG:  # before any is compiled: what is compiled would be launched
             for launch in recorded(capability, variant, folder):
-                key = capability, launch.name, launch.data
-                if key not in seen:
-                    yield capability, variant, launch
-                seen.add(key)
+                found.setdefault((launch.name, launch.data), (capability, variant, launch))
+        yield from found.values()
 
 
 def main(form: str, target: str, *cards: str) -> None:

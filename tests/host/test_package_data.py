@@ -19,13 +19,12 @@ def test_every_data_file_is_in_the_wheel() -> None:
         if path.is_file() and "__pycache__" not in path.parts
     )
     files = [path for path in found if path.suffix != ".py"]
-    packages = {path: ".".join(path.parent.relative_to(ROOT).parts) for path in files}
-    left_out = [
-        path for path, package in packages.items() if not _named(path, told.get(package, []))
-    ]
+    left_out = [path for path in files if not _is_named(path, told)]
     assert files and not left_out
-    assert all((path.parent / "__init__.py").exists() for path in files), "only packages are found"
 
 
-def _named(path: Path, patterns: list[str]) -> bool:
-    return any(fnmatch(path.name, pattern) for pattern in patterns)
+def _is_named(path: Path, told: dict[str, list[str]]) -> bool:
+    """Whether the package around `path`, the innermost one, names it."""
+    folder = next(parent for parent in path.parents if (parent / "__init__.py").exists())
+    patterns = told.get(".".join(folder.relative_to(ROOT).parts), [])
+    return any(fnmatch(str(path.relative_to(folder)), pattern) for pattern in patterns)

@@ -23,11 +23,15 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tangram.page.access import Access, Visibility
+from tangram.page.api import CachePage
 from tangram.serve.bridge import Limits
+from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
 
 from .fake_engine import FakeEngine
+from .watched_engine import WatchedEngine
 
 MODEL = "fake-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -76,9 +80,11 @@ def run_fake_server(
     telemetry: Telemetry | None = None,
     allowed_origins: tuple[str, ...] = (),
     let_unknown_by: bool = False,
+    engine: FakeEngine | None = None,
+    page: Extension | None = None,
 ) -> Iterator[FakeServer]:
     """A real uvicorn on a free port, in a thread."""
-    engine = FakeEngine()
+    engine = engine or FakeEngine()
     protection = Protection(api_keys, max_body_mb, allowed_origins)
     app = build_app(
         engine,
@@ -87,6 +93,7 @@ def run_fake_server(
         limits=limits,
         telemetry=telemetry,
         let_unknown_by=let_unknown_by,
+        page=page,
     )
     options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
     server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
@@ -103,6 +110,21 @@ def run_fake_server(
         yield FakeServer(f"http://127.0.0.1:{port}", engine, stop)
     finally:
         stop()
+
+
+@contextmanager
+def run_page_server(
+    *api_keys: str,
+    visibility: Visibility = Visibility.auto,
+    host: str = "127.0.0.1",
+    change: Callable[[CachePage], object] = lambda page: None,
+) -> Iterator[FakeServer]:
+    """A server with the page, over the engine without a model."""
+    engine = WatchedEngine()
+    page = CachePage(engine, MODEL, Access(visibility, host))
+    change(page)
+    with run_fake_server(*api_keys, engine=engine, page=page) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+/** The pool as a map of pages. A page that changes lights up and fades. */
+import { Picture } from "./canvas.js";
+import { conversationColour } from "./palette.js";
+import { FREE, KEPT_FOR_NOBODY, PROMISED } from "./pool.js";
+
+const MOST_CELL = 14;
+const LEAST_CELL = 3;
+const LEAST_GAPPED = 5;
+const MOST_HEIGHT = 220;
+const FADE_MS = 700;
+/** One colour a state, told apart by lightness, too. */
+export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
+const RAW_TAIL = 2;
+
+export class PoolMap extends Picture {
+  #pool = null;
+  #byConversation = false;
+
+  /** Show `pool`; call it again when it has changed. */
+  show(pool) {
+    const grew = pool.states.length !== this.#pool?.states.length;
+    this.#pool = pool;
+    if (grew) this.fit();
+    this.change();
+  }
+
+  /** Colour pages by conversation instead of state. */
+  colourBy(conversation) {
+    this.#byConversation = conversation;
+    this.change();
+  }
+
+  /** Cells are as large as the space lets them be; of a large pool several pages share one. */
+  fit() {
+    const pages = this.#pool?.states.length ?? 0;
+    const width = this.frame.clientWidth;
+    const ideal = Math.floor(Math.sqrt((width * MOST_HEIGHT) / Math.max(pages, 1)));
+    this.cell = Math.min(MOST_CELL, Math.max(LEAST_CELL, ideal));
+    this.columns = Math.max(1, Math.floor(width / this.cell));
+    const cells = this.columns * Math.floor(MOST_HEIGHT / this.cell);
+    this.pagesPerCell = Math.max(1, Math.ceil(pages / cells));
+    super.fit(Math.ceil(pages / this.pagesPerCell / this.columns) * this.cell);
+  }
+
+  paint(context) {
+    context.clearRect(0, 0, this.width, this.height);
+    if (this.#pool === null) return;
+    const painted = this.#pool.painted();
+    const now = performance.now();
+    const size = this.cell < LEAST_GAPPED ? this.cell : this.cell - 1;
+    let fades = false;
+    for (let cell = 0; cell * this.pagesPerCell < painted.length; cell += 1) {
+      const page = this.#pageOf(cell, painted);
+      const [x, y] = [(cell % this.columns) * this.cell, Math.floor(cell / this.columns) * this.cell];
+      context.fillStyle = this.#colour(painted[page], this.#pool.owners[page]);
+      context.fillRect(x, y, size, size);
+      const light = 1 - (now - this.#pool.changedAt[page]) / FADE_MS;
+      if (light > 0) {
+        fades = true;
+        context.globalAlpha = light;
+        context.fillStyle = this.colours.ink;
+        context.fillRect(x, y, size, size);
+        context.globalAlpha = 1;
+      }
+    }
+    if (fades) this.change();
+  }
+
+  /** The page that speaks for a cell: the one that changed last, else the first in use. */
+  #pageOf(cell, painted) {
+    const first = cell * this.pagesPerCell;
+    const end = Math.min(first + this.pagesPerCell, painted.length);
+    let chosen = first;
+    for (let page = first + 1; page < end; page += 1) {
+      const later = this.#pool.changedAt[page] - this.#pool.changedAt[chosen];
+      if (later > 0 || (!(later < 0) && painted[chosen] === FREE)) chosen = page;
+    }
+    return chosen;
+  }
+
+  #colour(state, owner) {
+    if (state === FREE) return this.colours.unknown;
+    if (!this.#byConversation || owner === 0 || state === PROMISED || state === KEPT_FOR_NOBODY) {
+      return STATE_COLOURS[state];
+    }
+    return conversationColour(owner, state === RAW_TAIL ? 72 : 48);
+  }
+}

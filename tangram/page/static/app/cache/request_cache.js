@@ -1,0 +1,147 @@
+/** What the server says of one request's cache, and what follows for each token and head. */
+import { KeptChunk } from "./kept.js";
+
+/** What is known of a token: its cache entries do not exist yet, are uncompressed, … */
+export const PENDING = 0;
+export const RAW = 1;
+export const SEALED = 2;
+export const UNRECORDED = 3;
+export const GONE = 4;
+
+const KINDS = [
+  "not in the cache yet",
+  "not compressed",
+  "sealed",
+  "sealed, heads not recorded",
+  "no longer in the cache",
+];
+
+/** What is known of a token, in words. */
+export const spellKind = (kind) => KINDS[kind];
+
+const FIRST_CAPACITY = 1024;
+
+/** Grows with the request: give it each answer of GET /v1/kv/requests/{id} and each kept chunk. */
+export class RequestCache {
+  texts = [];
+  /** As the server sent it last, without tokens. */
+  view = null;
+  /** Per token: one of PENDING … GONE, and the share of heads that hold it. */
+  kinds = new Uint8Array(FIRST_CAPACITY);
+  shares = new Float32Array(FIRST_CAPACITY);
+  #chunks = new Map();
+
+  /** @param {object} model as GET /v1/kv/model says */
+  constructor(model) {
+    this.model = model;
+    // Heads of layers with a window hold the same tokens, so they say nothing of a token.
+    this.rows = model.full_layers.flatMap((layer) =>
+      Array.from({ length: model.kv_heads }, (_, head) => layer * model.kv_heads + head),
+    );
+  }
+
+  get tokens() {
+    return this.texts.length;
+  }
+
+  /** Tokens with entries in the cache, sealed or raw. */
+  get cachedTokens() {
+    const { chunks, raw } = this.view;
+    const there = chunks.filter(({ in: place }) => place !== "gone");
+    return there.reduce((sum, { begin, end }) => sum + end - begin, raw.end - raw.begin);
+  }
+
+  /** Take an answer that was asked with `tokens_from` = `this.tokens` at the time. */
+  take({ tokens, ...view }) {
+    for (const { text } of tokens) this.texts.push(text);
+    this.view = view;
+    this.#reserve(this.tokens);
+    this.#sort();
+  }
+
+  /** Chunks whose kept tokens are recorded and not here yet, first to last. */
+  missingChunks() {
+    return (this.view?.chunks ?? [])
+      .filter(({ index, recorded }) => recorded && !this.#chunks.has(index))
+      .map(({ index }) => index);
+  }
+
+  takeKept(index, kept) {
+    const chunk = new KeptChunk(kept);
+    this.#chunks.set(index, chunk);
+    const counts = chunk.countByToken(this.rows);
+    this.#reserve(chunk.begin + chunk.tokens);
+    for (let at = 0; at < counts.length; at += 1) {
+      this.shares[chunk.begin + at] = counts[at] / this.rows.length;
+    }
+    this.#sort();
+  }
+
+  #reserve(tokens) {
+    if (tokens <= this.kinds.length) return;
+    const capacity = 2 ** Math.ceil(Math.log2(tokens));
+    const kinds = new Uint8Array(capacity);
+    const shares = new Float32Array(capacity);
+    kinds.set(this.kinds);
+    shares.set(this.shares);
+    Object.assign(this, { kinds, shares });
+  }
+
+  /** Say for each token what is known of it. */
+  #sort() {
+    const { chunks, raw } = this.view;
+    this.kinds.fill(PENDING);
+    for (const { index, begin, end, in: place } of chunks) {
+      const known = this.#chunks.has(index) ? SEALED : UNRECORDED;
+      this.kinds.fill(place === "gone" ? GONE : known, begin, end);
+    }
+    this.kinds.fill(RAW, raw.begin, raw.end);
+  }
+
+  /** The share of heads that hold the token, or null where nobody knows. */
+  share(position) {
+    const kind = this.kinds[position];
+    if (kind === SEALED) return this.shares[position];
+    return kind === RAW ? 1 : null;
+  }
+
+  #chunkAt(position) {
+    const chunk = this.view.chunks.find(({ begin, end }) => begin <= position && position < end);
+    return chunk && { ...chunk, kept: this.#chunks.get(chunk.index) };
+  }
+
+  /** Where the entries of a token are: "device", "host", or null without a chunk. */
+  place(position) {
+    return this.#chunkAt(position)?.in ?? null;
+  }
+
+  /** Whether the head of `row` (layer · heads + head) holds the token; null where nobody knows. */
+  keeps(row, position) {
+    const kind = this.kinds[position];
+    if (kind === RAW) return true;
+    if (kind !== SEALED) return null;
+    const { index, kept } = this.#chunkAt(position);
+    return index >= this.#firstHeld(row) && kept.keeps(row, position);
+  }
+
+  /** The first sealed chunk that a row holds: a layer with a window releases what none can see. */
+  #firstHeld(row) {
+    const window = this.model.windows[Math.floor(row / this.model.kv_heads)];
+    if (window === null) return 0;
+    const seen = Math.max(1, Math.ceil((window - 1) / this.model.chunk_tokens));
+    return Math.max(0, this.view.chunks.length - seen);
+  }
+
+  /** The number of tokens that each head holds. @returns {Uint32Array} [layers · heads] */
+  heldByRow() {
+    const held = new Uint32Array(this.model.layers * this.model.kv_heads);
+    if (this.view === null) return held;
+    held.fill(this.view.raw.end - this.view.raw.begin);
+    const first = held.map((_, row) => this.#firstHeld(row));
+    for (const { index, in: place } of this.view.chunks) {
+      const counts = place === "gone" ? undefined : this.#chunks.get(index)?.countsByRow;
+      counts?.forEach((count, row) => (held[row] += index >= first[row] ? count : 0));
+    }
+    return held;
+  }
+}

@@ -1,0 +1,137 @@
+/** The painted text and the heads grid, which answer each other. */
+import { count, percent } from "../format.js";
+import { html, useEffect, useRef, useState } from "../preact.js";
+import { HeadsGrid } from "./heads_grid.js";
+import { shareGround } from "./palette.js";
+import { spellKind } from "./request_cache.js";
+import { TextMap } from "./text_map.js";
+import { spell } from "./text_layout.js";
+
+export function TextSection({ app, model }) {
+  const { watch } = app;
+  const [token, setToken] = useState(null);
+  const [row, setRow] = useState(null);
+  const parts = useRef({});
+  const pictures = useRef(null);
+  useEffect(() => {
+    pictures.current = makePictures(parts.current, model, setToken, setRow);
+    const show = () => showCache(pictures.current, parts.current, watch.cache, model);
+    const end = watch.on("request", show);
+    show();
+    return () => {
+      end();
+      pictures.current.text.close();
+      pictures.current.heads.close();
+    };
+  }, [model]);
+  useEffect(() => pictures.current?.text.showHead(row), [row]);
+  useEffect(() => {
+    const known = token !== null && watch.cache !== null;
+    pictures.current?.heads.showKeepers(known ? keepersOf(watch.cache, token) : null);
+  }, [token]);
+  const part = (name) => (element) => (parts.current[name] = element);
+  return html`<section aria-label="Text in the cache">
+    <h2>Text in the cache</h2>
+    <p class="caption" ref=${part("caption")}></p>
+    <div class="text-map" ref=${part("frame")}>
+      <canvas
+        ref=${part("text")}
+        tabindex="0"
+        role="application"
+        aria-label="Tokens, painted by the share of heads that hold them; arrow keys choose one"
+      ></canvas>
+      <div ref=${part("spacer")}></div>
+    </div>
+    <${Legend} />
+    <p class="detail" role="status">${describe(watch.cache, model, token, row)}</p>
+    <h2>Layers × heads</h2>
+    <p class="caption">
+      A column is a layer, a row a KV head. Above: what the profile lets each keep of a chunk. Below:
+      ${token === null ? " what each holds now." : " those that hold this token."}
+    </p>
+    <div class="heads" ref=${part("headsFrame")}>
+      <canvas
+        ref=${part("heads")}
+        tabindex="0"
+        role="application"
+        aria-label="KV heads by layer; arrow keys choose one and show its tokens"
+      ></canvas>
+    </div>
+    <p class="detail" ref=${part("heldNow")}></p>
+  </section>`;
+}
+
+function makePictures(parts, model, onToken, onHead) {
+  return {
+    text: new TextMap(parts.text, parts.frame, parts.spacer, onToken),
+    heads: new HeadsGrid(parts.heads, parts.headsFrame, model, onHead),
+  };
+}
+
+/** Show what is known now; called with every answer of the server, so it renders no component. */
+function showCache({ text, heads }, parts, cache, model) {
+  text.show(cache);
+  const budget = budgetShares(model, cache?.view?.kv_retention ?? null);
+  if (cache === null || cache.view === null) {
+    parts.caption.textContent = "Nothing yet: an answer's cache is shown while it is written.";
+    parts.heldNow.textContent = "";
+    heads.show(budget, null);
+    return;
+  }
+  const held = cache.heldByRow();
+  const entries = cache.cachedTokens;
+  heads.show(budget, Float32Array.from(held, (tokens) => (entries ? tokens / entries : 0)));
+  parts.caption.textContent = caption(cache);
+  const whole = held.reduce((sum, tokens) => sum + tokens, 0);
+  const share = entries ? whole / (entries * held.length) : null;
+  parts.heldNow.textContent = model.recorded
+    ? `${count(whole)} entries held of ${count(entries * held.length)}: ${percent(share)}.`
+    : "The server does not record which tokens heads keep.";
+}
+
+function caption({ tokens, view }) {
+  const raw = view.raw.end - view.raw.begin;
+  return `${count(tokens)} tokens, ${view.state}: ${count(view.chunks.length)} sealed chunks, ${count(raw)} tokens not compressed yet`;
+}
+
+/** What the profile of a retention lets each head keep of a chunk, as shares; null if unknown. */
+function budgetShares({ retentions, chunk_tokens: chunk }, ratio) {
+  const profile = retentions.find((each) =>
+    ratio === null ? each.default : each.kv_retention === ratio,
+  );
+  return profile ? Float32Array.from(profile.budgets.flat(), (kept) => kept / chunk) : null;
+}
+
+const keepersOf = (cache, token) =>
+  Array.from({ length: cache.model.layers * cache.model.kv_heads }, (_, row) =>
+    cache.keeps(row, token),
+  );
+
+/** The token or the head that is chosen, in words. */
+function describe(cache, model, token, row) {
+  if (cache === null) return "";
+  if (token !== null) {
+    const kept = cache.share(token);
+    const heads =
+      kept === null
+        ? spellKind(cache.kinds[token])
+        : `held by ${Math.round(kept * cache.rows.length)} of ${cache.rows.length} heads (${spellKind(cache.kinds[token])})`;
+    const place = cache.place(token) === "host" ? ", in host memory" : "";
+    return `Token ${token} “${spell(cache.texts[token])}”: ${heads}${place}`;
+  }
+  if (row === null) return "Point at a token or a head, or choose one with the arrow keys.";
+  const [layer, head] = [Math.floor(row / model.kv_heads), row % model.kv_heads];
+  return `Layer ${layer}, head ${head}: holds ${count(cache.heldByRow()[row])} of ${count(cache.cachedTokens)} tokens`;
+}
+
+const Legend = () => html`<div class="legend">
+  <span>0 %</span>
+  <span class="scale" aria-hidden="true">
+    ${Array.from({ length: 24 }, (_, at) => {
+      const paint = (element) => element && (element.style.background = shareGround(at / 23));
+      return html`<i ref=${paint}></i>`;
+    })}
+  </span>
+  <span>100 % of the heads hold the token. Underlined: not compressed yet.</span>
+</div>`;
+

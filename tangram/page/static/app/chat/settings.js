@@ -1,0 +1,47 @@
+/**
+ * What a conversation may set. A field without a value is not sent: the server's default holds.
+ * `kv_retention` is chosen among the ratios that the server has profiles for.
+ */
+
+/** Numbers: field, label, least, most, step, and what holds without a value. */
+export const NUMBERS = [
+  ["temperature", "Temperature", 0, 2, "any", "1; 0 is greedy"],
+  ["top_p", "Top p", 0, 1, "any", "1"],
+  ["top_k", "Top k", 0, 1000, 1, "off"],
+  ["min_p", "Min p", 0, 1, "any", "0"],
+  ["presence_penalty", "Presence penalty", -2, 2, "any", "0"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, "any", "0"],
+  ["repetition_penalty", "Repetition penalty", 0.01, 10, "any", "1"],
+  ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1, "until the context is full"],
+  ["seed", "Seed", 0, 2 ** 53 - 1, 1, "none"],
+];
+const MOST_STOPS = 16;
+
+/** A conversation's settings before anyone changes them. */
+export const newSettings = () => ({ system: "", stop: "" });
+
+/** The fields of a request; `settings.stop` has one text a line. */
+export function requestFields(settings) {
+  const fields = {};
+  for (const [name] of NUMBERS) {
+    if (Number.isFinite(settings[name])) fields[name] = settings[name];
+  }
+  if (Number.isFinite(settings.kv_retention)) fields.kv_retention = settings.kv_retention;
+  const stops = (settings.stop ?? "").split("\n").filter((line) => line !== "");
+  if (stops.length > 0) fields.stop = stops.slice(0, MOST_STOPS);
+  return fields;
+}
+
+/** The messages of a request: documents stand before the words of their message. */
+export function requestMessages(settings, path) {
+  const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
+  return [
+    ...system,
+    ...path.map(({ role, content, documents = [] }) => ({
+      role,
+      content: [...documents.map(spellDocument), content].filter(Boolean).join("\n\n"),
+    })),
+  ];
+}
+
+const spellDocument = ({ name, text }) => `Document "${name}":\n${text}`;

@@ -1,0 +1,226 @@
+"""What the page keeps and sends: history, conversations, bounded streams, and who may see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tangram.metrics import EngineStats
+from tangram.page import requests as page_requests
+from tangram.page.history import History
+from tangram.page.requests import Announcement, Requests, ShownCompletion
+from tangram.page.watchers import MOST_PENDING_BYTES, Watcher, frame
+from tangram.serve.record import Generation, Record
+from tangram.types import Event, FinishReason, SamplingParams, Usage
+from tangram.watch import SequenceChange, SequenceReading, SequenceState
+
+STATS = EngineStats(
+    running=0,
+    waiting=0,
+    pages_total=100,
+    pages_held=0,
+    pages_cached=0,
+    pages_free=100,
+    pages_promised=0,
+    slots_held=0,
+    slots_used=0,
+    capacity_tokens=100,
+    capacity_uncompressed_tokens=100,
+    cache_dtype="float32",
+    page_bytes=64,
+    kv_token_bytes=8,
+    kv_bytes_held=0,
+    kv_bytes_uncompressed=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    computed_prompt_tokens=0,
+    generated_tokens=0,
+    preemptions=0,
+    steps=0,
+    sealed_chunks=0,
+    host_pages_total=0,
+    host_pages_used=0,
+    restored_tokens=0,
+    host_bytes_out=0,
+    host_bytes_in=0,
+    dropped_spans=0,
+    step_s=0.0,
+    device_s=0.0,
+    sealing_s=0.0,
+    plans={},
+    overflow=(),
+    speculation=None,
+)
+
+
+def answered(first_s: float, end_s: float, tokens: int) -> Record:
+    """The record of a request that began at 100 s."""
+    record = Record("req-1", "POST", "/v1/chat/completions", {}, 100.0, 0)
+    generation = record.generation = Generation("chatcmpl-1", SamplingParams(), None, True)
+    usage = Usage(10, tokens, 0, 0, 0)
+    generation.note(0, Event("req-1", 0, (1,), "", (), usage), first_s)
+    generation.note(0, Event("req-1", 0, (1,), "", (), usage, FinishReason.STOP), end_s)
+    record.ended_s = end_s
+    return record
+
+
+def test_a_line_of_history_has_rates_of_its_time_and_the_state_at_its_end() -> None:
+    history = History(begin_s=90.0)
+    history.sample(replace(STATS, generated_tokens=50, prompt_tokens=7), 100.0)
+    for first_s, end_s, tokens in ((100.1, 101.1, 11), (100.3, 101.3, 5), (100.5, 100.5, 1)):
+        history.count(answered(first_s, end_s, tokens))
+    history.count(Record("req-2", "GET", "/health", {}, 100.0, 0, ended_s=101.0))
+    now = replace(
+        STATS,
+        generated_tokens=150,
+        computed_prompt_tokens=300,
+        prompt_tokens=407,
+        cached_tokens=100,
+        running=3,
+        waiting=4,
+        pages_held=20,
+        pages_cached=30,
+        pages_free=50,
+    )
+    history.sample(now, 112.5)
+    told = history.read(3600)
+    assert (told["step_s"], told["at"]) == (10, [22.5])
+    assert (told["throughput"], told["prompt_throughput"]) == ([8.0], [24.0])
+    assert told["cached_share"] == [0.25]
+    assert told["ttft_p50"] == [pytest.approx(0.3)] and told["ttft_p90"] == [pytest.approx(0.46)]
+    assert told["tpot_p50"] == [pytest.approx(0.175)]
+    assert [told[name] for name in ("running", "queue")] == [[3], [4]]
+    assert [told[f"pages_{name}"] for name in ("held", "cached", "free")] == [[20], [30], [50]]
+    history.sample(now, 122.5)
+    told = history.read(3600)
+    assert {len(values) for name, values in told.items() if name != "step_s"} == {2}
+    assert told["ttft_p50"][1] is told["cached_share"][1] is None, "nothing ended or came"
+    assert told["throughput"][1] == 0.0
+
+
+def test_history_forgets_after_an_hour() -> None:
+    history = History(begin_s=0.0)
+    for number in range(500):
+        history.sample(STATS, 10.0 * number)
+    assert len(history.read(3600)["at"]) == 360
+    assert history.read(60)["at"] == [4940.0, 4950.0, 4960.0, 4970.0, 4980.0, 4990.0]
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def reading(
+    request_id: str, prompt: list[int], answer: list[int], index: int = 0, ratio: float = 0.5
+) -> SequenceReading:
+    usage = Usage(len(prompt), len(answer), 0, 0, 0)
+    tokens = np.asarray(prompt + answer, np.int64)
+    return SequenceReading(request_id, index, ratio, 8, tokens, (), 0, 0, usage, None)
+
+
+class World:
+    """Requests, and what an engine tells of them."""
+
+    def __init__(self) -> None:
+        self.requests, self.count = Requests(), 0
+
+    def begin(self, prompt: list[int], client: bytes | None = None, **more: Any) -> ShownCompletion:
+        self.count += 1
+        name = f"req-{self.count}"
+        told = Announcement(f"chatcmpl-{self.count}", name, 0, client, 0.0)
+        self.requests.announce(name, told)
+        found = self.tell(SequenceState.WAITING, reading(name, prompt, [], **more))
+        assert found is not None
+        return found
+
+    def tell(self, state: SequenceState, now: SequenceReading) -> ShownCompletion | None:
+        return self.requests.take(SequenceChange(state, 1.0, now))
+
+    def end(self, one: ShownCompletion, answer: list[int]) -> None:
+        before = one.reading
+        now = reading(before.request_id, before.tokens.tolist(), answer, before.index)
+        self.tell(SequenceState.ENDED, now)
+
+
+def test_a_turn_continues_the_conversation_whose_prompt_it_begins_with() -> None:
+    world = World()
+    system = [1, 2, 3]
+    first = world.begin([*system, 4, 5])
+    world.end(first, [6, 7])
+    other = world.begin([*system, 9])
+    second = world.begin([*system, 4, 5, 6, 7, 8])
+    again = world.begin([*system, 4, 5])
+    stranger = world.begin([*system, 4, 5, 6], client=b"other")
+    lossless = world.begin([*system, 4, 5, 6], ratio=1.0)
+    assert first.conversation == second.conversation == again.conversation
+    numbers = [first, other, stranger, lossless]
+    assert len({one.conversation for one in numbers}) == 4
+
+
+def test_a_request_is_found_by_both_names_and_each_completion_by_its_number() -> None:
+    world = World()
+    one = world.begin([1, 2], index=0)
+    two = world.tell(SequenceState.WAITING, reading("req-1", [1, 2], [], index=1))
+    assert world.requests.find("chatcmpl-1", 0) is world.requests.find("req-1", 0) is one
+    assert world.requests.find("req-1", 1) is two is not None
+    assert two.conversation == one.conversation
+    assert world.requests.find("req-2", 0) is None
+
+
+def test_sequences_of_no_request_are_not_kept() -> None:
+    world = World()
+    assert world.tell(SequenceState.WAITING, reading("batch", [1], [])) is None
+    assert world.requests.read(reading("batch", [1], [])) is None
+
+
+def test_a_reading_that_is_older_than_the_end_changes_nothing() -> None:
+    world = World()
+    one = world.begin([1, 2])
+    world.end(one, [3, 4])
+    late = reading("req-1", [1, 2], [3])
+    assert world.requests.read(late) is one, "its pages are still of its conversation"
+    assert one.reading.tokens.tolist() == [1, 2, 3, 4] and not world.requests.running
+
+
+def test_the_oldest_ended_requests_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_requests, "MOST_REQUESTS", 3)
+    world = World()
+    running = world.begin([0])
+    for number in range(1, 6):
+        world.end(world.begin([number]), [7])
+    found = [world.requests.find(f"req-{at}", 0) is not None for at in range(1, 7)]
+    assert found == [True, False, False, False, True, True], "the first one runs"
+    world.end(running, [1])
+    monkeypatch.setattr(page_requests, "MOST_TOKENS", 4)
+    world.end(world.begin([8, 8]), [7])
+    assert [world.requests.find(f"req-{at}", 0) is not None for at in (6, 7)] == [False, True]
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_a_slow_watcher_loses_frames_and_is_told_so() -> None:
+    async def watch() -> list[bytes]:
+        watcher = Watcher(None)
+        big = frame("step", {"text": "x" * (MOST_PENDING_BYTES // 4)})
+        for _ in range(10):
+            watcher.send(big)
+        came = [await anext(aiter(watcher))]
+        watcher.send(frame("step", {"n": 1}))
+        watcher.close()
+        return [*came, *[part async for part in watcher]]
+
+    late, rest = asyncio.run(watch())
+    assert late.count(b"event: step") == 3 and late.endswith(b"event: lost\ndata: {}\n\n")
+    assert len(late) <= MOST_PENDING_BYTES + 100
+    assert rest == b'event: step\ndata: {"n":1}\n\n'
+
+
+def test_no_text_breaks_out_of_a_frame() -> None:
+    sent = frame("request", {"id": "a\n\nevent: step\ndata: 1"}).decode()
+    assert sent.count("\n\n") == 1
+    assert json.loads(sent.splitlines()[1].removeprefix("data: "))["id"].startswith("a\n\n")

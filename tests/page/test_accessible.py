@@ -1,0 +1,54 @@
+"""axe-core finds no serious fault on the page, in either theme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.page.fake_server import FakeServer
+from tests.page.support import ask, open_page, paste
+
+pytestmark = pytest.mark.browser
+SERIOUS = ("serious", "critical")
+
+
+def faults(page: Any) -> list[str]:
+    """Serious faults, each with its first place."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{fault['id']}: {fault['nodes'][0]['html'][:120]}"
+        for fault in found
+        if fault["impact"] in SERIOUS
+    ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_is_accessible(browser: Any, fake: FakeServer, theme: str) -> None:
+    with open_page(browser, fake.url, color_scheme=theme) as watched:
+        page = watched.page
+        assert faults(page) == []
+        paste(page, "some words " * 300)
+        ask(page, "Write code please")
+        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_text("2 of 2").wait_for()
+        page.get_by_role("button", name="Send").wait_for()
+        ask(page, "Something hostile, with a table")
+        page.get_by_text("Settings of this conversation").click()
+        assert faults(page) == []
+        page.get_by_role("button", name="Keys").click()
+        assert faults(page) == []
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="API key").click()
+        assert faults(page) == []
+        page.keyboard.press("Escape")
+        page.get_by_role("link", name="Compare").click()
+        page.get_by_label("Question").fill("What is dropped?")
+        page.get_by_role("button", name="Compare").click()
+        page.get_by_text("They differ first").wait_for()
+        assert faults(page) == []
+        page.get_by_role("link", name="Server").click()
+        page.locator(".plot canvas").first.wait_for()
+        assert faults(page) == []

@@ -1,0 +1,165 @@
+"""The cache beside the conversation, over a fake engine whose kept bits are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.page.fake_cache import CHUNK_TOKENS, KV_HEADS, LAYERS, RETENTIONS, FakeRequest, kept_of
+from tests.page.fake_server import FakeServer
+from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
+from tests.page.support import Watched, ask, paste, send
+
+pytestmark = pytest.mark.browser
+DOCUMENT = " ".join(f"item{at}" for at in range(500))
+HEADS = LAYERS * KV_HEADS
+
+
+@pytest.fixture
+def asked(page: Any, fake: FakeServer) -> FakeRequest:
+    """A question about a long document, answered; its request."""
+    page.add_init_script(SCRIPT)
+    page.reload()
+    paste(page, DOCUMENT)
+    ask(page, "What is item seven?")
+    request = list(fake.cache.requests.values())[-1]
+    page.get_by_text(f"{len(request.tokens)} tokens, ended").wait_for()
+    page.wait_for_timeout(200)
+    return request
+
+
+def share(request: FakeRequest, position: int) -> float:
+    """The share of heads that hold a token; those after the last chunk are not compressed."""
+    chunk, at = divmod(position, CHUNK_TOKENS)
+    if chunk >= request.chunks:
+        return 1.0
+    return float(kept_of(chunk, request.retention)[:, :, at].mean())
+
+
+def test_every_token_is_painted_by_the_share_of_heads_that_keep_it(
+    page: Any, asked: FakeRequest
+) -> None:
+    painted = painted_tokens(page, asked.tokens)
+    assert len(painted) == len(asked.tokens)
+    check_scale({at: share(asked, at) for at in range(len(asked.tokens))}, painted)
+
+
+def test_a_token_names_its_heads_and_a_head_shows_its_tokens(page: Any, asked: FakeRequest) -> None:
+    page.get_by_label("Tokens, painted by the share").focus()
+    page.keyboard.press("Home")
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    held = round(share(asked, 5) * HEADS)
+    page.get_by_text(
+        f"Token 5 “{spell(asked.tokens[5])}”: held by {held} of {HEADS} heads (sealed)"
+    ).wait_for()
+    page.get_by_text("Below: those that hold this token.").wait_for()
+    page.get_by_label("KV heads by layer").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    layer, head = 1, 2
+    kept = [kept_of(chunk, asked.retention)[layer, head] for chunk in range(asked.chunks)]
+    raw = len(asked.tokens) - asked.chunks * CHUNK_TOKENS
+    whole = int(sum(each.sum() for each in kept)) + raw
+    page.get_by_text(
+        f"Layer {layer}, head {head}: holds {whole} of {len(asked.tokens)} tokens"
+    ).wait_for()
+    painted = painted_tokens(page, asked.tokens)
+    for at in range(asked.chunks * CHUNK_TOKENS):
+        assert (painted[at] is not None) == kept[at // CHUNK_TOKENS][at % CHUNK_TOKENS]
+
+
+def test_pointing_at_a_token_names_it(page: Any, asked: FakeRequest) -> None:
+    page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
+    page.get_by_label("Tokens, painted by the share").hover(position={"x": 15, "y": 15})
+    page.get_by_text(f"Token 0 “{asked.tokens[0]}”").wait_for()
+
+
+def test_the_turns_table_says_what_was_reused(
+    page: Any, asked: FakeRequest, fake: FakeServer
+) -> None:
+    ask(page, "And item eight?")
+    second = list(fake.cache.requests.values())[-1]
+    row = page.locator(".turns tbody tr").nth(1)
+    sealed = str(second.chunks - second.cached_tokens // CHUNK_TOKENS)
+    row.locator('[data-name="sealed"]').get_by_text(sealed, exact=True).wait_for()
+    assert second.cached_tokens >= 400, "most of the document"
+    cells = {name: row.locator(f'[data-name="{name}"]') for name in ("reused", "computed")}
+    assert cells["reused"].inner_text() == str(second.cached_tokens)
+    assert cells["computed"].inner_text() == str(second.prompt_tokens - second.cached_tokens)
+
+
+def test_the_turns_table_says_how_many_drafts_were_kept(page: Any) -> None:
+    ask(page, "With drafts please")
+    page.get_by_role("columnheader", name="Drafts kept").wait_for()
+    assert page.locator(".turns tbody td").last.inner_text() == "7 of 9"
+
+
+def test_the_pages_are_counted_by_state(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
+    states = fake.cache.states
+    kept = page.locator('.counts [data-state="5"] b')
+    page.wait_for_timeout(400)
+    assert kept.inner_text() == str((states == 5).sum())
+    assert page.locator('.counts [data-state="host"]').inner_text() == "in host memory 3 of 50"
+    send(page, "an endless answer")
+    tail = page.locator('.counts [data-state="2"] b')
+    page.wait_for_function("() => document.querySelector('[data-state=\"2\"] b').innerText > 0")
+    assert int(tail.inner_text()) > 0
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_label("Colours").select_option("conversation")
+
+
+def test_the_steps_are_told(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
+    page.get_by_label("The last 400 steps").focus()
+    page.keyboard.press("ArrowLeft")
+    last = fake.cache.steps[-1]
+    page.get_by_text(f"Step {last['n']}: ").wait_for()
+    page.get_by_text("1 decode rows with 1 tokens").wait_for()
+
+
+def test_two_settings_are_compared(page: Any, fake: FakeServer) -> None:
+    page.get_by_role("link", name="Compare").click()
+    page.get_by_label("Left").select_option(label="1 – nothing dropped")
+    page.get_by_label("Right").select_option(label="0.3 – keydiff")
+    page.get_by_label("Question").fill("What is dropped?")
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("They differ first at word 9.").wait_for()
+    assert page.locator("mark").all_inner_texts() == ["1.", "0.3."]
+    bodies = fake.bodies[-2:]
+    assert [body["kv_retention"] for body in bodies] == [RETENTIONS[0], RETENTIONS[2]]
+    assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
+    assert all(body["temperature"] == 0 for body in bodies)
+    assert page.get_by_text("(100 %)").count() == 2  # nothing is sealed yet
+
+
+def test_the_server_view_shows_the_last_hour(page: Any) -> None:
+    page.get_by_role("link", name="Server").click()
+    page.get_by_role("img", name="Throughput, tokens/s over time").locator("canvas").wait_for()
+    assert page.locator(".plot canvas").count() == 6
+    assert page.locator('[data-field="queue"]').inner_text() == "0"
+
+
+def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServer) -> None:
+    page = watched.page
+    fields = httpx.get(f"{fake.url}/v1/kv/history?seconds=600").json()
+    empty = {name: [] if isinstance(value, list) else value for name, value in fields.items()}
+    quiet = {name: [None] if name.startswith("t") else [0] for name in fields} | {"step_s": 1}
+    answers = iter([empty | {"step_s": 1}, quiet | {"at": [10]}])
+    page.route("**/v1/kv/history*", lambda route: route.fulfill(json=next(answers, quiet)))
+    page.get_by_role("link", name="Server").click()
+    page.locator('[data-field="running"]', has_text="–").wait_for()
+    page.locator('[data-field="running"]', has_text="0").wait_for()
+    assert page.locator('[data-field="ttft_p50"]').inner_text() == "–"
+
+
+def test_a_lost_connection_comes_back(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
+    """A watcher that missed events asks for the pool again."""
+    free = int((fake.cache.states == 0).sum())
+    fake.cache.states[-1] = 3
+    fake.tell("lost", {})
+    page.wait_for_function(
+        "(free) => document.querySelector('[data-state=\"0\"] b').innerText == free", arg=free - 6
+    )
+    fake.cache.states[-1] = 0

@@ -1,0 +1,395 @@
+"""/learn in a real browser: each chapter opens, and its widget computes what the Python does."""
+
+from __future__ import annotations
+
+# isort: off
+import tests.interpreter  # noqa: F401, before Triton is imported
+
+# isort: on
+import json
+import os
+import re
+import shutil
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from tangram.compress.profile import Profile
+from tangram.lab.naive import count_naive_positions
+from tangram.page.files import HEADERS, add_files
+from tangram.size import fit, kv_size
+from tangram.speculate.pace import expected_tokens
+from tangram.weights import Weights
+from tests.page.support import ROOT, Watched, open_page
+from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
+from tools.learn_schedule import count_steps
+from tools.learn_site import FOLDER, site_files
+
+pytestmark = pytest.mark.browser
+CHAPTERS = 11
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """A plain web host, with the headers of the engine's own server."""
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def web_host(folder: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/some/path/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The folder that `make site` makes, below some path of a web host."""
+    root = tmp_path_factory.mktemp("site")
+    for place, path in site_files().items():
+        target = root / "some" / "path" / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    with web_host(root) as url:
+        yield f"{url}{FOLDER}/"
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, site: str) -> Iterator[Watched]:
+    """The page with all widgets ready; at its end it has logged no error and asked no other host.
+
+    Tests of a module share it, each in its own chapter.
+    """
+    with open_page(browser, site) as watched:
+        wait_for_widgets(watched.page)
+        yield watched
+
+
+@pytest.fixture
+def page(opened: Watched) -> Any:
+    return opened.page
+
+
+def wait_for_widgets(page: Any) -> None:
+    page.locator("[data-ready]").nth(CHAPTERS - 1).wait_for()
+    page.get_by_text("Loading …").first.wait_for(state="detached")
+
+
+def chapter(page: Any, name: str) -> Any:
+    return page.locator(f"#{name} .widget")
+
+
+def figure(widget: Any, name: str) -> str:
+    """The value of a figure by its name."""
+    found = widget.locator(".figures div", has=widget.page.get_by_text(name, exact=True)).first
+    return str(found.locator("dd").inner_text())
+
+
+def slide(widget: Any, label: str, *keys: str) -> None:
+    """Move a slider by keys."""
+    slider = widget.get_by_label(label, exact=True)
+    slider.focus()
+    for key in keys:
+        slider.press(key)
+
+
+def choose(widget: Any, label: str, option: str) -> None:
+    widget.get_by_label(label, exact=True).select_option(label=option)
+
+
+def row(widget: Any, head: str) -> list[str]:
+    """The cells of the table row that begins with `head`."""
+    found = widget.locator("tr", has=widget.page.locator(f'th[scope="row"]:text-is("{head}")'))
+    return [str(cell) for cell in found.first.locator("th, td").all_inner_texts()]
+
+
+def test_naive_decoding(page: Any) -> None:
+    widget = chapter(page, "naive")
+    assert figure(widget, "Positions, no cache") == "5,050"
+    assert figure(widget, "Positions, KV cache") == "100"
+    slide(widget, "Tokens", "End")
+    assert figure(widget, "Positions, no cache") == "8,390,656"
+    slide(widget, "Prompt tokens", "End")
+    assert figure(widget, "Positions, no cache") == f"{count_naive_positions(2000, 4096):,}"
+    measured = json.loads((ROOT / "bench" / "results" / "naive_decoding.json").read_text())
+    seconds = statistics.median(measured["naive"]["seconds"])
+    assert f"5,050 positions and {seconds:.1f} s without a cache" in widget.inner_text()
+
+
+def test_the_cache_by_hand(page: Any) -> None:
+    widget = chapter(page, "cache")
+    for _ in range(4):
+        widget.get_by_role("button", name="Next token").click()
+    assert row(widget, "because")[-1] == "projected now"
+    assert row(widget, "sky")[-1] == "read"
+    assert float(figure(widget, "Largest difference")) < 1e-12
+    assert figure(widget, "Projections of this step") == "1 instead of 5"
+
+
+def test_what_it_costs(page: Any) -> None:
+    widget = chapter(page, "cost")
+    assert row(widget, "deepseek-v3")[2:] == ["70,272", "2.09 GiB"]
+    choose(widget, "Model", "qwen3-32b")
+    slide(widget, "Retention ratio ρ", "Home", *["ArrowRight"] * 3)
+    size = kv_size("qwen3-32b", 32_768, retention=0.25)
+    assert figure(widget, "A token") == f"{size.bytes_per_token:,} bytes"
+    assert figure(widget, "Pages") == f"{size.pages:,}"
+    assert figure(widget, "At ρ 0.25, at most") == f"{size.compressed_bytes / 2**30:.2f} GiB"
+    h200 = next(card for card in CARDS if card["name"] == "H200")
+    weights = Weights(read_parameters("qwen3-32b"), "bfloat16", "config.json")
+    found = fit(size, weights, 0.9 * h200["memory_gib"])
+    assert row(widget, "H200")[3:] == [f"{found.sequences:,}", f"{found.tokens:,}"]
+    choose(widget, "Attention", "MHA: a KV head for each query head")
+    assert figure(widget, "A token") == f"{8 * size.bytes_per_token:,} bytes"
+    choose(widget, "Cache elements", "4-bit")
+    assert figure(widget, "A token") == f"{2 * size.bytes_per_token:,} bytes"
+    choose(widget, "Model", "kimi-k2")
+    assert figure(widget, "A page") == "MLA is not paged"
+
+
+def read_parameters(model: str) -> int:
+    from tangram.config_json import read_config
+    from tangram.weights import read_weights
+
+    return read_weights(read_config(model), "bfloat16").parameters
+
+
+def test_the_memory_wall(page: Any) -> None:
+    widget = chapter(page, "wall")
+    assert figure(widget, "Crossover batch, without a cache") == "296"
+    slide(widget, "Batch", "Home", *["ArrowRight"] * 8)
+    assert figure(widget, "FLOP per byte") == "256.0"
+    assert figure(widget, "Limited by") == "memory bandwidth"
+    slide(widget, "Batch", "ArrowRight")
+    assert figure(widget, "Limited by") == "arithmetic"
+    slide(widget, "Tokens of context each", "End")
+    assert figure(widget, "Limited by") == "memory bandwidth"
+    points = json.loads((site_files()[f"{FOLDER}/page/learn/data/roofline.json"]).read_text())
+    assert widget.locator("circle.kernel").count() == len(points["kernels"]) > 50
+    choose(widget, "Card", "H200")
+    assert widget.locator("circle.whole").count() == 2
+
+
+def test_tiled_attention(page: Any) -> None:
+    widget = chapter(page, "tiles")
+    slide(widget, "Tokens", "Home")
+    choose(widget, "Side of a tile", "16")
+    assert figure(widget, "Tiles of the matrix") == "16"
+    assert figure(widget, "Computed").startswith("10 ")
+    assert widget.locator("rect.hidden").count() == 6
+
+
+def test_online_softmax(page: Any) -> None:
+    widget = chapter(page, "softmax")
+    widget.get_by_label("Scores, up to eight").fill("0 0 1000 0")
+    choose(widget, "Scores in a tile", "2")
+    widget.get_by_role("button", name="Next tile").click()
+    assert row(widget, "2–3")[2:4] == ["1000.0000", "0.0000"]
+    assert figure(widget, "Accumulator / sum") == "2.0000"
+    assert figure(widget, "Softmax of the whole row") == "2.0000"
+    widget.get_by_label("Scores, up to eight").fill("one two")
+    assert widget.get_by_role("alert").is_visible()
+    widget.get_by_label("Scores, up to eight").fill("1 2 3")
+
+
+def test_which_kernel_on_which_card(page: Any) -> None:
+    widget = chapter(page, "kernels")
+    assert row(widget, "Launches overlap")[1] == "yes"
+    assert "gathered" in row(widget, "Later chunks")[1]
+    choose(widget, "Card", "A100 80 GB")
+    choose(widget, "Cache", "FP8")
+    assert row(widget, "Cache")[1] == "FP8, converted by integer arithmetic"
+    choose(widget, "Card", "T4")
+    assert "uses the CPU" in widget.inner_text()
+
+
+def test_paging(page: Any) -> None:
+    widget = chapter(page, "paging")
+    choose(widget, "Model", "qwen3-4b")
+    slide(widget, "Conversations", "Home", "ArrowRight")
+    slide(widget, "Tokens at the start of all", "Home", *["PageUp"] * 2)
+    shared = int(widget.get_by_label("Tokens at the start of all").input_value())
+    size = kv_size("qwen3-4b", shared + 300, retention=0.25)
+    separate = int(figure(widget, "Pages, each for itself").split(" = ")[0].replace(",", ""))
+    assert separate == 2 * size.pages
+    found = int(figure(widget, "Prompt tokens found, from the second on").replace(",", ""))
+    in_tail = shared // 512 == (shared + 300) // 512
+    assert found == (shared // 16 * 16 if in_tail else shared // 512 * 512)
+    assert figure(widget, "Pages copied on a write") == "0"
+
+
+def test_batching(page: Any) -> None:
+    widget = chapter(page, "batching")
+    recorded = json.loads((ROOT / "bench" / "results" / "schedules.json").read_text())
+    for kind, found in recorded["schedules"].items():
+        assert row(widget, kind)[2] == str(len(found["steps"]))
+    widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
+    slide(widget, "Places in the batch", "Home", "ArrowRight")
+    table = widget.locator("table").last
+    for kind in ("continuous", "static"):
+        steps = count_steps([6, 2, 3, 9, 1], 2, kind)  # type: ignore[arg-type]
+        cells = table.locator("tr", has_text=kind).locator("td").all_inner_texts()
+        assert cells[0] == str(len(steps))
+        assert cells[1] == f"{100 * sum(map(len, steps)) / (2 * len(steps)):.0f} %"
+    slide(widget, "Second", "Home")
+    assert "4 sequences run" in widget.locator("figcaption").first.inner_text()
+    widget.get_by_role("button", name="Replay").click()
+    widget.get_by_role("button", name="Pause").click()
+    assert float(widget.get_by_label("Second", exact=True).input_value()) < 20
+
+
+def test_speculation(page: Any) -> None:
+    widget = chapter(page, "speculation")
+    slide(widget, "Drafts γ", "End")
+    slide(widget, "Acceptance a", "End")
+    assert figure(widget, "Tokens of an iteration") == f"{expected_tokens(0.99, 16):.2f}"
+    slide(widget, "Acceptance a", "Home")
+    assert figure(widget, "Tokens of an iteration") == "1.00"
+    assert figure(widget, "Best number of drafts").startswith("0:")
+
+
+def test_compressed_caches(page: Any) -> None:
+    widget = chapter(page, "compression")
+    profile = shipped_profile(PROFILES[0])
+    assert kept_pages(widget) == pages_of(profile)
+    heads = widget.get_by_label("Budgets of heads")
+    slide(heads, "Retention ratio ρ", *["ArrowRight"] * 10)
+    larger = profile.model_copy(update={"kv_retention": 0.35}).with_pages(16, 4)
+    assert kept_pages(widget) == pages_of(larger)
+    even, balanced = widget.get_by_label("Ahead-of-time balancing"), "Workers busy, by budgets"
+    busy = [int(figure(even, n).split()[0]) for n in ("Workers busy, equal parts", balanced)]
+    assert busy[0] < busy[1] <= 100
+
+
+def kept_pages(widget: Any) -> dict[tuple[int, int], int]:
+    """By layer and head, as the grid's titles say."""
+    titles = widget.locator("svg.grid title").all_text_contents()
+    found = [re.fullmatch(r"layer (\d+), head (\d+): (\d+) of 32 pages", one) for one in titles]
+    return {(int(one[1]), int(one[2])): int(one[3]) for one in found if one is not None}
+
+
+def pages_of(profile: Profile) -> dict[tuple[int, int], int]:
+    pairs = zip(profile.groups, profile.sealed_pages, strict=True)
+    return {head: pages for group, pages in pairs for head in group}
+
+
+def test_the_reader_edits_the_tree(page: Any) -> None:
+    widget = chapter(page, "compression").get_by_label("Shared prefixes in one plan")
+    text = widget.get_by_label("Conversations of a batch, as a tree")
+    text.fill("2 chunks\n  1 conversation, 476 entries\n  1 conversation, 176 entries")
+    slide(widget, "Entries a head keeps of a chunk", "End")
+    # The worked example of tangram/plan/packing.py.
+    assert figure(widget, "Entries read, each row alone") == "2,700"
+    assert figure(widget, "Entries read, packed where it pays") == "1,676"
+    text.fill("2 chunks\n  many conversations")
+    assert "line 2" in widget.get_by_role("alert").inner_text()
+    text.fill("1 chunk\n  2 conversations, 5 entries")
+    assert widget.get_by_role("alert").count() == 0
+
+
+def test_source_opens_by_keyboard(page: Any) -> None:
+    summary = page.locator("#cost details summary").first
+    summary.focus()
+    summary.press("Enter")
+    code = page.locator("#cost details pre").first
+    code.wait_for()
+    page.locator("#cost details pre", has_text="def uncompressed_bytes").wait_for()
+    assert code.inner_text() == source_of("tangram/size.py:KVSize.uncompressed_bytes")
+
+
+def test_the_contents_lead_to_the_chapters(page: Any) -> None:
+    assert not page.get_by_text("Talk to the model").is_visible(), "a static site has no model"
+    for link in page.locator("nav a").all():
+        assert page.locator(str(link.get_attribute("href"))).count() == 1
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """The engine's own files and headers, without an engine."""
+    app = FastAPI(docs_url=None, redoc_url=None)
+    add_files(app, lambda request: None)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/learn"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_the_server_has_the_same_page(browser: Any) -> None:
+    with own_server() as url, open_page(browser, url) as watched:
+        wait_for_widgets(watched.page)
+        assert figure(chapter(watched.page, "naive"), "Positions, no cache") == "5,050"
+        talk = watched.page.get_by_role("link", name="Talk to the model")
+        assert talk.evaluate("(link) => link.href") == url.removesuffix("learn")
+
+
+def test_a_picture_of_the_page(browser: Any, site: str, tmp_path: Path) -> None:
+    """PICTURES=docs/pictures makes the one of the documentation."""
+    target = Path(os.environ.get("PICTURES", tmp_path)) / "learn.png"
+    size = {"width": 1200, "height": 860}
+    with open_page(browser, site, viewport=size, color_scheme="light") as watched:
+        wait_for_widgets(watched.page)
+        widget = chapter(watched.page, "wall")
+        slide(widget, "Batch", "Home", *["ArrowRight"] * 5)
+        slide(widget, "Tokens of context each", "Home", *["ArrowRight"] * 4)
+        widget.get_by_role("img").scroll_into_view_if_needed()
+        watched.page.locator("#wall .figures").evaluate("(one) => one.scrollIntoView()")
+        watched.page.screenshot(path=target)
+    assert target.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_phone_width_and_theme(browser: Any, site: str, scheme: str) -> None:
+    size = {"width": 360, "height": 740}
+    with open_page(browser, site, viewport=size, color_scheme=scheme) as watched:
+        page = watched.page
+        wait_for_widgets(page)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+        ground = "() => getComputedStyle(document.body).backgroundColor"
+        before = page.evaluate(ground)
+        page.get_by_role("button", name="Dark or light").click()
+        assert page.evaluate(ground) != before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(browser: Any, site: str, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    with open_page(browser, site, color_scheme=scheme) as watched:
+        wait_for_widgets(watched.page)
+        for details in watched.page.locator("details summary").all():
+            details.click()
+        watched.page.locator("details pre").last.wait_for()
+        found = Axe().run(watched.page).response["violations"]
+    serious = [
+        (one["id"], [node["target"] for node in one["nodes"]][:5])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+    assert serious == []

@@ -1,0 +1,109 @@
+"""Modules of the page by themselves, in the browser that runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.page.fake_cache import encode
+from tests.page.fake_server import FakeServer
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def module_page(browser: Any, fake: FakeServer) -> Any:
+    page = browser.new_page()
+    page.goto(fake.url)
+    return page
+
+
+def test_events_come_whole_however_the_stream_is_cut(module_page: Any) -> None:
+    stream = 'event: step\r\ndata: {"n": 1}\r\n\r\n: nothing new\n\ndata: é\ndata: two\n\n'
+    found = module_page.evaluate(
+        """async ([stream, size]) => {
+          const { readEvents } = await import("/page/app/sse.js");
+          const bytes = new TextEncoder().encode(stream);
+          const body = new ReadableStream({
+            start(controller) {
+              for (let at = 0; at < bytes.length; at += size) {
+                controller.enqueue(bytes.slice(at, at + size));
+              }
+              controller.close();
+            },
+          });
+          const events = [];
+          for await (const event of readEvents(body)) events.push(event);
+          return events;
+        }""",
+        [stream, 1],
+    )
+    assert found == [{"event": "step", "data": '{"n": 1}'}, {"event": "message", "data": "é\ntwo"}]
+
+
+def test_heads_with_a_window_hold_the_chunks_that_it_reaches(module_page: Any) -> None:
+    """Two layers of one head, the second with a window of 5 tokens; chunks of 4, three sealed."""
+    kept = np.zeros((2, 4), bool)
+    kept[0, 1] = kept[1] = True
+    found = module_page.evaluate(
+        """async (bits) => {
+          const { RequestCache } = await import("/page/app/cache/request_cache.js");
+          const model = {
+            layers: 2, kv_heads: 1, chunk_tokens: 4, full_layers: [0], windows: [null, 5],
+          };
+          const cache = new RequestCache(model);
+          const tokens = Array.from({ length: 14 }, (_, id) => ({ id, text: "a" }));
+          const chunks = [0, 1, 2].map((index) => (
+            { index, begin: 4 * index, end: 4 * index + 4, recorded: true, in: "device" }
+          ));
+          cache.take({ tokens, state: "ended", chunks, raw: { begin: 12, end: 13 } });
+          for (const { index, begin } of chunks) {
+            const shape = { layers: 2, kv_heads: 1, tokens: 4 };
+            cache.takeKept(index, { chunk: index, begin, ...shape, bits });
+          }
+          const positions = tokens.map(({ id }) => id);
+          return {
+            held: [...cache.heldByRow()],
+            window: positions.map((at) => cache.keeps(1, at)),
+            shares: positions.map((at) => cache.share(at)),
+          };
+        }""",
+        encode(np.packbits(kept, bitorder="little")),
+    )
+    assert found["held"] == [3 * 1 + 1, 4 + 1]
+    assert found["window"] == [False] * 8 + [True] * 5 + [None]
+    assert found["shares"] == [0, 1, 0, 0] * 3 + [1, None]
+
+
+def test_promised_pages_are_painted_over_those_that_can_be_had(module_page: Any) -> None:
+    states = np.array([3, 0, 5, 2, 0], np.uint8)
+    painted = module_page.evaluate(
+        """async ([states, owners]) => {
+          const { Pool } = await import("/page/app/cache/pool.js");
+          const pool = new Pool();
+          pool.take({
+            states, owners, host_used: 0, host_total: 0, promised: 3, conversations: [],
+          });
+          pool.change({ changes: [[3, 0, 0]], host_used: 0, promised: 4 }, 0);
+          return [...pool.painted()];
+        }""",
+        [encode(states), encode(np.zeros(5, np.uint16))],
+    )
+    assert painted == [3, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "at"),
+    [("a b c", "a b c", None), ("a b c", "a x c", 2), ("a b", "a b c", 3), ("", "a", 1)],
+)
+def test_the_first_word_that_differs(module_page: Any, one: str, other: str, at: int) -> None:
+    found = module_page.evaluate(
+        """async (texts) => {
+          const { firstDifference } = await import("/page/app/compare/first_difference.js");
+          return firstDifference(...texts);
+        }""",
+        [one, other],
+    )
+    assert found == at

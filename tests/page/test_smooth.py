@@ -1,0 +1,106 @@
+"""A conversation of 8K tokens stays smooth, measured in the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import quantiles
+from typing import Any
+
+import pytest
+
+from tests.page.fake_server import FakeServer, run_fake_page
+from tests.page.painted import SCRIPT
+from tests.page.support import open_page, paste, send
+
+pytestmark = [pytest.mark.browser, pytest.mark.serial]
+DOCUMENT_TOKENS = 8000
+MEASURED_S = 5
+LEAST_FRAMES_PER_S = 30
+MOST_DELAY_MS = 100
+# Notes when each event `request` was read from the stream, when the caption says how many tokens
+# there are, and every frame. `painted.SCRIPT` notes each draw of the text.
+CLOCK = """
+(() => {
+  window.events = [];
+  window.captions = [];
+  window.frames = [];
+  const read = ReadableStreamDefaultReader.prototype.read;
+  ReadableStreamDefaultReader.prototype.read = async function () {
+    const given = await read.call(this);
+    if (given.value) {
+      const text = new TextDecoder().decode(given.value);
+      for (const [, data] of text.matchAll(/event: request\\ndata: (.*)\\n/g)) {
+        window.events.push([JSON.parse(data).tokens, performance.now()]);
+      }
+    }
+    return given;
+  };
+  const note = () => {
+    const caption = document.querySelector(".cache .caption")?.textContent ?? "";
+    const tokens = Number(caption.split(" ")[0].replaceAll(",", ""));
+    if (tokens !== window.captions.at(-1)?.[0]) window.captions.push([tokens, performance.now()]);
+  };
+  const all = { subtree: true, childList: true, characterData: true };
+  new MutationObserver(note).observe(document, all);
+  const frame = (now) => {
+    window.frames.push(now);
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+})();
+"""
+
+
+@pytest.fixture(scope="module")
+def streaming(browser: Any) -> Iterator[Any]:
+    """The page while an answer to a question about 8,000 tokens streams, 60 tokens a second."""
+    server: FakeServer
+    with (
+        run_fake_page(token_s=1 / 60, pages=131_072) as server,
+        open_page(browser, server.url) as watched,
+    ):
+        page = watched.page
+        page.add_init_script(SCRIPT)
+        page.add_init_script(CLOCK)
+        page.reload()
+        paste(page, " ".join(f"word{at}" for at in range(DOCUMENT_TOKENS)))
+        send(page, "Answer long 5000")
+        page.locator(".cache .caption", has_text="8,1").first.wait_for()
+        yield page
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Send").wait_for()
+
+
+@pytest.fixture(scope="module")
+def measured(streaming: Any) -> dict[str, list[Any]]:
+    names = ("events", "captions", "frames", "paintedAt")
+    streaming.evaluate(f"() => [{', '.join(names)}].forEach((list) => (list.length = 0))")
+    streaming.wait_for_timeout(1000 * MEASURED_S)
+    return {name: streaming.evaluate(f"() => window.{name}") for name in names}
+
+
+def test_frames_keep_coming_while_tokens_stream(measured: dict[str, list[Any]]) -> None:
+    frames = measured["frames"]
+    per_s = 1000 * (len(frames) - 1) / (frames[-1] - frames[0])
+    print(f"{per_s:.0f} frames/s, {len(measured['events']) / MEASURED_S:.0f} events/s")
+    assert per_s >= LEAST_FRAMES_PER_S
+
+
+def test_the_text_is_painted_soon_after_an_event(measured: dict[str, list[Any]]) -> None:
+    delays = [
+        drawn - at
+        for tokens, at in measured["events"]
+        if (drawn := first_draw(measured, tokens)) is not None
+    ]
+    assert len(delays) > 0.8 * len(measured["events"]) > 0.8 * 20 * MEASURED_S
+    worst = quantiles(delays, n=20)[-1]
+    print(f"median {quantiles(delays, n=2)[0]:.0f} ms, 95th percentile {worst:.0f} ms")
+    assert worst <= MOST_DELAY_MS
+
+
+def first_draw(measured: dict[str, list[Any]], tokens: int) -> float | None:
+    """When the text was first drawn with at least `tokens`, in the browser's milliseconds."""
+    told = next((at for shown, at in measured["captions"] if shown >= tokens), None)
+    if told is None:
+        return None
+    return next((at for at in measured["paintedAt"] if at >= told), None)

@@ -1,0 +1,232 @@
+"""A conversation over a pasted document with the embedded model, as the page shows it.
+
+`--pictures` writes what the page looks like to docs/pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.page.painted import SCRIPT, check_scale, painted_tokens
+from tests.page.support import ROOT, answers, ask, open_page, paste, send
+from tests.wire.conftest import run_real_server
+
+pytestmark = pytest.mark.browser
+DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:6000]
+QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
+KEY = "sesame"
+PICTURE = {"width": 1280, "height": 1340}
+README_PICTURE = {"width": 1280, "height": 640}
+# Keeps a copy of each streamed answer, as the server sent it.
+COPIES = """
+(() => {
+  window.copies = [];
+  const ask = window.fetch;
+  window.fetch = async (...given) => {
+    const response = await ask(...given);
+    if (String(given[0]).includes("/chat/")) {
+      response.clone().text().then((text) => window.copies.push(text), () => {});
+    }
+    return response;
+  };
+})();
+"""
+
+
+@dataclass
+class Conversation:
+    """The page after three turns, and what the server answered to each."""
+
+    page: Any
+    url: str
+    ids: list[str] = field(default_factory=list)
+    usages: list[dict[str, Any]] = field(default_factory=list)
+
+    def get(self, path: str) -> Any:
+        answer = httpx.get(
+            f"{self.url}/v1/kv/{path}", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def note(self, stream: str) -> None:
+        """Keep the id and the usage of a streamed answer."""
+        lines = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+        chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+        self.ids.append(chunks[0]["id"])
+        self.usages.append(chunks[-1]["usage"])
+
+
+@pytest.fixture(scope="module")
+def talked(browser: Any, python: Sequence[str]) -> Iterator[Conversation]:
+    with (
+        run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25", python=python) as url,
+        open_page(browser, url, ignores=("401",)) as watched,
+    ):
+        page = watched.page
+        page.context.set_default_timeout(120_000)
+        page.add_init_script(SCRIPT)
+        page.add_init_script(COPIES)
+        page.reload()
+        give_key(page)
+        page.get_by_text("Settings of this conversation").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Repetition penalty").fill("1.1")
+        page.get_by_label("Most tokens of an answer").fill("24")
+        page.get_by_text("Settings of this conversation").click()
+        paste(page, DOCUMENT)
+        talked = Conversation(page, url)
+        for question in QUESTIONS:
+            ask(page, question)
+        for stream in page.evaluate("() => window.copies"):
+            talked.note(stream)
+        yield talked
+
+
+def give_key(page: Any) -> None:
+    dialog = page.get_by_role("dialog", name="API key")
+    dialog.get_by_label("Key", exact=True).fill(KEY)
+    dialog.get_by_role("button", name="Use this key").click()
+    page.get_by_text(", connected").wait_for(state="attached")
+
+
+def test_reuse_shown_equals_usage(talked: Conversation) -> None:
+    rows = talked.page.locator(".turns tbody tr")
+    assert rows.count() == len(QUESTIONS) == len(answers(talked.page))
+    for at, usage in enumerate(talked.usages):
+        reused = usage["prompt_tokens_details"]["cached_tokens"]
+        shown = {
+            name: int(rows.nth(at).locator(f'[data-name="{name}"]').inner_text().replace(",", ""))
+            for name in ("reused", "computed", "sealed")
+        }
+        assert shown["reused"] == reused
+        assert shown["computed"] == usage["prompt_tokens"] - reused
+        told = talked.get(f"requests/{talked.ids[at]}")
+        assert told["cached_tokens"] == reused
+        chunk_tokens = talked.get("model")["chunk_tokens"]
+        assert shown["sealed"] == told["sealed_chunks"] - reused // chunk_tokens
+    first, *later = (usage["prompt_tokens_details"]["cached_tokens"] for usage in talked.usages)
+    assert first == 0 and all(reused > 1000 for reused in later), "the document is reused"
+
+
+def kept_shares(talked: Conversation, name: str, told: dict[str, Any]) -> dict[int, float]:
+    """Position → share of the heads that hold its token, as the API says."""
+    shares = dict.fromkeys(range(told["raw"]["begin"], told["raw"]["end"]), 1.0)
+    for chunk in told["chunks"]:
+        kept = talked.get(f"requests/{name}/kept?chunk={chunk['index']}")
+        raw = np.frombuffer(base64.b64decode(kept["bits"]), np.uint8)
+        shape = kept["layers"] * kept["kv_heads"], kept["tokens"]
+        bits = np.unpackbits(raw, count=shape[0] * shape[1], bitorder="little").reshape(shape)
+        shares |= dict(enumerate(bits.mean(0).tolist(), kept["begin"]))
+    return shares
+
+
+def test_painted_tokens_are_those_that_heads_keep(talked: Conversation) -> None:
+    name = talked.ids[-1]
+    told = talked.get(f"requests/{name}")
+    tokens = [token["text"] for token in told["tokens"]]
+    talked.page.get_by_text(f"{len(tokens):,} tokens, ended").wait_for()
+    talked.page.wait_for_timeout(500)
+    shares = kept_shares(talked, name, told)
+    painted = painted_tokens(talked.page, tokens)
+    assert len(painted) == len(tokens) and len(shares) > 1000
+    assert min(shares.values()) < 0.5, "some tokens are dropped by most heads"
+    check_scale(shares, painted)
+    assert all(painted[at] is None for at in range(len(tokens)) if at not in shares)
+
+
+def test_a_head_shows_the_tokens_it_keeps(talked: Conversation) -> None:
+    page, name = talked.page, talked.ids[-1]
+    page.get_by_label("KV heads by layer").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_text("Layer 0, head 0: holds").wait_for()
+    kept = talked.get(f"requests/{name}/kept?chunk=0")
+    raw = np.frombuffer(base64.b64decode(kept["bits"]), np.uint8)
+    bits = np.unpackbits(raw, bitorder="little")[: kept["tokens"]]
+    tokens = [token["text"] for token in talked.get(f"requests/{name}")["tokens"]]
+    painted = painted_tokens(page, tokens)
+    assert [painted[at] is not None for at in range(kept["tokens"])] == bits.astype(bool).tolist()
+    page.get_by_label("Question", exact=True).focus()
+
+
+def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> None:
+    before = answers(talked.page)
+    talked.page.reload()
+    talked.page.get_by_text(", connected").wait_for(state="attached")
+    talked.page.locator(".cache .caption", has_text="tokens, ended").wait_for()
+    assert answers(talked.page) == before
+    assert talked.page.locator(".turns tbody tr").count() == len(QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def streaming(talked: Conversation) -> Any:
+    """The page while a long answer is being written."""
+    page = talked.page
+    page.get_by_text("Settings of this conversation").click()
+    page.get_by_label("Most tokens of an answer").fill("2000")
+    page.get_by_text("Settings of this conversation").click()
+    send(page, "Write a long story.")
+    page.locator(".message.assistant .markdown").last.get_by_text("e").first.wait_for()
+    return page
+
+
+def test_pictures(streaming: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of the page in light and dark, with all of the cache's panel, and the top of it."""
+    page, window = streaming, streaming.viewport_size
+    made = request.config.getoption("pictures")
+    folder = ROOT / "docs" / "pictures" if made else tmp_path
+    page.set_viewport_size(PICTURE)
+    page.wait_for_timeout(1000)
+    page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
+    for theme in ("dark", "light"):
+        if page.evaluate("() => document.documentElement.dataset.theme") != theme:
+            page.get_by_role("button", name="Switch between dark and light").click()
+        page.wait_for_timeout(500)
+        page.screenshot(path=folder / f"page_{theme}.png")
+        assert (folder / f"page_{theme}.png").stat().st_size > 50_000
+    page.screenshot(path=folder / "page_top.png", clip={"x": 0, "y": 0, **README_PICTURE})
+    page.set_viewport_size(window)
+
+
+def test_stop_ends_the_request(streaming: Any) -> None:
+    page = streaming
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Send").wait_for()
+    page.locator(".cache .caption", has_text="tokens, ended").wait_for()
+    assert "stopped" in page.locator(".message.assistant .run").last.inner_text()
+
+
+def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> None:
+    page = talked.page
+    page.get_by_role("link", name="Compare").click()
+    document = tmp_path / "document.md"
+    document.write_text(DOCUMENT)
+    page.get_by_label("Add text files").set_input_files(document)
+    page.get_by_label("Question").fill("What is this text about?")
+    page.get_by_label("Most tokens").fill("24")
+    page.get_by_label("Left").select_option(label="1 – nothing dropped")
+    page.get_by_label("Right").select_option(label="0.5 – fastkvzip")
+    page.get_by_role("button", name="Compare").click()
+    page.locator(".verdict").wait_for()
+    shares = page.locator(".figures dd", has_text="%").all_inner_texts()
+    held = [int(text.partition("(")[2].partition(" ")[0]) for text in shares]
+    assert held[0] >= 100 > held[1], "the left drops nothing, the right something"
+
+
+def test_the_server_view_has_the_engine_s_numbers(talked: Conversation) -> None:
+    page = talked.page
+    page.get_by_role("link", name="Server").click()
+    history = talked.get("history?seconds=3600")
+    assert max(history["running"]) >= 0 and len(history["at"]) > 0
+    page.locator(".plot canvas").first.wait_for()
+    free = page.locator('[data-field="pages_free"]')
+    assert int(free.inner_text().replace(",", "")) > 0

@@ -1,0 +1,395 @@
+"""The endpoints below /v1/kv and the page's files: what they show, and to whom."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from tangram.page.access import Visibility
+from tangram.page.api import MOST_WATCHERS
+from tangram.page.collector import READ_EVERY_S
+from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, run_page_server, wait_until
+from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
+
+EVENTS = "/v1/kv/events"
+SESAME, POPPY = ({"Authorization": f"Bearer {key}"} for key in ("sesame", "poppy"))
+OURS = ("/v1/kv/model", "/v1/kv/pool", "/v1/kv/history")
+ENDLESS = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with run_page_server() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[FakeServer]:
+    with run_page_server("sesame", "poppy") as found:
+        yield found
+
+
+class Stream:
+    """A stream of events, read one by one."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.iter_lines()
+
+    def next(self, *kinds: str) -> tuple[str, Any]:
+        """The next event of one of `kinds`, or of any."""
+        while True:
+            kind = self._field("event")
+            data = json.loads(self._field("data"))
+            if not kinds or kind in kinds:
+                return kind, data
+
+    def _field(self, name: str) -> str:
+        return next(line for line in self._lines if line.startswith(name))[len(name) + 2 :]
+
+
+@contextmanager
+def watching(server: FakeServer, headers: dict[str, str] | None = None) -> Iterator[Stream]:
+    with server.http() as client, client.stream("GET", EVENTS, headers=headers) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield Stream(response)
+
+
+def ask(server: FakeServer, content: str, headers: dict[str, str] | None = None) -> Any:
+    with server.http() as client:
+        body = chat_body(messages=[USER | {"content": content}])
+        response = client.post(CHAT, json=body, headers=headers)
+        return response.json() | {"request_id": response.headers["x-request-id"]}
+
+
+def test_a_request_shows_its_tokens_chunks_and_use(server: FakeServer) -> None:
+    answer = ask(server, "say all of it: é")
+    with server.http() as client:
+        told = client.get(f"/v1/kv/requests/{answer['id']}").json()
+        again = client.get(f"/v1/kv/requests/{answer['request_id']}?tokens_from=5").json()
+    usage = answer["usage"]
+    assert told["state"] == "ended" and told["kv_retention"] == 0.5
+    assert told["prompt_tokens"] == usage["prompt_tokens"]
+    assert told["output_tokens"] == usage["completion_tokens"]
+    assert told["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert told["computed_tokens"] == told["prompt_tokens"] - told["cached_tokens"]
+    for name in ("kv_bytes", "kv_bytes_uncompressed"):
+        assert told[name] == usage[name]
+    text = "".join(token["text"] for token in told["tokens"])
+    assert text == "<user>say all of it: é" + answer["choices"][0]["message"]["content"]
+    assert [token["id"] for token in told["tokens"]] == list(map(ord, text))
+    assert again["tokens"] == told["tokens"][5:] and again["id"] == answer["id"]
+    assert told["sealed_chunks"] == len(told["chunks"]) == len(text) // CHUNK
+    assert told["raw"] == {"begin": told["sealed_chunks"] * CHUNK, "end": len(text)}
+    assert told["chunks"][1] == {
+        "index": 1,
+        "begin": CHUNK,
+        "end": 2 * CHUNK,
+        "recorded": True,
+        "shared_by": 1,
+        "in": "device",
+    }
+    times = told["times"]
+    assert 0 < times["queued"] <= times["first_token"] <= times["ended"]
+
+
+def test_kept_positions_are_bits_of_layers_heads_and_tokens(server: FakeServer) -> None:
+    answer = ask(server, "something of a few chunks")
+    with server.http() as client:
+        told = client.get(f"/v1/kv/requests/{answer['id']}/kept?chunk=1").json()
+        missing = client.get(f"/v1/kv/requests/{answer['id']}/kept?chunk=99")
+    assert (told["chunk"], told["begin"], told["tokens"]) == (1, CHUNK, CHUNK)
+    bits = np.unpackbits(np.frombuffer(b64decode(told["bits"]), np.uint8), bitorder="little")
+    assert (bits.reshape(LAYERS, HEADS, CHUNK) == CHOSEN).all()
+    assert told["draft_bits"] is None
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "no_such_chunk"
+
+
+def test_the_pool_numbers_conversations(server: FakeServer) -> None:
+    with server.http() as client, client.stream("POST", CHAT, json=ENDLESS) as response:
+        lines = response.iter_lines()  # once it is forgotten, the connection is closed
+        next(lines)
+        name = response.headers["x-request-id"]
+        time.sleep(2 * READ_EVERY_S)  # the pool is read so often
+        shown = client.get(f"/v1/kv/requests/{name}").json()
+        told = client.get("/v1/kv/pool").json()
+        answer = next(one for one in told["conversations"] if one["id"] == shown["id"])
+    states = np.frombuffer(b64decode(told["states"]), np.uint8)
+    owners = np.frombuffer(b64decode(told["owners"]), "<u2")
+    assert len(states) == len(owners) == told["pages_total"]
+    assert (states[:10] == 3).all() and (owners[:10] == answer["number"]).all()
+    assert (owners[states == 0] == 0).all()
+    assert (told["promised"], told["host_used"], told["host_total"]) == (12, 20, 50)
+    assert shown["state"] == "running" and shown["conversation"] == answer["number"]
+    assert shown["output_tokens"] > 0
+
+
+def test_events_come_within_a_tenth_of_a_second(server: FakeServer) -> None:
+    late: list[float] = []
+    body = ENDLESS | {"messages": [USER | {"content": "its own, and endless"}]}
+    with watching(server) as stream:
+        kind, hello = stream.next()
+        assert kind == "hello" and len(hello["last_steps"]) <= 400
+        begin_s = time.monotonic() - hello["at"]
+        with server.http() as client, client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            came: dict[str, Any] = {}
+            while len(late) < 200:
+                kind, told = stream.next()
+                came[kind] = told
+                if kind == "step":
+                    late.append(time.monotonic() - begin_s - told["at"])
+    assert came["request"]["state"] == "running"
+    assert {"changes", "host_used", "promised"} == came["pool"].keys()
+    # The clocks are compared by way of `hello`, which takes some milliseconds itself.
+    assert np.median(late) < 0.1, f"events were {np.median(late):.3f} s late"
+    assert came["step"]["n"] > 0 and came["step"]["decode_rows"] == 1
+
+
+def test_the_last_steps_are_told_first(server: FakeServer) -> None:
+    ask(server, "a few steps")
+    with watching(server) as stream:
+        _, hello = stream.next("hello")
+    numbers = [step["n"] for step in hello["last_steps"]]
+    assert numbers and numbers == sorted(numbers)
+
+
+# -- who sees what ---------------------------------------------------------------------------------
+
+
+def test_another_key_sees_neither_request_nor_text(locked: FakeServer) -> None:
+    with watching(locked, SESAME) as mine, watching(locked, POPPY) as theirs:
+        answer = ask(locked, "the secret word is rosebud", SESAME)
+        _, told = mine.next("request")
+        assert told["id"] == answer["id"]
+        ask(locked, "and this ends the test", POPPY)
+        seen = []
+        while not seen or seen[-1][1].get("state") != "ended":
+            seen.append(theirs.next())
+    text = json.dumps(seen)
+    assert answer["id"] not in text and "rosebud" not in text
+    assert any(kind == "step" for kind, _ in seen), "steps are everybody's"
+    with locked.http() as client:
+        for name in (answer["id"], answer["request_id"]):
+            for path in (f"/v1/kv/requests/{name}", f"/v1/kv/requests/{name}/kept?chunk=0"):
+                assert client.get(path, headers=SESAME).status_code == 200
+                refused = client.get(path, headers=POPPY)
+                never = client.get(path.replace(name, "chatcmpl-none"), headers=POPPY)
+                assert refused.status_code == never.status_code == 404
+                assert refused.json() == never.json(), "an id of another key says nothing"
+
+
+def test_the_pool_names_only_own_conversations(locked: FakeServer) -> None:
+    with (
+        locked.http() as client,
+        client.stream("POST", CHAT, json=ENDLESS, headers=SESAME) as response,
+    ):
+        lines = response.iter_lines()  # once it is forgotten, the connection is closed
+        next(lines)
+        time.sleep(2 * READ_EVERY_S)
+        mine = client.get("/v1/kv/pool", headers=SESAME).json()["conversations"]
+        theirs = client.get("/v1/kv/pool", headers=POPPY).json()["conversations"]
+    assert any(entry["id"] for entry in mine)
+    assert theirs and not any(entry["id"] for entry in theirs)
+
+
+@pytest.mark.parametrize("path", [*OURS, EVENTS, "/v1/kv/requests/chatcmpl-1"])
+def test_data_need_a_key_and_files_do_not(path: str, locked: FakeServer) -> None:
+    with locked.http() as client:
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+        for file in ("/", "/page/index.html"):
+            assert client.get(file).status_code == 200
+    for other in ("/page", "//", "/page%2f", "/v1/models", "/learn/", "//page/index.html"):
+        assert raw_get(locked, other, "Host: localhost") == 401
+    for other in ("/page/../v1/models", "/page/%2e%2e/v1/models", "/page//v1/models"):
+        assert raw_get(locked, other, "Host: localhost") == 404
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but the loopback's")
+        return str(probe.getsockname()[0])
+
+
+def raw_get(server: FakeServer, path: str, *headers: str) -> int:
+    """The status for a request with exactly these headers."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        lines = [f"GET {path} HTTP/1.1", *headers, "Connection: close", "", ""]
+        connection.sendall("\r\n".join(lines).encode())
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Host: 127.0.0.1:8000"], 200),
+        (["Host: localhost"], 200),
+        (["Host: LocalHost:80"], 200),
+        (["Host: [::1]:8000"], 200),
+        (["Host: chat.localhost"], 200),
+        (["Host: 127.0.0.1:8000", "Origin: http://127.0.0.1:8000"], 200),
+        (["Host: rebound.example"], 403),
+        (["Host: 127.0.0.1.rebound.example"], 403),
+        (["Host: localhost.rebound.example:80"], 403),
+        (["Host: localhost@rebound.example"], 403),
+        (["Host: 0.0.0.0"], 403),
+        (["Host: 10.1.2.3"], 403),
+        (["Host:"], 403),
+        (["Host: 127.0.0.1:8000", "Origin: https://rebound.example"], 403),
+        (["Host: 127.0.0.1:8000", "Origin: null"], 403),
+    ],
+)
+def test_without_keys_the_host_must_be_ours(
+    headers: list[str], status: int, server: FakeServer
+) -> None:
+    for path in (*OURS, "/", "/page/index.html"):
+        assert raw_get(server, path, *headers) == status
+
+
+@pytest.mark.parametrize(
+    ("visibility", "keys", "status"),
+    [
+        (Visibility.auto, (), 403),
+        (Visibility.local, (), 403),
+        (Visibility.local, ("sesame",), 403),
+        (Visibility.open, (), 200),
+        (Visibility.auto, ("sesame",), 200),
+        (Visibility.open, ("sesame",), 200),
+    ],
+)
+def test_clients_of_other_machines_see_it_if_it_is_open_or_they_have_a_key(
+    visibility: Visibility, keys: tuple[str, ...], status: int
+) -> None:
+    """A proxy on this machine says for whom it asks; uvicorn believes it."""
+    with run_page_server(*keys, visibility=visibility) as server, server.http() as client:
+        far = {"X-Forwarded-For": "203.0.113.9", **(SESAME if keys else {})}
+        for path in (*OURS, "/"):
+            assert client.get(path, headers=far).status_code == status
+        assert client.get("/v1/models", headers=far).status_code == 200
+        near = SESAME if keys else {}
+        assert client.get("/v1/kv/pool", headers=near).status_code == 200
+
+
+# -- files, limits, the end ------------------------------------------------------------------------
+
+
+def test_files_load_nothing_from_elsewhere(server: FakeServer) -> None:
+    with server.http() as client:
+        for path in ("/", "/page/index.html"):
+            response = client.get(path)
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/html")
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; ")
+            assert "unsafe" not in policy and "http" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["referrer-policy"] == "no-referrer"
+            tag = {"If-None-Match": response.headers["etag"]}
+            assert client.get(path, headers=tag).status_code == 304
+        for path in ("/page/", "/page/../api.py", "/page/%2e%2e/api.py", "/page/none.js"):
+            assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("history?seconds=9", "seconds"),
+        ("history?seconds=3601", "seconds"),
+        ("history?seconds=x", "seconds"),
+        ("requests/a?index=-1", "index"),
+        ("requests/a?tokens_from=1e9", "tokens_from"),
+        ("requests/a/kept", "chunk"),
+    ],
+)
+def test_wrong_parameters_are_named(query: str, param: str, server: FakeServer) -> None:
+    with server.http() as client:
+        response = client.get(f"/v1/kv/{query}")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_the_endpoints_are_described(server: FakeServer, locked: FakeServer) -> None:
+    with server.http() as client:
+        document = client.get("/openapi.json").json()
+        answers = {path: client.get(path).json() for path in OURS}
+    paths = {path for path in document["paths"] if path.startswith("/v1/kv/")}
+    request = "/v1/kv/requests/{id}"
+    assert paths == {*OURS, EVENTS, request, f"{request}/kept"}
+    for path, answer in answers.items():
+        responses = document["paths"][path]["get"]["responses"]
+        jsonschema_rs.validate(responses["200"]["content"]["application/json"]["schema"], answer)
+        assert {"400", "403"} <= responses.keys()
+    assert "404" in document["paths"][request]["get"]["responses"]
+    with locked.http() as client:
+        described = client.get("/openapi.json", headers=SESAME).json()
+    assert "401" in described["paths"][EVENTS]["get"]["responses"]
+
+
+def test_watchers_are_bounded() -> None:
+    with run_page_server() as server, server.http() as client:
+        limits = httpx.Limits(max_connections=MOST_WATCHERS + 1)
+        with httpx.Client(base_url=server.url, timeout=10, limits=limits) as many:
+            open_ones = []
+            for _ in range(MOST_WATCHERS):
+                request = many.build_request("GET", EVENTS)
+                open_ones.append(many.send(request, stream=True))
+            refused = client.get(EVENTS)
+            for response in open_ones:
+                response.close()
+        assert refused.status_code == 429
+
+        def let_in() -> bool:
+            with client.stream("GET", EVENTS) as response:
+                return response.status_code == 200
+
+        wait_until(let_in, "watchers that left still count")
+
+
+def test_streams_end_at_once_when_the_server_is_to_end() -> None:
+    pages: list[Any] = []
+    with run_page_server(change=pages.append) as server, watching(server) as stream:
+        stream.next("hello")
+        begin_s = time.monotonic()
+        pages[0].drain()
+        with pytest.raises(StopIteration):
+            stream.next()
+        assert time.monotonic() - begin_s < 1.0
+
+
+def test_a_server_that_is_to_end_begins_no_stream() -> None:
+    pages: list[Any] = []
+    with run_page_server(change=pages.append) as server:
+        pages[0].drain()
+        with server.http() as client:
+            assert client.get(EVENTS).text.startswith("event: hello")
+
+
+def test_head_of_the_stream_ends(server: FakeServer) -> None:
+    with server.http() as client:
+        response = client.head(EVENTS)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+def test_without_the_page_there_is_nothing(fake_server: FakeServer) -> None:
+    with fake_server.http() as client:
+        for path in ("/", "/learn", "/page/index.html", *OURS):
+            assert client.get(path).status_code == 404

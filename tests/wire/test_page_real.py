@@ -1,0 +1,102 @@
+"""The page's endpoints over the embedded model, and how the server ends while somebody watches."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tests.wire.conftest import CHAT, free_port, healthy, wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from tangram.page.access import Access, Visibility
+from tangram.page.api import CachePage
+from tangram.serve.http import build_app, serve_on
+from tangram.serve.listening import Listener
+from tests.wire.watched_engine import WatchedEngine
+engine = WatchedEngine()
+page = CachePage(engine, "fake-model", Access(Visibility.auto, "127.0.0.1"))
+app = build_app(engine, served_model_name="fake-model", page=page)
+serve_on(Listener.at("127.0.0.1", int(sys.argv[1])), engine, app, shutdown_grace_s=60)
+"""
+
+
+def kept(client: httpx.Client, name: str, chunk: int) -> np.ndarray[Any, Any]:
+    """bool [L, H, C]: what the heads keep of a chunk."""
+    told = client.get(f"/v1/kv/requests/{name}/kept?chunk={chunk}").json()
+    shape = told["layers"], told["kv_heads"], told["tokens"]
+    bits = np.unpackbits(np.frombuffer(b64decode(told["bits"]), np.uint8), bitorder="little")
+    return bits[: np.prod(shape)].reshape(shape).astype(bool)
+
+
+def test_turns_show_what_their_usage_says(server_url: str) -> None:
+    text = (ROOT / "docs/architecture.md").read_text()[:5000]
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "smollm2", "max_tokens": 4, "seed": 1, "messages": messages}
+    with httpx.Client(base_url=server_url, timeout=120) as client:
+        model = client.get("/v1/kv/model").json()
+        told = []
+        for _ in range(2):
+            answer = client.post(CHAT, json=body).json()
+            told.append((answer, client.get(f"/v1/kv/requests/{answer['id']}").json()))
+            said = answer["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+        (first, one), (second, two) = told
+        states = np.frombuffer(b64decode(client.get("/v1/kv/pool").json()["states"]), np.uint8)
+        bits = [kept(client, answer["id"], 0) for answer in (first, second)]
+        one_later = client.get(f"/v1/kv/requests/{first['id']}").json()
+    for answer, shown in told:
+        usage = answer["usage"]
+        assert shown["prompt_tokens"] == usage["prompt_tokens"]
+        assert shown["output_tokens"] == usage["completion_tokens"]
+        assert shown["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert shown["kv_bytes"] == usage["kv_bytes"]
+        assert shown["kv_bytes_uncompressed"] == usage["kv_bytes_uncompressed"]
+        assert len(shown["tokens"]) == usage["total_tokens"]
+        assert text[:200] in "".join(token["text"] for token in shown["tokens"])
+        assert shown["raw"]["end"] == usage["total_tokens"] - 1, "the newest has no entry yet"
+        assert [chunk["recorded"] for chunk in shown["chunks"]] == [True] * shown["sealed_chunks"]
+    assert two["cached_tokens"] >= one["sealed_chunks"] * model["chunk_tokens"] > 0
+    assert one["conversation"] == two["conversation"]
+    assert {chunk["in"] for chunk in one_later["chunks"]} == {"device"}
+    budgets = next(entry["budgets"] for entry in model["retentions"] if entry["default"])
+    assert bits[0].sum(axis=2).tolist() == budgets
+    assert (bits[0] == bits[1]).all() and bits[0][..., :4].all(), "sinks stay"
+    assert np.isin(states, (0, 5)).all(), "nothing runs"
+
+
+def test_a_lossless_request_keeps_all(server_url: str) -> None:
+    body = {"model": "smollm2", "max_tokens": 1, "kv_retention": 1.0, "prompt": "again and " * 300}
+    with httpx.Client(base_url=server_url, timeout=120) as client:
+        name = client.post("/v1/completions", json=body).json()["id"]
+        shown = client.get(f"/v1/kv/requests/{name}").json()
+        assert shown["kv_retention"] == 1.0 and shown["kv_bytes"] >= shown["kv_bytes_uncompressed"]
+        assert kept(client, name, 0).all()
+
+
+def test_a_watcher_does_not_hold_up_the_end() -> None:
+    port = free_port()
+    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-c", SCRIPT, str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)
+            with httpx.stream("GET", f"{url}/v1/kv/events", timeout=30) as response:
+                lines = response.iter_lines()
+                assert next(lines) == "event: hello"
+                begin_s = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                list(lines)
+            _, log = process.communicate(timeout=30)
+            assert time.monotonic() - begin_s < 15, "the grace is a minute"
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "Traceback" not in log
