@@ -24,6 +24,7 @@ from bench.speculation.engines import (
 )
 from bench.speculation.runs import find_differences, measure_run, summarise
 from bench.speculation.tasks import TASKS
+from tangram.compress.scorers import attention_weights
 from tangram.config import EngineConfig
 from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
@@ -143,7 +144,12 @@ def test_what_there_is_no_case_or_no_vllm_for_is_refused(tmp_path: Path) -> None
         assert refused.value.code == 2
 
 
-def test_a_file_is_edited_alike_with_lookups_and_drafts_are_accepted(loaded: LoadedModel) -> None:
+def test_a_file_is_edited_alike_with_lookups_and_drafts_are_accepted(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file that the model copies well: which files there are changes with the tree.
+    edited = Path(attention_weights.__file__)
+    monkeypatch.setattr("bench.speculation.tasks._files", lambda: [edited])
     config = EngineConfig(
         device="cpu", kv_retention=1.0, kv_cache_gib=0.2, max_num_seqs=1, max_model_len=2000
     )
