@@ -38,16 +38,16 @@ class DraftRound:
         self._drafts: list[Tensor] = []  # [n] each
         self.counts: Int64 = np.array([one.row.drafts for one in drafting], np.int64)
         slots = np.array([row.slot for row in rows])
-        self._slots, self._left = passes.upload(slots, self.counts)
+        self._slots, self._device_counts = passes.upload(slots, self.counts)
 
     def compute(self, beyond: int = 0) -> Tensor:
         """Logits [n, V] behind the newest token of each sequence, then behind each draft.
 
-        A sequence repeats its last pass while others go on. It is that of its last draft but one,
-        or of one `beyond`.
+        A sequence with fewer drafts repeats its last pass while others go on: that of its last
+        draft but one, or with `beyond` 1 that of its last draft.
         """
         if self._drafts:
-            growth = (self._left + beyond > len(self._drafts)).to(torch.int32)
+            growth = (self._device_counts + beyond > len(self._drafts)).to(torch.int32)
             self._pass.advance(self._slots, self._drafts[-1], growth)
         return self._pass.logits()
 

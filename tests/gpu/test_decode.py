@@ -307,6 +307,57 @@ def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("merge", MERGES)
+def test_decoders_that_share_buffers_answer_as_alone(merge: str, device: torch.device) -> None:
+    """Each has its plan loaded again before it attends, as an engine does between widths."""
+    from tangram.kernels import gpu
+
+    batch = make_batch(3, 2, 4, 64, longest=200)
+    pool, q, tables, lengths = (
+        x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
+    )
+    plans = [plan_aot(batch.rows, workers, tile_tokens=16) for workers in (24, 3)]
+    shared = gpu.PlanBuffers(device)
+    settings: Any = {"group": 4, "head_dim": 64, "pool": pool, "options": options(merge)}
+    settings["lengths"] = batch.lengths.numpy()
+    alone, sharing = (
+        [gpu.GpuDecode([plan], **settings, buffers=buffers) for plan in plans]
+        for buffers in (None, shared)
+    )
+    for number in (0, 1, 0, 1):
+        found = []
+        for decoder in (alone[number], sharing[number]):
+            decoder.load(plans[number], batch.lengths.numpy())
+            found.append(decoder.attend(0, q, tables, lengths, scaling=SCALING))
+        assert torch.equal(*found)
+
+
+def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device) -> None:
+    from tangram.kernels.gpu import PlanBuffers
+
+    buffers = PlanBuffers(device)
+    large = buffers.take("plan", 100, torch.int32)
+    assert not large.any()
+    assert buffers.take("plan", 60, torch.int32).data_ptr() == large.data_ptr()
+    larger = buffers.take("plan", 101, torch.int32)
+    larger.fill_(1)
+    assert not large.any(), "graphs refer to it"
+
+
+def test_a_first_plan_leaves_room_for_twice_as_many_tasks(device: torch.device) -> None:
+    from tangram.kernels.gpu import GpuDecode
+
+    batch = make_batch(3, 2, 4, 64, longest=2000)
+    first, next_one = (plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 26))
+    settings: Any = {"group": 4, "head_dim": 64, "pool": batch.pool.to(device)}
+    tight = GpuDecode([first], **settings)
+    assert not tight.takes(next_one)
+    assert GpuDecode([first], **settings, slack=True).takes(next_one)
+    twice = GpuDecode([first], **settings, slack=True, least=tight.capacity)
+    sizes = [GpuDecode([first], **settings, slack=True).capacity.sizes, twice.capacity.sizes]
+    assert all(size == 2 * sizes[1][name] for name, size in sizes[0].items())
+
+
 def test_a_plan_made_before_growth_serves_longer_rows(device: torch.device) -> None:
     short = make_batch(2, 2, 2, 64, longest=40, seed=1)
     grown = make_batch(2, 2, 2, 64, longest=400, seed=2)
