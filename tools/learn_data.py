@@ -51,7 +51,13 @@ PROFILES = (
 
 
 def _card(
-    name: str, capability: tuple[int, int], memory_gib: int, gb_per_s: int, tflops: float, kib: int
+    name: str,
+    capability: tuple[int, int],
+    memory_gib: int,
+    gb_per_s: int,
+    tflops: float,
+    kib: int,
+    source: str,
 ) -> dict[str, Any]:
     return {
         "name": name,
@@ -60,21 +66,23 @@ def _card(
         "bytes_per_s": gb_per_s * 1e9,
         "flops_per_s": tflops * 1e12,
         "shared_bytes": kib << 10,
+        "source": f"NVIDIA, {source}",
     }
 
 
-# Dense FLOP/s with 16-bit operands and 32-bit sums, and memory as it is sold.
+# Dense FLOP/s with 16-bit operands and 32-bit sums, and memory as it is sold. Shared memory of a
+# block is from the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 CARDS = (
-    _card("A100 80 GB", (8, 0), 80, 2039, 312.0, 163),
-    _card("H100 SXM", (9, 0), 80, 3350, 989.4, 227),
-    _card("H200", (9, 0), 141, 4800, 989.4, 227),
-    _card("B200", (10, 0), 180, 8000, 2250.0, 227),
-    _card("L40S", (8, 9), 48, 864, 362.0, 99),
-    _card("L4", (8, 9), 24, 300, 121.0, 99),
-    _card("RTX 3090", (8, 6), 24, 936, 71.0, 99),
-    _card("RTX 4090", (8, 9), 24, 1008, 165.2, 99),
-    _card("RTX 5090", (12, 0), 32, 1792, 209.5, 99),
-    _card("T4", (7, 5), 16, 320, 65.0, 64),
+    _card("A100 80 GB", (8, 0), 80, 2039, 312.0, 163, "A100 80GB data sheet (SXM)"),
+    _card("H100 SXM", (9, 0), 80, 3350, 989.4, 227, "H100 GPU architecture white paper (SXM5)"),
+    _card("H200", (9, 0), 141, 4800, 989.4, 227, "H200 data sheet (SXM)"),
+    _card("B200", (10, 0), 180, 8000, 2250.0, 227, "DGX B200 data sheet, an eighth"),
+    _card("L40S", (8, 9), 48, 864, 362.0, 99, "L40S data sheet"),
+    _card("L4", (8, 9), 24, 300, 121.0, 99, "L4 data sheet"),
+    _card("RTX 3090", (8, 6), 24, 936, 71.0, 99, "Ampere GA102 GPU architecture white paper"),
+    _card("RTX 4090", (8, 9), 24, 1008, 165.2, 99, "Ada GPU architecture white paper"),
+    _card("RTX 5090", (12, 0), 32, 1792, 209.5, 99, "RTX Blackwell GPU architecture white paper"),
+    _card("T4", (7, 5), 16, 320, 65.0, 64, "T4 data sheet (FP16)"),
 )
 
 
@@ -122,7 +130,7 @@ def _roofline() -> dict[str, Any]:
     names = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-4b", "qwen3-32b")
     return {
         "models": [{"name": name} | vars(StepModel.of(name)) for name in names],
-        "machine": measured_ceiling("kernels_dense"),
+        "machine": {"card": "H100 SXM"} | measured_ceiling("kernels_dense"),
         "kernels": list(kernel_points()),
         "steps": {"card": "H200", "points": [prefill_point(), decode_point()]},
     }

@@ -259,6 +259,7 @@ def describe_progress(one: ShownCompletion) -> Json:
         "id": one.announcement.answer_id,
         "request_id": one.announcement.request_id,
         "index": one.choice,
+        "conversation": one.conversation,
         "state": one.state.value,
         "tokens": len(reading.tokens),
         "sealed_chunks": reading.sealed_chunks,

@@ -90,6 +90,7 @@ class FakeRequest:
         return {
             "id": self.id,
             "request_id": self.request_id,
+            "conversation": self.number,
             "state": self.state,
             "tokens": len(self.tokens),
             "sealed_chunks": self.chunks,
@@ -115,7 +116,6 @@ class FakeRequest:
         shown = self.tokens[tokens_from:]
         return {
             **self.event(),
-            "conversation": self.number,
             "kv_retention": self.retention,
             "tokens": [{"id": len(text), "text": text} for text in shown],
             "prompt_tokens": self.prompt_tokens,
@@ -131,8 +131,8 @@ class FakeRequest:
 class FakeCache:
     """All requests, the pool, and those who watch."""
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
+    def __init__(self, pages: int, drafts_by: str | None = None) -> None:
+        self.pages, self.drafts_by = pages, drafts_by
         self.requests: dict[str, FakeRequest] = {}
         self.watchers: set[asyncio.Queue[tuple[str, Json]]] = set()
         self.states = np.zeros(pages, np.uint8)
@@ -160,7 +160,7 @@ class FakeCache:
                 }
                 for ratio in RETENTIONS
             ],
-            "speculation": None,
+            "speculation": self.drafts_by and {"method": self.drafts_by},
             "pages_total": self.pages,
             "host_pages_total": 50,
             "recorded": True,

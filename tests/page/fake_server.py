@@ -1,6 +1,6 @@
 """A server that speaks what the page reads, over `FakeCache`. Words of the last question steer it:
-`endless`, `long N`, `hostile`, `code`; otherwise the answer repeats the question's end. With
-`drafts` in the conversation the usage tells of drafted tokens.
+`slow`, `endless`, `long N`, `hostile`, `code`; otherwise the answer repeats the question's end.
+With `drafts` in the conversation the usage tells of drafted tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned =
 """
 CODE = "Here it is:\n\n```python\ndef add(one, two):\n    return one + two  # a sum\n```\n\nDone."
 POINTS = 360
+PREFILL_S = 2.0
 
 
 @dataclass
@@ -55,12 +56,13 @@ class FakeServer:
     key: str | None = None
     token_s: float = 0.004
     pages: int = 900
+    drafts_by: str | None = None
     cache: FakeCache = field(init=False)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
-        self.cache = FakeCache(self.pages)
+        self.cache = FakeCache(self.pages, self.drafts_by)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
         """Send an event to all who watch, from another thread."""
@@ -132,6 +134,8 @@ async def write_answer(
         return f"data: {json.dumps(chunk)}\n\n"
 
     try:
+        if "slow" in "".join(request.tokens[-2:]).split():
+            await asyncio.sleep(PREFILL_S)
         yield frame([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         for token in answer[:most]:
             await asyncio.sleep(server.token_s)
@@ -170,13 +174,17 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
     @app.get("/v1/kv/requests/{name}/kept")
     def kept(name: str, chunk: int) -> Any:
         bits = kept_of(chunk, find(name).retention)
+        drafts = cache.drafts_by == "compressed_kv"  # then all is held, and drafts read these
+        packed = encode(np.packbits(bits, bitorder="little"))
+        whole = encode(np.packbits(np.ones_like(bits), bitorder="little"))
         return {
             "chunk": chunk,
             "begin": chunk * CHUNK_TOKENS,
             "layers": LAYERS,
             "kv_heads": KV_HEADS,
             "tokens": CHUNK_TOKENS,
-            "bits": encode(np.packbits(bits, bitorder="little")),
+            "bits": whole if drafts else packed,
+            "draft_bits": packed if drafts else None,
         }
 
     @app.get("/v1/kv/events")

@@ -8,11 +8,21 @@ import httpx
 import pytest
 
 from tests.page.fake_cache import CHUNK_TOKENS, KV_HEADS, LAYERS, RETENTIONS, FakeRequest, kept_of
-from tests.page.fake_server import FakeServer
+from tests.page.fake_server import FakeServer, run_fake_page
 from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
-from tests.page.support import Watched, ask, paste, send
+from tests.page.support import Watched, answers, ask, open_page, paste, send
 
 pytestmark = pytest.mark.browser
+# The colours that the map of pages has now.
+POOL_COLOURS = """() => {
+  const canvas = document.querySelector(".pool canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const found = new Set();
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] === 255) found.add(data.slice(at, at + 3).join());
+  }
+  return [...found];
+}"""
 DOCUMENT = " ".join(f"item{at}" for at in range(500))
 HEADS = LAYERS * KV_HEADS
 
@@ -71,6 +81,24 @@ def test_a_token_names_its_heads_and_a_head_shows_its_tokens(page: Any, asked: F
         assert (painted[at] is not None) == kept[at // CHUNK_TOKENS][at % CHUNK_TOKENS]
 
 
+def test_the_text_shows_what_drafts_read(browser: Any) -> None:
+    """Speculation with a compressed cache holds everything; its drafts read less."""
+    with run_fake_page(drafts_by="compressed_kv") as fake, open_page(browser, fake.url) as watched:
+        page = watched.page
+        page.add_init_script(SCRIPT)
+        page.reload()
+        paste(page, DOCUMENT)
+        ask(page, "What is item seven?")
+        (request,) = fake.cache.requests.values()
+        tokens = range(len(request.tokens))
+        page.get_by_text(f"{len(tokens)} tokens, ended").wait_for()
+        page.wait_for_timeout(200)
+        check_scale(dict.fromkeys(tokens, 1.0), painted_tokens(page, request.tokens))
+        page.get_by_label("Shown").select_option("what drafts read")
+        page.get_by_text("entries read by drafts").wait_for()
+        check_scale({at: share(request, at) for at in tokens}, painted_tokens(page, request.tokens))
+
+
 def test_pointing_at_a_token_names_it(page: Any, asked: FakeRequest) -> None:
     page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
     page.get_by_label("Tokens, painted by the share").hover(position={"x": 15, "y": 15})
@@ -109,6 +137,58 @@ def test_the_pages_are_counted_by_state(page: Any, asked: FakeRequest, fake: Fak
     assert int(tail.inner_text()) > 0
     page.get_by_role("button", name="Stop").click()
     page.get_by_label("Colours").select_option("conversation")
+
+
+def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -> None:
+    """The server may tell of a request before the page has its name."""
+    paste(page, DOCUMENT)
+    send(page, "This is slow")
+    page.locator(".cache .caption", has_text="tokens, running").wait_for(timeout=1500)
+    assert answers(page) == [""]
+    page.get_by_role("button", name="Send").wait_for()
+
+
+def test_a_stopped_turn_has_its_row(page: Any, fake: FakeServer) -> None:
+    paste(page, DOCUMENT)
+    send(page, "an endless answer")
+    page.locator(".markdown", has_text="again again again").wait_for()
+    page.keyboard.press("Escape")
+    row = page.locator(".turns tbody tr").first
+    row.wait_for()
+    request = list(fake.cache.requests.values())[-1]
+    assert row.locator('[data-name="computed"]').inner_text() == str(
+        request.prompt_tokens - request.cached_tokens
+    )
+    shown = page.locator(".message.assistant .run").inner_text()
+    assert shown.startswith(f"{request.output_tokens} tokens") and "stopped" in shown
+
+
+def test_conversations_have_colours_that_are_named(browser: Any) -> None:
+    """Their pages keep the colour when the answer has ended."""
+    with run_fake_page() as fake, open_page(browser, fake.url) as watched:
+        page = watched.page
+        paste(page, DOCUMENT)
+        ask(page, "What is item seven?")
+        page.get_by_role("button", name="New conversation").first.click()
+        ask(page, "Another subject")
+        one, other = (len(request.pages) for request in fake.cache.requests.values())
+        page.get_by_label("Colours").select_option("conversation")
+        key = page.get_by_role("list", name="Conversations in the pool").get_by_role("listitem")
+        key.filter(has_text="Another subject (shown above)").wait_for()
+        page.wait_for_timeout(1000)  # the last changes have faded
+        assert [text.strip() for text in key.all_inner_texts()] == [
+            f"Another subject (shown above) {other}",
+            f"What is item seven? {one}",
+        ]
+        colours = page.evaluate(POOL_COLOURS)
+        assert len(colours) == 3, "free, and one for each conversation"
+
+
+def test_the_map_is_drawn_before_anything_happens(browser: Any) -> None:
+    with run_fake_page() as fake, open_page(browser, fake.url) as watched:
+        watched.page.wait_for_function("() => document.querySelector('.pool canvas').height > 50")
+        watched.page.wait_for_timeout(100)
+        assert len(watched.page.evaluate(POOL_COLOURS)) == 2, "free and promised"
 
 
 def test_the_steps_are_told(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
@@ -152,6 +232,13 @@ def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServ
     page.locator('[data-field="running"]', has_text="–").wait_for()
     page.locator('[data-field="running"]', has_text="0").wait_for()
     assert page.locator('[data-field="ttft_p50"]').inner_text() == "–"
+
+
+def test_the_server_view_ends_without_a_trace(page: Any) -> None:
+    for name in ("Server", "Compare", "Server", "Chat"):
+        page.get_by_role("link", name=name).click()
+        page.wait_for_timeout(300)  # its charts are drawn, and cleaned up after the next frame
+    page.get_by_label("Question", exact=True).wait_for()
 
 
 def test_a_lost_connection_comes_back(page: Any, asked: FakeRequest, fake: FakeServer) -> None:

@@ -1,7 +1,7 @@
 /** What the page can do; views call these, and render what is in `store`. */
 import { api, keys } from "./api.js";
 import { CacheWatch } from "./cache/watch.js";
-import { streamAnswer } from "./chat/answer.js";
+import { streamAnswer, usageOf } from "./chat/answer.js";
 import { newSettings, requestFields, requestMessages } from "./chat/settings.js";
 import { exportText, importText, saveFile } from "./conversations/transfer.js";
 import {
@@ -17,6 +17,10 @@ import { Store } from "./store.js";
 
 const SAVE_MS = 1000;
 const RETRY_MS = 2000;
+// A stopped request has left the batch a step later.
+const [END_TRIES, END_PAUSE_MS] = [10, 100];
+// The first token that is asked for where none are wanted.
+const NO_TOKENS = 1_000_000;
 
 /**
  * The store has `conversations` (id to Conversation), `currentId`, `running` (ids of conversations
@@ -254,7 +258,7 @@ export class App {
         change({ ...texts, run });
         this.#watchRun(id, answer.id, run);
       });
-      change({ run: { ...run, sealedChunks: await this.#countSealed(run) } });
+      change({ run: { ...run, ...(await this.#readEnd(run)) } });
     } catch (error) {
       change({ fault: error.message });
       if (error.status === 401) this.askForKey();
@@ -263,14 +267,23 @@ export class App {
     }
   }
 
-  /** How many chunks the answer's request has sealed itself; null where the server forgot it. */
-  async #countSealed({ answerId, usage }) {
+  /**
+   * What the server knows of an answer at its end: the chunks that its request sealed itself, and
+   * the usage, which the stream of a stopped answer does not tell. Nothing where it forgot it.
+   */
+  async #readEnd({ requestId, answerId, usage }) {
     const { model } = this.watch.status.value;
-    if (answerId === null || model === null) return null;
-    const tokens = (usage?.prompt_tokens ?? 0) + (usage?.completion_tokens ?? 0);
-    const view = await api.request(answerId, tokens).catch(() => null);
-    if (view === null) return null;
-    return view.sealed_chunks - Math.floor(view.cached_tokens / model.chunk_tokens);
+    const name = usage === null ? this.watch.heardOf(requestId, answerId) : answerId;
+    if (name === null || model === null) return {};
+    let view = null;
+    const tries = usage === null ? END_TRIES : 1;
+    for (let tried = 0; tried < tries && view?.state !== "ended"; tried += 1) {
+      if (tried > 0) await new Promise((resolve) => setTimeout(resolve, END_PAUSE_MS));
+      view = await api.request(name, NO_TOKENS).catch(() => null);
+      if (view === null) return {};
+    }
+    const reused = Math.floor(view.cached_tokens / model.chunk_tokens);
+    return { sealedChunks: view.sealed_chunks - reused, usage: usage ?? usageOf(view) };
   }
 
   #begin(id, abort) {

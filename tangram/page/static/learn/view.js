@@ -45,6 +45,18 @@ export function Choice({ label, value, onChange, options }) {
   </div>`;
 }
 
+/** A list of things that have names. */
+export const NameChoice = ({ label, value, onChange, of }) =>
+  html`<${Choice} ...${{ label, value, onChange }} options=${of.map(({ name }) => name)} />`;
+
+/** The retention ratio of a widget. */
+export const RetentionSlider = ({ value, onChange, min = "0.1", max = "1", step = "0.05" }) =>
+  html`<${Slider}
+    label="Retention ratio ρ"
+    ...${{ value, onChange, min, max, step }}
+    format=${fixed(2)}
+  />`;
+
 /** Figures with their names; a changed value is read aloud. */
 export const Figures = ({ rows }) =>
   html`<dl class="figures" aria-live="polite">

@@ -59,3 +59,39 @@ export class Picture {
     this.paint = () => {};
   }
 }
+
+/**
+ * A picture whose parts can be pointed at, touched, or chosen with keys. `onChoice(part|null)` is
+ * called when another is chosen. Subclasses have `hit(event)`, the part at a place or null, and
+ * `next(key)`, the part that a key leads to or null.
+ */
+export class ChoicePicture extends Picture {
+  chosen = null;
+
+  constructor(canvas, frame, onChoice) {
+    super(canvas, frame);
+    this.onChoice = onChoice;
+    canvas.addEventListener("pointermove", (event) => this.choose(this.hit(event)));
+    canvas.addEventListener("pointerdown", (event) => this.choose(this.hit(event)));
+    canvas.addEventListener("pointerleave", ({ pointerType }) => {
+      // A finger that is lifted leaves; what it has chosen stays.
+      if (pointerType === "mouse") this.choose(null);
+    });
+    canvas.addEventListener("blur", () => this.choose(null));
+    canvas.addEventListener("keydown", (event) => this.#step(event));
+  }
+
+  choose(part) {
+    if (part === this.chosen) return;
+    this.chosen = part;
+    this.onChoice(part);
+    this.change();
+  }
+
+  #step(event) {
+    const next = this.next(event.key);
+    if (next === null) return;
+    event.preventDefault();
+    this.choose(next);
+  }
+}

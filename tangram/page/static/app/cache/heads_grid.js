@@ -1,5 +1,5 @@
 /** Layers × heads: what the profile allows each head, and what it holds now. */
-import { Picture } from "./canvas.js";
+import { ChoicePicture } from "./canvas.js";
 import { shareGround } from "./palette.js";
 
 const GAP = 10;
@@ -7,23 +7,16 @@ const MOST_CELL = 22;
 const LEAST_CELL = 2;
 
 /**
- * Two grids, one below the other; a column is a layer, a row a head. `onHead(row|null)` is called
- * when the pointer or the keyboard goes to another head; row = layer · heads + head.
+ * Two grids, one below the other; a column is a layer, a row a head. A head is chosen by its
+ * row = layer · heads + head.
  */
-export class HeadsGrid extends Picture {
+export class HeadsGrid extends ChoicePicture {
   #grids = [null, null];
-  #row = null;
   #keepers = null;
 
   constructor(canvas, frame, model, onHead) {
-    super(canvas, frame);
+    super(canvas, frame, onHead);
     this.model = model;
-    this.onHead = onHead;
-    canvas.addEventListener("pointermove", (event) => this.#point(this.#hit(event)));
-    canvas.addEventListener("pointerdown", (event) => this.#point(this.#hit(event)));
-    canvas.addEventListener("pointerleave", () => this.#point(null));
-    canvas.addEventListener("blur", () => this.#point(null));
-    canvas.addEventListener("keydown", (event) => this.#step(event));
     this.fit();
   }
 
@@ -58,7 +51,7 @@ export class HeadsGrid extends Picture {
     this.#eachCell((row, x, y) => {
       context.fillStyle = shares === null ? this.colours.unknown : shareGround(shares[row]);
       context.fillRect(x, top + y, this.cell - 1, this.cell - 1);
-      if (row === this.#row) this.#outline(context, x, top + y);
+      if (row === this.chosen) this.#outline(context, x, top + y);
     });
   }
 
@@ -84,7 +77,7 @@ export class HeadsGrid extends Picture {
     context.strokeRect(x, y, this.cell - 1, this.cell - 1);
   }
 
-  #hit({ offsetX, offsetY }) {
+  hit({ offsetX, offsetY }) {
     const { layers, kv_heads: heads } = this.model;
     const below = heads * this.cell + GAP;
     const y = offsetY >= below ? offsetY - below : offsetY;
@@ -92,20 +85,11 @@ export class HeadsGrid extends Picture {
     return layer < layers && head >= 0 && head < heads ? layer * heads + head : null;
   }
 
-  #point(row) {
-    if (row === this.#row) return;
-    this.#row = row;
-    this.onHead(row);
-    this.change();
-  }
-
-  #step(event) {
+  next(key) {
     const { layers, kv_heads: heads } = this.model;
-    const steps = { ArrowRight: heads, ArrowLeft: -heads, ArrowDown: 1, ArrowUp: -1 };
-    const step = steps[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    const next = this.#row === null ? 0 : this.#row + step;
-    if (next >= 0 && next < layers * heads) this.#point(next);
+    const step = { ArrowRight: heads, ArrowLeft: -heads, ArrowDown: 1, ArrowUp: -1 }[key];
+    if (step === undefined) return null;
+    const next = this.chosen === null ? 0 : this.chosen + step;
+    return next >= 0 && next < layers * heads ? next : this.chosen;
   }
 }

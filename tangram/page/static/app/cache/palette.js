@@ -46,5 +46,5 @@ export const shareGround = (share) => grounds[step(share)];
 export const shareInk = (share) => inks[step(share)];
 
 /** A colour for conversation `number`; neighbours differ much. */
-export const conversationColour = (number, light) =>
-  `hsl(${(number * 137.508) % 360} 65% ${light}%)`;
+export const conversationColour = (number, { strong = 65, light = 48 } = {}) =>
+  `hsl(${(number * 137.508) % 360} ${strong}% ${light}%)`;

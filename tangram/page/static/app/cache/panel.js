@@ -19,7 +19,7 @@ export function CachePanel({ app }) {
         <h2>Turns</h2>
         <${TurnsTable} app=${app} messages=${conversation ? shownMessages(conversation) : []} />
       </section>
-      <${PoolSection} watch=${app.watch} />
+      <${PoolSection} app=${app} />
       <${StepsSection} watch=${app.watch} model=${model} />`}
   </aside>`;
 }

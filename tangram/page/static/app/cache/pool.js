@@ -22,7 +22,8 @@ export class Pool {
   hostUsed = 0;
   hostTotal = 0;
   promised = 0;
-  conversations = [];
+  /** Number of a conversation to the id of its newest answer, if it is the client's own. */
+  answers = new Map();
 
   /** Take the answer of GET /v1/kv/pool. */
   take(whole) {
@@ -32,7 +33,12 @@ export class Pool {
     this.hostUsed = whole.host_used;
     this.hostTotal = whole.host_total;
     this.promised = whole.promised;
-    this.conversations = whole.conversations;
+    this.answers = new Map(whole.conversations.map(({ number, id }) => [number, id]));
+  }
+
+  /** An event has told of the newest answer of a conversation. */
+  name(conversation, answerId) {
+    this.answers.set(conversation, answerId);
   }
 
   /** Take an event `pool`. */
@@ -58,6 +64,13 @@ export class Pool {
       }
     }
     return painted;
+  }
+
+  /** How many pages each conversation held last, the largest first: [number, pages]. */
+  countByConversation() {
+    const counts = new Map();
+    this.owners.forEach((owner) => owner !== 0 && counts.set(owner, (counts.get(owner) ?? 0) + 1));
+    return [...counts].sort(([, one], [, other]) => other - one);
   }
 
   /** How many pages are in each state. */

@@ -11,16 +11,18 @@ const FADE_MS = 700;
 /** One colour a state, told apart by lightness, too. */
 export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
 const RAW_TAIL = 2;
+// Of a conversation's colour: the tail is lighter, what nobody reads is paler.
+const SHADES = { [RAW_TAIL]: { light: 72 }, [KEPT_FOR_NOBODY]: { strong: 22, light: 56 } };
 
 export class PoolMap extends Picture {
   #pool = null;
+  #pages = 0;
   #byConversation = false;
 
   /** Show `pool`; call it again when it has changed. */
   show(pool) {
-    const grew = pool.states.length !== this.#pool?.states.length;
     this.#pool = pool;
-    if (grew) this.fit();
+    if (pool.states.length !== this.#pages) this.fit();
     this.change();
   }
 
@@ -33,6 +35,7 @@ export class PoolMap extends Picture {
   /** Cells are as large as the space lets them be; of a large pool several pages share one. */
   fit() {
     const pages = this.#pool?.states.length ?? 0;
+    this.#pages = pages;
     const width = this.frame.clientWidth;
     const ideal = Math.floor(Math.sqrt((width * MOST_HEIGHT) / Math.max(pages, 1)));
     this.cell = Math.min(MOST_CELL, Math.max(LEAST_CELL, ideal));
@@ -80,9 +83,7 @@ export class PoolMap extends Picture {
 
   #colour(state, owner) {
     if (state === FREE) return this.colours.unknown;
-    if (!this.#byConversation || owner === 0 || state === PROMISED || state === KEPT_FOR_NOBODY) {
-      return STATE_COLOURS[state];
-    }
-    return conversationColour(owner, state === RAW_TAIL ? 72 : 48);
+    if (!this.#byConversation || owner === 0 || state === PROMISED) return STATE_COLOURS[state];
+    return conversationColour(owner, SHADES[state]);
   }
 }

@@ -1,4 +1,4 @@
-/** The map of pages, and how many are in each state. */
+/** The map of pages, and how many are in each state or of each conversation. */
 import { count } from "../format.js";
 import { html, useEffect, useRef, useState } from "../preact.js";
 import { Swatch } from "../swatch.js";
@@ -7,14 +7,16 @@ import { FREE, STATES } from "./pool.js";
 import { PoolMap, STATE_COLOURS } from "./pool_map.js";
 
 const COUNT_EVERY_MS = 200;
+const MOST_CONVERSATIONS = 8;
 
 /** The numbers beside the map, at most five times a second. */
-function useCounts(watch) {
+function useCounts(app, byConversation) {
+  const { watch } = app;
   const read = () => ({
-    counts: watch.pool.counts(),
+    states: watch.pool.counts(),
+    conversations: byConversation ? nameConversations(app) : null,
     hostUsed: watch.pool.hostUsed,
     hostTotal: watch.pool.hostTotal,
-    own: watch.cache?.view?.conversation ?? null,
   });
   const [counts, setCounts] = useState(read);
   useEffect(() => {
@@ -25,21 +27,39 @@ function useCounts(watch) {
         setCounts(read());
       }, COUNT_EVERY_MS);
     };
-    later();
-    const end = watch.on("pool", later);
+    setCounts(read());
+    const ends = [watch.on("pool", later), watch.on("request", later)];
     return () => {
       clearTimeout(timer);
-      end();
+      for (const end of ends) end();
     };
-  }, [watch]);
+  }, [watch, byConversation]);
   return counts;
 }
 
-export function PoolSection({ watch }) {
+/** The conversations that hold pages: number, pages, title, and whether it is shown; that is first. */
+function nameConversations({ store, watch }) {
+  const titles = new Map();
+  for (const { title, messages } of Object.values(store.value.conversations)) {
+    for (const { run } of Object.values(messages)) if (run?.answerId) titles.set(run.answerId, title);
+  }
+  const shown = watch.cache?.view?.conversation;
+  const named = watch.pool.countByConversation().map(([number, pages]) => ({
+    number,
+    pages,
+    title: titles.get(watch.pool.answers.get(number)) ?? `conversation ${number}`,
+    shown: number === shown,
+  }));
+  return named.sort((one, other) => other.shown - one.shown);
+}
+
+export function PoolSection({ app }) {
+  const { watch } = app;
   const canvas = useRef();
   const frame = useRef();
   const map = useRef(null);
-  const { counts, hostUsed, hostTotal, own } = useCounts(watch);
+  const [byConversation, colourBy] = useState(false);
+  const { states, conversations, hostUsed, hostTotal } = useCounts(app, byConversation);
   useEffect(() => {
     map.current = new PoolMap(canvas.current, frame.current);
     const show = () => map.current.show(watch.pool);
@@ -50,32 +70,47 @@ export function PoolSection({ watch }) {
       map.current.close();
     };
   }, [watch]);
-  const colourBy = ({ target }) => map.current.colourBy(target.value === "conversation");
+  useEffect(() => map.current.colourBy(byConversation), [byConversation]);
   return html`<section aria-label="Pages">
     <h2>Pages</h2>
     <label class="inline">
       Colours
-      <select onChange=${colourBy}>
+      <select onChange=${({ target }) => colourBy(target.value === "conversation")}>
         <option value="state">by state</option>
         <option value="conversation">by conversation</option>
       </select>
     </label>
     <div class="pool" ref=${frame}>
-      <canvas ref=${canvas} role="img" aria-label="A square for each page of the pool; the list below counts them"></canvas>
+      <canvas ref=${canvas} role="img" aria-label="A square for each page of the pool; the lists below count them"></canvas>
     </div>
+    ${conversations !== null && html`<${Conversations} conversations=${conversations} />`}
     <ul class="counts">
       ${STATES.map(
         (name, state) => html`<li data-state=${state}>
-          <${Swatch} colour=${state === FREE ? null : STATE_COLOURS[state]} /> ${name}${" "}
-          <b>${count(counts[state])}</b>
+          ${conversations === null && html`<${Swatch} colour=${state === FREE ? null : STATE_COLOURS[state]} />`}
+          ${" "}${name} <b>${count(states[state])}</b>
         </li>`,
       )}
-      ${own !== null &&
-      html`<li>
-        <${Swatch} colour=${conversationColour(own, 48)} /> this conversation, where conversations
-        have colours
-      </li>`}
       <li data-state="host">in host memory <b>${count(hostUsed)}</b> of ${count(hostTotal)}</li>
     </ul>
   </section>`;
+}
+
+/** The key of the colours of conversations. */
+function Conversations({ conversations }) {
+  const more = conversations.length - MOST_CONVERSATIONS;
+  return html`<p class="caption">
+      Light: not compressed yet. Pale: kept for nobody. A page that several read has the colour of the
+      last.
+    </p>
+    <ul class="counts" aria-label="Conversations in the pool">
+      ${conversations.slice(0, MOST_CONVERSATIONS).map(
+        ({ number, title, pages, shown }) => html`<li>
+          <${Swatch} key=${number} colour=${conversationColour(number)} /> ${" "}
+          <span class="title">${title}</span>${shown && " (shown above)"} <b>${count(pages)}</b>
+        </li>`,
+      )}
+      ${more > 0 && html`<li>and ${count(more)} more</li>`}
+      ${conversations.length === 0 && html`<li>no conversation has pages</li>`}
+    </ul>`;
 }

@@ -29,6 +29,9 @@ export class RequestCache {
   /** Per token: one of PENDING … GONE, and the share of heads that hold it. */
   kinds = new Uint8Array(FIRST_CAPACITY);
   shares = new Float32Array(FIRST_CAPACITY);
+  /** Whether what follows is of the entries that drafts read, instead of all that are held. */
+  drafts = false;
+  // Index to what heads hold of the chunk, and what drafts read of it: two KeptChunks.
   #chunks = new Map();
 
   /** @param {object} model as GET /v1/kv/model says */
@@ -67,14 +70,31 @@ export class RequestCache {
   }
 
   takeKept(index, kept) {
-    const chunk = new KeptChunk(kept);
-    this.#chunks.set(index, chunk);
-    const counts = chunk.countByToken(this.rows);
-    this.#reserve(chunk.begin + chunk.tokens);
-    for (let at = 0; at < counts.length; at += 1) {
-      this.shares[chunk.begin + at] = counts[at] / this.rows.length;
-    }
+    const held = new KeptChunk(kept);
+    const { draft_bits: bits = null } = kept;
+    this.#chunks.set(index, { held, read: bits === null ? held : new KeptChunk({ ...kept, bits }) });
+    this.#reserve(held.begin + held.tokens);
+    this.#countShares(index);
     this.#sort();
+  }
+
+  /** See `drafts`. */
+  showDrafts(drafts) {
+    if (drafts === this.drafts) return;
+    this.drafts = drafts;
+    for (const index of this.#chunks.keys()) this.#countShares(index);
+  }
+
+  #kept(index) {
+    return this.#chunks.get(index)?.[this.drafts ? "read" : "held"];
+  }
+
+  #countShares(index) {
+    const kept = this.#kept(index);
+    const counts = kept.countByToken(this.rows);
+    for (let at = 0; at < counts.length; at += 1) {
+      this.shares[kept.begin + at] = counts[at] / this.rows.length;
+    }
   }
 
   #reserve(tokens) {
@@ -107,7 +127,7 @@ export class RequestCache {
 
   #chunkAt(position) {
     const chunk = this.view.chunks.find(({ begin, end }) => begin <= position && position < end);
-    return chunk && { ...chunk, kept: this.#chunks.get(chunk.index) };
+    return chunk && { ...chunk, kept: this.#kept(chunk.index) };
   }
 
   /** Where the entries of a token are: "device", "host", or null without a chunk. */
@@ -139,7 +159,7 @@ export class RequestCache {
     held.fill(this.view.raw.end - this.view.raw.begin);
     const first = held.map((_, row) => this.#firstHeld(row));
     for (const { index, in: place } of this.view.chunks) {
-      const counts = place === "gone" ? undefined : this.#chunks.get(index)?.countsByRow;
+      const counts = place === "gone" ? undefined : this.#kept(index)?.countsByRow;
       counts?.forEach((count, row) => (held[row] += index >= first[row] ? count : 0));
     }
     return held;

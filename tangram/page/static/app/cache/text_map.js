@@ -1,5 +1,5 @@
 /** The conversation's text, every token painted by the share of heads that hold it. */
-import { Picture } from "./canvas.js";
+import { ChoicePicture } from "./canvas.js";
 import { shareGround, shareInk } from "./palette.js";
 import { GONE, PENDING, RAW } from "./request_cache.js";
 import { TextLayout, spell } from "./text_layout.js";
@@ -11,25 +11,18 @@ const MARGIN = 8;
 const NEAR_END = 2 * LINE;
 
 /**
- * A canvas that stands still in a frame that scrolls; only visible lines are drawn.
- * `onToken(position|null)` is called when the pointer or the keyboard goes to another token.
+ * A canvas that stands still in a frame that scrolls; only visible lines are drawn. A token is
+ * chosen by its position.
  */
-export class TextMap extends Picture {
+export class TextMap extends ChoicePicture {
   #cache = null;
   #layout = null;
   #row = null;
-  #token = null;
 
   constructor(canvas, frame, spacer, onToken) {
-    super(canvas, frame);
+    super(canvas, frame, onToken);
     this.spacer = spacer;
-    this.onToken = onToken;
     frame.addEventListener("scroll", this.change, { passive: true });
-    canvas.addEventListener("pointermove", (event) => this.#point(this.#hit(event)));
-    canvas.addEventListener("pointerdown", (event) => this.#point(this.#hit(event)));
-    canvas.addEventListener("pointerleave", () => this.#point(null));
-    canvas.addEventListener("blur", () => this.#point(null));
-    canvas.addEventListener("keydown", (event) => this.#step(event));
     this.fit();
   }
 
@@ -107,7 +100,7 @@ export class TextMap extends Picture {
     if (this.#row === null && this.#cache.kinds[at] === RAW) {
       context.fillRect(x, y + LINE - 4, width, 1);
     }
-    if (at === this.#token) {
+    if (at === this.chosen) {
       context.strokeStyle = this.colours.ink;
       context.lineWidth = 2;
       context.strokeRect(x, y + 1, width, LINE - 2);
@@ -128,26 +121,20 @@ export class TextMap extends Picture {
     return { ground: shareGround(share), ink: shareInk(share) };
   }
 
-  #hit(event) {
+  hit(event) {
     if (this.#layout === null) return null;
     const y = event.offsetY + this.frame.scrollTop - MARGIN;
     return this.#layout.tokenAt(Math.floor(y / LINE), event.offsetX - MARGIN);
   }
 
-  #point(token) {
-    if (token === this.#token) return;
-    this.#token = token;
-    this.onToken(token);
-    this.change();
+  next(key) {
+    const next = this.#layout?.tokens > 0 ? this.#next(key) : null;
+    if (next !== null) this.#reveal(next);
+    return next;
   }
 
-  #step(event) {
-    if (this.#layout === null || this.#layout.tokens === 0) return;
-    const next = this.#next(event.key);
-    if (next === null) return;
-    event.preventDefault();
-    this.#point(next);
-    const y = this.#layout.lineOf(next) * LINE;
+  #reveal(token) {
+    const y = this.#layout.lineOf(token) * LINE;
     const { scrollTop, clientHeight } = this.frame;
     if (y < scrollTop) this.frame.scrollTop = y;
     if (y + 2 * LINE > scrollTop + clientHeight) this.frame.scrollTop = y + 2 * LINE - clientHeight;
@@ -156,7 +143,7 @@ export class TextMap extends Picture {
   #next(key) {
     const layout = this.#layout;
     const last = layout.tokens - 1;
-    const now = this.#token ?? -1;
+    const now = this.chosen ?? -1;
     const line = layout.lineOf(Math.max(now, 0));
     const across = (to) => {
       const from = now < 0 ? 0 : layout.left[now];

@@ -1,5 +1,5 @@
 /** The painted text and the heads grid, which answer each other. */
-import { count, percent } from "../format.js";
+import { bytes, count, percent } from "../format.js";
 import { html, useEffect, useRef, useState } from "../preact.js";
 import { HeadsGrid } from "./heads_grid.js";
 import { shareGround } from "./palette.js";
@@ -13,26 +13,31 @@ export function TextSection({ app, model }) {
   const [row, setRow] = useState(null);
   const parts = useRef({});
   const pictures = useRef(null);
+  const show = useRef(null);
+  // What is painted: the entries that are held, or those of them that drafts read.
+  const [drafts, showDrafts] = useState(false);
+  show.current = () => showCache(pictures.current, parts.current, watch.cache, model, drafts);
   useEffect(() => {
     pictures.current = makePictures(parts.current, model, setToken, setRow);
-    const show = () => showCache(pictures.current, parts.current, watch.cache, model);
-    const end = watch.on("request", show);
-    show();
+    const end = watch.on("request", () => show.current());
     return () => {
       end();
       pictures.current.text.close();
       pictures.current.heads.close();
     };
   }, [model]);
+  useEffect(() => show.current(), [model, drafts]);
   useEffect(() => pictures.current?.text.showHead(row), [row]);
   useEffect(() => {
     const known = token !== null && watch.cache !== null;
     pictures.current?.heads.showKeepers(known ? keepersOf(watch.cache, token) : null);
-  }, [token]);
-  const part = (name) => (element) => (parts.current[name] = element);
+  }, [token, drafts]);
+  // An element that is gone stays known: events may still come until the effect above ends.
+  const part = (name) => (element) => element && (parts.current[name] = element);
   return html`<section aria-label="Text in the cache">
     <h2>Text in the cache</h2>
     <p class="caption" ref=${part("caption")}></p>
+    ${model.speculation?.method === "compressed_kv" && html`<${Shown} onChange=${showDrafts} />`}
     <div class="text-map" ref=${part("frame")}>
       <canvas
         ref=${part("text")}
@@ -43,11 +48,11 @@ export function TextSection({ app, model }) {
       <div ref=${part("spacer")}></div>
     </div>
     <${Legend} />
-    <p class="detail" role="status">${describe(watch.cache, model, token, row)}</p>
+    <p class="detail" role="status">${describe(watch.cache, model, token, row, drafts)}</p>
     <h2>Layers × heads</h2>
     <p class="caption">
       A column is a layer, a row a KV head. Above: what the profile lets each keep of a chunk. Below:
-      ${token === null ? " what each holds now." : " those that hold this token."}
+      ${" "}${spellLower(token, drafts)}
     </p>
     <div class="heads" ref=${part("headsFrame")}>
       <canvas
@@ -69,7 +74,8 @@ function makePictures(parts, model, onToken, onHead) {
 }
 
 /** Show what is known now; called with every answer of the server, so it renders no component. */
-function showCache({ text, heads }, parts, cache, model) {
+function showCache({ text, heads }, parts, cache, model, drafts) {
+  cache?.showDrafts(drafts);
   text.show(cache);
   const budget = budgetShares(model, cache?.view?.kv_retention ?? null);
   if (cache === null || cache.view === null) {
@@ -85,9 +91,26 @@ function showCache({ text, heads }, parts, cache, model) {
   const whole = held.reduce((sum, tokens) => sum + tokens, 0);
   const share = entries ? whole / (entries * held.length) : null;
   parts.heldNow.textContent = model.recorded
-    ? `${count(whole)} entries held of ${count(entries * held.length)}: ${percent(share)}.`
-    : "The server does not record which tokens heads keep.";
+    ? `${count(whole)} entries ${drafts ? "read by drafts" : "held"} of ${count(entries * held.length)}: ${percent(share)}. ${spellMemory(cache.view)}`
+    : `The server does not record which tokens heads keep. ${spellMemory(cache.view)}`;
 }
+
+const spellMemory = ({ kv_bytes: held, kv_bytes_uncompressed: whole }) =>
+  `${bytes(held)} held, an uncompressed cache would hold ${bytes(whole)}.`;
+
+function spellLower(token, drafts) {
+  if (token === null) return drafts ? "what drafts read of each." : "what each holds now.";
+  return drafts ? "those whose entry of this token drafts read." : "those that hold this token.";
+}
+
+/** Which entries the text and the lower grid tell of. */
+const Shown = ({ onChange }) => html`<label class="inline">
+  Shown
+  <select onChange=${({ target }) => onChange(target.value === "drafts")}>
+    <option value="held">what the cache holds</option>
+    <option value="drafts">what drafts read</option>
+  </select>
+</label>`;
 
 function caption({ tokens, view }) {
   const raw = view.raw.end - view.raw.begin;
@@ -108,20 +131,20 @@ const keepersOf = (cache, token) =>
   );
 
 /** The token or the head that is chosen, in words. */
-function describe(cache, model, token, row) {
+function describe(cache, model, token, row, drafts) {
   if (cache === null) return "";
   if (token !== null) {
     const kept = cache.share(token);
     const heads =
       kept === null
         ? spellKind(cache.kinds[token])
-        : `held by ${Math.round(kept * cache.rows.length)} of ${cache.rows.length} heads (${spellKind(cache.kinds[token])})`;
+        : `${drafts ? "read by the drafts of" : "held by"} ${Math.round(kept * cache.rows.length)} of ${cache.rows.length} heads (${spellKind(cache.kinds[token])})`;
     const place = cache.place(token) === "host" ? ", in host memory" : "";
     return `Token ${token} “${spell(cache.texts[token])}”: ${heads}${place}`;
   }
   if (row === null) return "Point at a token or a head, or choose one with the arrow keys.";
   const [layer, head] = [Math.floor(row / model.kv_heads), row % model.kv_heads];
-  return `Layer ${layer}, head ${head}: holds ${count(cache.heldByRow()[row])} of ${count(cache.cachedTokens)} tokens`;
+  return `Layer ${layer}, head ${head}: ${drafts ? "drafts read" : "holds"} ${count(cache.heldByRow()[row])} of ${count(cache.cachedTokens)} tokens`;
 }
 
 const Legend = () => html`<div class="legend">

@@ -1,9 +1,10 @@
 /** The last steps of the engine: how long each took, and what it consisted of. */
-import { Picture } from "./canvas.js";
+import { ChoicePicture } from "./canvas.js";
 
 const MOST_STEPS = 400;
 const HEIGHT = 110;
 const SHOWN_SHARE = 0.98;
+const MARK = 6;
 
 /** What a step's time is divided by, with the number that weighs it, and its colour. */
 export const PARTS = [
@@ -27,19 +28,13 @@ export class Steps {
   }
 }
 
-/** A bar a step. `onStep(step|null)` is called when the pointer or the keyboard goes to another. */
-export class Timeline extends Picture {
+/** A bar a step. What is chosen is a step, wherever its bar moves. */
+export class Timeline extends ChoicePicture {
   #steps = [];
-  #at = null;
 
   constructor(canvas, frame, chunkTokens, onStep) {
-    super(canvas, frame);
+    super(canvas, frame, onStep);
     this.chunkTokens = chunkTokens;
-    this.onStep = onStep;
-    canvas.addEventListener("pointermove", (event) => this.#point(this.#hit(event.offsetX)));
-    canvas.addEventListener("pointerleave", () => this.#point(null));
-    canvas.addEventListener("blur", () => this.#point(null));
-    canvas.addEventListener("keydown", (event) => this.#step(event));
     this.fit();
   }
 
@@ -63,9 +58,9 @@ export class Timeline extends Picture {
     this.#steps.forEach((step, at) => {
       const height = Math.max(1, Math.min(1, step.seconds / most) * this.height);
       this.#paintStep(context, step, left + at * this.#bar, height);
-      if (at === this.#at) {
+      if (step === this.chosen) {
         context.fillStyle = this.colours.ink;
-        context.fillRect(left + at * this.#bar, 0, Math.max(1, this.#bar), this.height - height);
+        context.fillRect(left + at * this.#bar, 0, Math.max(1, this.#bar), Math.max(MARK, this.height - height));
       }
     });
   }
@@ -93,21 +88,16 @@ export class Timeline extends Picture {
     return sorted[Math.floor(SHOWN_SHARE * (sorted.length - 1))] || 1e-6;
   }
 
-  #hit(x) {
-    const at = Math.floor((x - (this.width - this.#steps.length * this.#bar)) / this.#bar);
-    return at >= 0 && at < this.#steps.length ? at : null;
+  hit({ offsetX }) {
+    const at = Math.floor((offsetX - (this.width - this.#steps.length * this.#bar)) / this.#bar);
+    return this.#steps[at] ?? null;
   }
 
-  #point(at) {
-    this.#at = at;
-    this.onStep(at === null ? null : this.#steps[at]);
-    this.change();
-  }
-
-  #step({ key }) {
+  next(key) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    if (step === undefined || this.#steps.length === 0) return null;
     const last = this.#steps.length - 1;
-    if (last < 0) return;
-    if (key === "ArrowLeft") this.#point(Math.max(0, (this.#at ?? last + 1) - 1));
-    if (key === "ArrowRight") this.#point(Math.min(last, (this.#at ?? last - 1) + 1));
+    const at = this.chosen === null ? last : this.#steps.indexOf(this.chosen) + step;
+    return this.#steps[Math.min(Math.max(at, 0), last)];
   }
 }

@@ -9,6 +9,7 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 // A view may be this much older than an event; asking more often costs the server for nothing.
 const LEAST_PAUSE_MS = 40;
 const CHUNKS_AT_ONCE = 8;
+const MOST_HEARD = 256;
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -25,6 +26,8 @@ export class CacheWatch {
   #listeners = { pool: new Set(), steps: new Set(), request: new Set() };
   #shown = null;
   #names = new Set();
+  // Names of requests that events have told of, the newest last.
+  #heard = new Set();
   #stale = false;
   #refreshing = false;
   #connection = null;
@@ -89,11 +92,29 @@ export class CacheWatch {
       this.pool.change(data, performance.now());
       this.#tell("pool");
     } else if (event === "request") {
+      this.#hear(data);
       if (this.#names.has(data.id) || this.#names.has(data.request_id)) this.#refresh();
     } else if (event === "lost") {
       this.#readPool().catch(({ message }) => this.status.set({ fault: message }));
       this.#refresh();
     }
+  }
+
+  #hear({ id, request_id: requestId, conversation }) {
+    this.pool.name(conversation, id);
+    for (const name of [id, requestId]) {
+      this.#heard.delete(name);
+      this.#heard.add(name);
+    }
+    for (const name of this.#heard) {
+      if (this.#heard.size <= MOST_HEARD) break;
+      this.#heard.delete(name);
+    }
+  }
+
+  /** The one of `names` by which the server knows a request, as far as events have told. */
+  heardOf(...names) {
+    return names.findLast((name) => this.#heard.has(name)) ?? null;
   }
 
   /**
@@ -105,7 +126,7 @@ export class CacheWatch {
     this.#refresh();
   }
 
-  /** The same for a request that has just been sent: nothing is asked before events tell of it. */
+  /** The same for a request that has just been sent: nothing is asked until events tell of it. */
   follow(...names) {
     const known = names.filter((name) => name !== null && name !== undefined);
     const goesOn = known.some((each) => this.#names.has(each));
@@ -114,6 +135,7 @@ export class CacheWatch {
     if (goesOn) return;
     this.cache = null;
     this.#tell("request");
+    if (this.heardOf(...known) !== null) this.#refresh();
   }
 
   /** Ask for what is new of the shown request, now or as soon as the last answer is here. */

@@ -7,7 +7,7 @@
  * @property {number|null} kvRetention as asked; null is the server's default
  * @property {number|null} firstTokenS from sending to the first token
  * @property {number|null} tokensPerS after the first token
- * @property {object|null} usage as the server counted
+ * @property {object|null} usage as the server counted; of a stopped answer what it says later
  * @property {number|null} [sealedChunks] chunks that the request sealed
  * @property {string|null} finish the server's reason, or "stopped"
  */
@@ -51,6 +51,19 @@ export async function streamAnswer(body, signal, tell) {
   }
   return answer.run;
 }
+
+/** The usage of a request that GET /v1/kv/requests/{id} describes. */
+export const usageOf = (view) => ({
+  prompt_tokens: view.prompt_tokens,
+  completion_tokens: view.output_tokens,
+  prompt_tokens_details: { cached_tokens: view.cached_tokens },
+  completion_tokens_details: view.drafted && {
+    accepted_prediction_tokens: view.drafted.accepted,
+    rejected_prediction_tokens: view.drafted.rejected,
+  },
+  kv_bytes: view.kv_bytes,
+  kv_bytes_uncompressed: view.kv_bytes_uncompressed,
+});
 
 /** Add what one part of the stream says. */
 function take({ requestId, chunk }, answer, clock) {

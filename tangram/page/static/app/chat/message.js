@@ -18,6 +18,7 @@ export function MessageView({ app, message, branches, grows, locked }) {
     <footer>
       <${Branches} app=${app} message=${message} branches=${branches} locked=${locked} />
       ${!grows &&
+      !edits &&
       html`<${Tools} ...${{ app, message, locked }} onEdit=${user ? () => edit(true) : null} />`}
       ${message.run && html`<${RunLine} run=${message.run} />`}
     </footer>

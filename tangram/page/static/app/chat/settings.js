@@ -12,7 +12,7 @@ export const NUMBERS = [
   ["presence_penalty", "Presence penalty", -2, 2, "any", "0"],
   ["frequency_penalty", "Frequency penalty", -2, 2, "any", "0"],
   ["repetition_penalty", "Repetition penalty", 0.01, 10, "any", "1"],
-  ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1, "until the context is full"],
+  ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1, "the context's rest"],
   ["seed", "Seed", 0, 2 ** 53 - 1, 1, "none"],
 ];
 const MOST_STOPS = 16;

@@ -12,18 +12,52 @@ const SPANS = [
 ];
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"];
 
-/** Each chart: title, how a value reads, and its lines as [label, field of the history]. */
+const spellTime = (value) => (value === 0 ? "0 s" : seconds(value));
+// What is counted has no ticks between whole numbers.
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].concat(
+  Array.from({ length: 9 }, (_, power) => 10 ** (power + 4)),
+);
+
+/**
+ * Each chart: how a value reads, and its lines as [label, field of the history]. One with `gaps`
+ * has no value for the seconds in which no request ended, or began.
+ */
 const CHARTS = [
-  ["Throughput, tokens/s", count, [["generated", "throughput"], ["prompt", "prompt_throughput"]]],
-  ["Time to first token", seconds, [["median", "ttft_p50"], ["90th percentile", "ttft_p90"]]],
-  ["Time per token", seconds, [["median", "tpot_p50"], ["90th percentile", "tpot_p90"]]],
-  ["Requests", count, [["running", "running"], ["waiting", "queue"]]],
-  [
-    "Pages",
-    count,
-    [["held", "pages_held"], ["kept for reuse", "pages_cached"], ["free", "pages_free"]],
-  ],
-  ["Prompt tokens found in the cache", percent, [["share", "cached_share"]]],
+  {
+    title: "Throughput, tokens/s",
+    spell: count,
+    lines: [["generated", "throughput"], ["prompt", "prompt_throughput"]],
+  },
+  {
+    title: "Time to first token",
+    spell: spellTime,
+    gaps: true,
+    lines: [["median", "ttft_p50"], ["90th percentile", "ttft_p90"]],
+  },
+  {
+    title: "Time per token",
+    spell: spellTime,
+    gaps: true,
+    lines: [["median", "tpot_p50"], ["90th percentile", "tpot_p90"]],
+  },
+  {
+    title: "Requests",
+    spell: count,
+    ticks: WHOLE,
+    lines: [["running", "running"], ["waiting", "queue"]],
+  },
+  {
+    title: "Pages",
+    spell: count,
+    ticks: WHOLE,
+    lines: [["held", "pages_held"], ["kept for reuse", "pages_cached"], ["free", "pages_free"]],
+  },
+  {
+    title: "Prompt tokens found in the cache",
+    spell: percent,
+    gaps: true,
+    lines: [["share", "cached_share"]],
+  },
 ];
 
 /** The history, asked again as often as the server adds to it. */
@@ -65,28 +99,30 @@ export function ServerView() {
     ${history !== null &&
     html`<div class="charts">
       ${CHARTS.map(
-        ([title, spell, lines]) =>
-          html`<${Chart} key=${title} title=${title} spell=${spell} lines=${lines} history=${history} />`,
+        (chart) => html`<${Chart} key=${chart.title} chart=${chart} history=${history} />`,
       )}
     </div>`}
   </section>`;
 }
 
-function Chart({ title, spell, lines, history }) {
+function Chart({ chart, history }) {
+  const { title, spell, lines, gaps } = chart;
   const frame = useRef();
   const plot = useRef(null);
   const ago = history.at.map((at) => at - history.at.at(-1));
   const data = [ago, ...lines.map(([, field]) => history[field])];
   useEffect(() => {
+    // When the view goes, the reference is emptied before the observer ends.
+    const element = frame.current;
     const make = () => {
       plot.current?.destroy();
-      plot.current = makePlot(frame.current, lines, spell, data);
+      plot.current = makePlot(element, chart, data);
     };
     make();
     const observer = new ResizeObserver(() =>
-      plot.current.setSize({ width: frame.current.clientWidth, height: HEIGHT }),
+      plot.current.setSize({ width: element.clientWidth, height: HEIGHT }),
     );
-    observer.observe(frame.current);
+    observer.observe(element);
     const endTheme = onTheme(make);
     return () => {
       observer.disconnect();
@@ -101,7 +137,10 @@ function Chart({ title, spell, lines, history }) {
       <dl class="figures">
         ${lines.map(
           ([label, field], at) =>
-            html`<div><dt><${Swatch} colour=${COLOURS[at]} /> ${label}, now</dt><dd data-field=${field}>${spell(history[field].at(-1))}</dd></div>`,
+            html`<div>
+              <dt><${Swatch} colour=${COLOURS[at]} /> ${label}, ${gaps ? "last" : "now"}</dt>
+              <dd data-field=${field}>${spell(newest(history[field]))}</dd>
+            </div>`,
         )}
       </dl>
     </figcaption>
@@ -109,11 +148,14 @@ function Chart({ title, spell, lines, history }) {
   </figure>`;
 }
 
+/** The last value of a list that is not null, if there is one. */
+const newest = (values) => values.findLast((value) => value !== null);
+
 const HEIGHT = 170;
 const AXIS_WIDTH = 64;
 const TICKS_S = [60, 120, 300, 600, 1200];
 
-function makePlot(frame, lines, spell, data) {
+function makePlot(frame, { lines, spell, ticks, gaps }, data) {
   const { soft, line } = themeColours();
   const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const options = {
@@ -123,11 +165,16 @@ function makePlot(frame, lines, spell, data) {
     scales: { x: { time: false }, y: { range: (_, least, most) => [0, Math.max(most, 1e-9) * 1.1] } },
     axes: [
       { ...axis, incrs: TICKS_S, values: (_, ticks) => ticks.map(spellAgo) },
-      { ...axis, size: AXIS_WIDTH, values: (_, ticks) => ticks.map(spell) },
+      { ...axis, size: AXIS_WIDTH, values: (_, at) => at.map(spell), ...(ticks && { incrs: ticks }) },
     ],
     series: [
       {},
-      ...lines.map(([label], at) => ({ label, stroke: COLOURS[at], width: 2, spanGaps: true })),
+      ...lines.map(([label], at) => ({
+        label,
+        stroke: COLOURS[at],
+        width: 2,
+        points: { show: gaps === true, size: 5 },
+      })),
     ],
   };
   return new uPlot(options, data, frame);

@@ -43,7 +43,15 @@ function spansOf(steps) {
   return spans;
 }
 
-function Replay({ kind, schedule, requests, longest, now }) {
+/** Requests in the order in which the engine begins them: the place of each. */
+function startOrder({ steps }) {
+  const begun = steps.flatMap(([, rows]) => rows.map(([request]) => request));
+  return new Map([...new Set(begun)].map((request, place) => [request, place]));
+}
+
+const classOf = (kind) => (kind === "decode" || kind === "seal" ? kind : "prompt");
+
+function Replay({ kind, schedule, places, longest, now }) {
   const x = (at) => (WIDTH * at) / longest;
   const spans = useMemo(() => spansOf(schedule.steps), [schedule]);
   const end = total(schedule.steps);
@@ -57,9 +65,9 @@ function Replay({ kind, schedule, requests, longest, now }) {
     const last = Math.min(span.end, now);
     return last > span.begin
       ? html`<rect
-          class=${span.kind === "decode" ? "decode" : "prompt"}
+          class=${classOf(span.kind)}
           x=${x(span.begin)}
-          y=${span.request * 9}
+          y=${places.get(span.request) * 9}
           width=${Math.max(0.5, x(last) - x(span.begin))}
           height="7"
         />`
@@ -70,7 +78,7 @@ function Replay({ kind, schedule, requests, longest, now }) {
   return html`<figure>
     <figcaption>${label}</figcaption>
     <svg
-      viewBox="0 0 ${WIDTH} ${requests.length * 9}"
+      viewBox="0 0 ${WIDTH} ${places.size * 9}"
       class="replay"
       role="img"
       aria-label=${label}
@@ -81,7 +89,7 @@ function Replay({ kind, schedule, requests, longest, now }) {
         x1=${x(Math.min(now, end))}
         x2=${x(Math.min(now, end))}
         y1="0"
-        y2=${requests.length * 9}
+        y2=${places.size * 9}
       />
     </svg>
   </figure>`;
@@ -126,6 +134,7 @@ function Simulation() {
 
 function Batching({ schedules: recorded }) {
   const { schedules, requests } = recorded;
+  const places = useMemo(() => startOrder(schedules.continuous), [schedules]);
   const longest = Math.max(...KINDS.map((kind) => total(schedules[kind].steps)));
   const [now, setNow] = useState(longest);
   const [playing, setPlaying] = useState(false);
@@ -174,14 +183,14 @@ function Batching({ schedules: recorded }) {
         html`<${Replay}
           kind=${kind}
           schedule=${schedules[kind]}
-          requests=${requests}
+          places=${places}
           longest=${longest}
           now=${now}
         />`,
     )}
     <p class="legend">
-      <span class="key prompt"></span> prompt <span class="key decode"></span> decode; a line is a
-      request
+      <span class="key prompt"></span> prompt <span class="key decode"></span> decode
+      <span class="key seal"></span> sealing a chunk that decode has filled; a line is a request
     </p>
     <${Table}
       caption="${requests.length} requests, ${recorded.model}, ${recorded.max_num_seqs} places"

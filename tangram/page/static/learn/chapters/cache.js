@@ -5,9 +5,9 @@ import { fixed, Figures, html, Table, useState } from "../view.js";
 const WORDS = ["The", "sky", "is", "blue", "because", "light", "scatters"];
 const number = fixed(2);
 
-/** Fixed projections of a token: small numbers from its place. */
+/** Fixed projections of a token (query, key, value): small numbers from its place. */
 const project = (place, part) =>
-  [0, 1, 2].map((d) => Math.round(100 * Math.sin(1 + place * (part + 2) + d * 1.7)) / 100);
+  [0, 1, 2].map((d) => Math.round(100 * Math.sin(1 + part + place * (part + 2) + d * 1.7)) / 100);
 
 const attend = (rows) =>
   softmaxPart(

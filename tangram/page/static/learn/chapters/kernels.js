@@ -1,6 +1,6 @@
 /** Which kernels a card runs, with which tiles. */
 import { featuresOf, fitTile, prefillKernels } from "../math.js";
-import { bytes, Choice, html, Table, useState, withData } from "../view.js";
+import { bytes, Choice, html, NameChoice, Table, useState, withData } from "../view.js";
 
 const PAST = {
   gathered: "entries are gathered, then read by whole tiles (tensor memory access)",
@@ -46,12 +46,7 @@ function Kernels({ cards: { cards }, kernels }) {
     ]),
   ];
   return html`<div>
-    <${Choice}
-      label="Card"
-      value=${name}
-      onChange=${setName}
-      options=${cards.map((one) => one.name)}
-    />
+    <${NameChoice} label="Card" value=${name} onChange=${setName} of=${cards} />
     <${Choice}
       label="Dimensions of a head"
       value=${dim}

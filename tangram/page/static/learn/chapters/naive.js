@@ -17,8 +17,10 @@ const TOKENS = [...new Set([...roundSteps(1, 4000), 4096])];
 const middle = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
 
 /** One square for each projected position: a row is a step. */
+const MOST_STEPS = 24;
+
 function Steps({ tokens }) {
-  const shown = Math.min(tokens, 24);
+  const shown = Math.min(tokens, MOST_STEPS);
   const cells = [];
   for (let step = 0; step < shown; step += 1) {
     for (let place = 0; place <= step; place += 1) {
@@ -73,7 +75,7 @@ function Naive({ naive: measured }) {
     <${Steps} tokens=${tokens} />
     <p class="legend">
       <span class="key"></span> new position <span class="key again"></span> projected again without
-      a cache
+      a cache; the picture has at most ${MOST_STEPS} steps
     </p>
     <p>${compare(measured)}</p>
     <${Origin} of=${measured} />

@@ -2,12 +2,12 @@
 import { kvSize, layoutOf, sharePages } from "../math.js";
 import {
   bytes,
-  Choice,
   count,
   Figures,
-  fixed,
   html,
+  NameChoice,
   percent,
+  RetentionSlider,
   Slider,
   useState,
   withData,
@@ -49,21 +49,8 @@ function Paging({ models: { models } }) {
   const found = sharePages(layoutOf(model, options), conversations, shared, own);
   const page = kvSize(model, options).page_bytes;
   return html`<div>
-    <${Choice}
-      label="Model"
-      value=${name}
-      onChange=${setName}
-      options=${usable.map((one) => one.name)}
-    />
-    <${Slider}
-      label="Retention ratio ρ"
-      value=${retention}
-      onChange=${setRetention}
-      min="0.1"
-      max="1"
-      step="0.05"
-      format=${fixed(2)}
-    />
+    <${NameChoice} label="Model" value=${name} onChange=${setName} of=${usable} />
+    <${RetentionSlider} value=${retention} onChange=${setRetention} />
     <${Slider}
       label="Conversations"
       value=${conversations}

@@ -5,6 +5,7 @@ import {
   count,
   Figures,
   html,
+  NameChoice,
   powers,
   seconds,
   Slider,
@@ -54,34 +55,35 @@ function Roof({ card, dashed }) {
   return html`<polyline class=${dashed ? "roof dashed" : "roof"} points=${places.join(" ")} />`;
 }
 
+const RADIUS = { kernel: 4, whole: 6, step: 7 };
 const Point = ({ intensity, flops, kind, title }) =>
-  html`<circle class=${kind} cx=${x(intensity)} cy=${y(flops)} r=${kind === "step" ? 7 : 4}>
+  html`<circle class=${kind} cx=${x(intensity)} cy=${y(flops)} r=${RADIUS[kind]}>
     <title>${title}</title>
   </circle>`;
 
-function Chart({ card, machine, kernels, points, step, label }) {
+const MEASURED = {
+  kernel: { kind: "kernel", text: "decode attention" },
+  whole: { kind: "whole", text: "whole steps" },
+};
+const filesOf = (measured) =>
+  [...new Set(measured.flatMap(({ points }) => points).map(({ source }) => source))].join(", ");
+
+function Chart({ card, machine, measured, step, label }) {
   const reached = attainable(card, step.flops / step.bytes);
   return html`<svg viewBox="0 0 ${WIDTH} ${HEIGHT}" class="chart" role="img" aria-label=${label}>
     <${Axes} />
     <${Roof} card=${card} />
     ${machine && html`<${Roof} card=${machine} dashed />`}
-    ${kernels.map(
-      (one) =>
-        html`<${Point}
-          kind="kernel"
-          intensity=${one.intensity}
-          flops=${one.flops_per_s}
-          title="${one.case}: ${tera(one.flops_per_s)}"
-        />`,
-    )}
-    ${points.map(
-      (one) =>
-        html`<${Point}
-          kind="whole"
-          intensity=${one.intensity}
-          flops=${one.flops_per_s}
-          title="${one.case}: ${tera(one.flops_per_s)}"
-        />`,
+    ${measured.flatMap(({ kind, points }) =>
+      points.map(
+        (one) =>
+          html`<${Point}
+            kind=${kind}
+            intensity=${one.intensity}
+            flops=${one.flops_per_s}
+            title="${one.case}: ${tera(one.flops_per_s)}"
+          />`,
+      ),
     )}
     <${Point} kind="step" intensity=${step.flops / step.bytes} flops=${reached} title=${label} />
   </svg>`;
@@ -102,20 +104,18 @@ function Wall({ roofline: { models, machine, kernels, steps }, cards: { cards } 
   const least = stepSeconds(card, step);
   const generated = kind === "decode" ? batch : prompt;
   const bound = intensity < ridge ? "memory bandwidth" : "arithmetic";
-  const files = [...new Set([...kernels, ...steps.points].map((one) => one.source))];
+  const measured = [
+    { ...MEASURED.kernel, points: name === machine.card ? kernels : [] },
+    { ...MEASURED.whole, points: name === steps.card ? steps.points : [] },
+  ].filter(({ points }) => points.length > 0);
   const label = `${kind} on ${name}: ${intensity.toFixed(1)} FLOP per byte, limited by ${bound}`;
   return html`<div>
-    <${Choice}
-      label="Card"
-      value=${name}
-      onChange=${setName}
-      options=${cards.map((one) => one.name)}
-    />
-    <${Choice}
+    <${NameChoice} label="Card" value=${name} onChange=${setName} of=${cards} />
+    <${NameChoice}
       label="Model, in 16 bits"
       value=${modelName}
       onChange=${setModelName}
-      options=${models.map((one) => one.name)}
+      of=${models}
     />
     <${Choice}
       label="Step"
@@ -155,19 +155,19 @@ function Wall({ roofline: { models, machine, kernels, steps }, cards: { cards } 
     />
     <${Chart}
       card=${card}
-      machine=${name === "H100 SXM" ? machine : null}
-      kernels=${name === "H100 SXM" ? kernels : []}
-      points=${name === steps.card ? steps.points : []}
+      machine=${name === machine.card ? machine : null}
+      measured=${measured}
       step=${step}
       label=${label}
     />
     <p class="legend">
-      <span class="key step"></span> this step, at most <span class="key kernel"></span> measured:
-      decode attention (H100) <span class="key whole"></span> measured: whole steps (H200)
+      <span class="key step"></span> this step, at most
+      ${measured.map(({ kind, text }) => html` <span class="key ${kind}"></span> measured: ${text}`)}
     </p>
     <p class="origin">
-      ${`The dashed line: a copy and a matrix product on the measured ${machine.gpu}. `} Measured
-      points: <code>${files.join(", ")}</code>. Bandwidth and FLOP/s of cards: NVIDIA's data sheets.
+      ${name === machine.card && `Dashed: a copy and a matrix product on the ${machine.gpu}. `}
+      ${measured.length > 0 && html`Measured points: <code>${filesOf(measured)}</code>.${" "}`}
+      ${`Bandwidth and FLOP/s: ${card.source}.`}
     </p>
   </div>`;
 }

@@ -6,9 +6,9 @@ import {
   Figures,
   html,
   percent,
+  RetentionSlider,
   shareGround,
   shareInk,
-  Slider,
   useMemo,
 } from "../../view.js";
 
@@ -68,14 +68,12 @@ export function Budgets({ profiles, number, onChoose, retention, onRetention }) 
   return html`<section aria-label="Budgets of heads">
     <h3>Budgets of heads</h3>
     <${Choice} label="Profile" value=${number} onChange=${onChoose} options=${names} />
-    <${Slider}
-      label="Retention ratio ρ"
+    <${RetentionSlider}
       value=${retention}
       onChange=${onRetention}
       min=${least}
       max="0.99"
       step="0.01"
-      format=${(value) => value.toFixed(2)}
     />
     <${Figures}
       rows=${[
