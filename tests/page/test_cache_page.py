@@ -186,7 +186,7 @@ def test_conversations_have_colours_that_are_named(browser: Any) -> None:
 
 def test_the_map_is_drawn_before_anything_happens(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
-        watched.page.wait_for_function("() => document.querySelector('.pool canvas').height > 50")
+        watched.page.wait_for_function("() => document.querySelector('.pool canvas')?.height > 50")
         watched.page.wait_for_timeout(100)
         assert len(watched.page.evaluate(POOL_COLOURS)) == 2, "free and promised"
 
