@@ -98,13 +98,15 @@ class Details:
         }
 
     def _describe_chunks(self, one: ShownCompletion) -> list[Json]:
-        reading = one.reading
+        reading, everything = one.reading, self._keeps_everything(one)
+        noted = [self._find_kept(one, chunk) is not None for chunk in range(reading.sealed_chunks)]
         return [
             {
                 "index": chunk,
                 "begin": chunk * reading.chunk_tokens,
                 "end": (chunk + 1) * reading.chunk_tokens,
-                "recorded": self._keeps_everything(one) or self._find_kept(one, chunk) is not None,
+                "recorded": everything or noted[chunk],
+                "drafts_recorded": everything and noted[chunk],
                 "shared_by": use.users,
                 "in": use.place.value,
             }

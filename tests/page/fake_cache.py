@@ -61,6 +61,7 @@ class FakeRequest:
     state: str = "running"
     pages: list[int] = field(default_factory=list)
     drafted: Json = field(default_factory=dict)
+    drafts_by: str | None = None
 
     @property
     def chunks(self) -> int:
@@ -69,6 +70,11 @@ class FakeRequest:
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def drafts_recorded(self) -> bool:
+        """Notes of what drafts read come after the chunks."""
+        return self.drafts_by == "compressed_kv" and self.state == "ended"
 
     def held_bytes(self) -> int:
         raw = len(self.tokens) % CHUNK_TOKENS
@@ -108,6 +114,7 @@ class FakeRequest:
                 "begin": index * CHUNK_TOKENS,
                 "end": (index + 1) * CHUNK_TOKENS,
                 "recorded": True,
+                "drafts_recorded": self.drafts_recorded,
                 "shared_by": 1,
                 "in": "device",
             }
@@ -187,6 +194,7 @@ class FakeCache:
         )
         number = len(self.requests) + 1
         request = FakeRequest(id, request_id, retention, prompt, len(prompt), shared, number)
+        request.drafts_by = self.drafts_by
         self.requests[id] = request
         self.step(request, chunks=len(prompt) // CHUNK_TOKENS)
         return request

@@ -173,8 +173,9 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
 
     @app.get("/v1/kv/requests/{name}/kept")
     def kept(name: str, chunk: int) -> Any:
-        bits = kept_of(chunk, find(name).retention)
-        drafts = cache.drafts_by == "compressed_kv"  # then all is held, and drafts read these
+        found = find(name)
+        bits = kept_of(chunk, found.retention)
+        everything = cache.drafts_by == "compressed_kv"  # then drafts read these
         packed = encode(np.packbits(bits, bitorder="little"))
         whole = encode(np.packbits(np.ones_like(bits), bitorder="little"))
         return {
@@ -183,8 +184,8 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
             "layers": LAYERS,
             "kv_heads": KV_HEADS,
             "tokens": CHUNK_TOKENS,
-            "bits": whole if drafts else packed,
-            "draft_bits": packed if drafts else None,
+            "bits": whole if everything else packed,
+            "draft_bits": packed if found.drafts_recorded else None,
         }
 
     @app.get("/v1/kv/events")

@@ -163,6 +163,14 @@ def test_a_stopped_turn_has_its_row(page: Any, fake: FakeServer) -> None:
     assert shown.startswith(f"{request.output_tokens} tokens") and "stopped" in shown
 
 
+def test_an_answer_that_the_server_has_forgotten_says_so(browser: Any) -> None:
+    with run_fake_page() as fake, open_page(browser, fake.url, ignores=("404",)) as watched:
+        ask(watched.page, "What is a page?")
+        fake.cache.requests.clear()
+        watched.page.reload()
+        watched.page.get_by_text("The server has forgotten this answer's cache.").wait_for()
+
+
 def test_conversations_have_colours_that_are_named(browser: Any) -> None:
     """Their pages keep the colour when the answer has ended."""
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:

@@ -96,6 +96,7 @@ def test_a_request_shows_its_tokens_chunks_and_use(server: FakeServer) -> None:
         "begin": CHUNK,
         "end": 2 * CHUNK,
         "recorded": True,
+        "drafts_recorded": False,
         "shared_by": 1,
         "in": "device",
     }

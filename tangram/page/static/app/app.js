@@ -1,7 +1,7 @@
 /** What the page can do; views call these, and render what is in `store`. */
 import { api, keys } from "./api.js";
 import { CacheWatch } from "./cache/watch.js";
-import { streamAnswer, usageOf } from "./chat/answer.js";
+import { speedOf, streamAnswer, usageOf } from "./chat/answer.js";
 import { newSettings, requestFields, requestMessages } from "./chat/settings.js";
 import { exportText, importText, saveFile } from "./conversations/transfer.js";
 import {
@@ -258,7 +258,8 @@ export class App {
         change({ ...texts, run });
         this.#watchRun(id, answer.id, run);
       });
-      change({ run: { ...run, ...(await this.#readEnd(run)) } });
+      const ended = { ...run, ...(await this.#readEnd(run)) };
+      change({ run: { ...ended, tokensPerS: ended.usage && speedOf(ended) } });
     } catch (error) {
       change({ fault: error.message });
       if (error.status === 401) this.askForKey();

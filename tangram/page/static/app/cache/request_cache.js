@@ -31,7 +31,7 @@ export class RequestCache {
   shares = new Float32Array(FIRST_CAPACITY);
   /** Whether what follows is of the entries that drafts read, instead of all that are held. */
   drafts = false;
-  // Index to what heads hold of the chunk, and what drafts read of it: two KeptChunks.
+  // Index to the KeptChunk that heads hold, and the one that drafts read, or null.
   #chunks = new Map();
 
   /** @param {object} model as GET /v1/kv/model says */
@@ -62,17 +62,17 @@ export class RequestCache {
     this.#sort();
   }
 
-  /** Chunks whose kept tokens are recorded and not here yet, first to last. */
+  /** Chunks of which more is recorded than is here, first to last. */
   missingChunks() {
-    return (this.view?.chunks ?? [])
-      .filter(({ index, recorded }) => recorded && !this.#chunks.has(index))
-      .map(({ index }) => index);
+    const misses = ({ index, recorded, drafts_recorded: drafts }) =>
+      (recorded && !this.#chunks.has(index)) || (drafts && !this.#chunks.get(index).read);
+    return (this.view?.chunks ?? []).filter(misses).map(({ index }) => index);
   }
 
   takeKept(index, kept) {
     const held = new KeptChunk(kept);
-    const { draft_bits: bits = null } = kept;
-    this.#chunks.set(index, { held, read: bits === null ? held : new KeptChunk({ ...kept, bits }) });
+    const { draft_bits: bits } = kept;
+    this.#chunks.set(index, { held, read: bits ? new KeptChunk({ ...kept, bits }) : null });
     this.#reserve(held.begin + held.tokens);
     this.#countShares(index);
     this.#sort();
@@ -83,14 +83,17 @@ export class RequestCache {
     if (drafts === this.drafts) return;
     this.drafts = drafts;
     for (const index of this.#chunks.keys()) this.#countShares(index);
+    if (this.view !== null) this.#sort();
   }
 
+  /** What is told of now, as far as it is known. */
   #kept(index) {
-    return this.#chunks.get(index)?.[this.drafts ? "read" : "held"];
+    return this.#chunks.get(index)?.[this.drafts ? "read" : "held"] ?? null;
   }
 
   #countShares(index) {
     const kept = this.#kept(index);
+    if (kept === null) return;
     const counts = kept.countByToken(this.rows);
     for (let at = 0; at < counts.length; at += 1) {
       this.shares[kept.begin + at] = counts[at] / this.rows.length;
@@ -112,7 +115,7 @@ export class RequestCache {
     const { chunks, raw } = this.view;
     this.kinds.fill(PENDING);
     for (const { index, begin, end, in: place } of chunks) {
-      const known = this.#chunks.has(index) ? SEALED : UNRECORDED;
+      const known = this.#kept(index) === null ? UNRECORDED : SEALED;
       this.kinds.fill(place === "gone" ? GONE : known, begin, end);
     }
     this.kinds.fill(RAW, raw.begin, raw.end);

@@ -7,6 +7,9 @@ import { spellKind } from "./request_cache.js";
 import { TextMap } from "./text_map.js";
 import { spell } from "./text_layout.js";
 
+const NOTHING = "Nothing yet: an answer's cache is shown while it is written.";
+const FORGOTTEN = "The server has forgotten this answer's cache. The next answer shows its own.";
+
 export function TextSection({ app, model }) {
   const { watch } = app;
   const [token, setToken] = useState(null);
@@ -16,7 +19,7 @@ export function TextSection({ app, model }) {
   const show = useRef(null);
   // What is painted: the entries that are held, or those of them that drafts read.
   const [drafts, showDrafts] = useState(false);
-  show.current = () => showCache(pictures.current, parts.current, watch.cache, model, drafts);
+  show.current = () => showCache(pictures.current, parts.current, watch, model, drafts);
   useEffect(() => {
     pictures.current = makePictures(parts.current, model, setToken, setRow);
     const end = watch.on("request", () => show.current());
@@ -74,12 +77,12 @@ function makePictures(parts, model, onToken, onHead) {
 }
 
 /** Show what is known now; called with every answer of the server, so it renders no component. */
-function showCache({ text, heads }, parts, cache, model, drafts) {
+function showCache({ text, heads }, parts, { cache, forgotten }, model, drafts) {
   cache?.showDrafts(drafts);
   text.show(cache);
   const budget = budgetShares(model, cache?.view?.kv_retention ?? null);
   if (cache === null || cache.view === null) {
-    parts.caption.textContent = "Nothing yet: an answer's cache is shown while it is written.";
+    parts.caption.textContent = forgotten ? FORGOTTEN : NOTHING;
     parts.heldNow.textContent = "";
     heads.show(budget, null);
     return;

@@ -23,6 +23,8 @@ export class CacheWatch {
   steps = new Steps();
   /** The RequestCache that is shown, or null. */
   cache = null;
+  /** Whether the server knows nothing of the request that was asked for. */
+  forgotten = false;
   #listeners = { pool: new Set(), steps: new Set(), request: new Set() };
   #shown = null;
   #names = new Set();
@@ -134,6 +136,7 @@ export class CacheWatch {
     this.#shown = known.at(-1) ?? null;
     if (goesOn) return;
     this.cache = null;
+    this.forgotten = false;
     this.#tell("request");
     if (this.heardOf(...known) !== null) this.#refresh();
   }
@@ -168,6 +171,10 @@ export class CacheWatch {
     } catch (error) {
       // A request may not have begun, or is forgotten; what is known of it stays on the screen.
       if (error.status !== 404) this.status.set({ fault: error.message });
+      else if (known === this.cache) {
+        this.forgotten = known === null;
+        this.#tell("request");
+      }
     }
   }
 

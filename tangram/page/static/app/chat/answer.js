@@ -6,6 +6,7 @@
  * @property {string|null} answerId the answer's id, known with its first token
  * @property {number|null} kvRetention as asked; null is the server's default
  * @property {number|null} firstTokenS from sending to the first token
+ * @property {number|null} decodeS from the first token to the last that has come
  * @property {number|null} tokensPerS after the first token
  * @property {object|null} usage as the server counted; of a stopped answer what it says later
  * @property {number|null} [sealedChunks] chunks that the request sealed
@@ -19,6 +20,7 @@ const newRun = (kvRetention) => ({
   answerId: null,
   kvRetention: kvRetention ?? null,
   firstTokenS: null,
+  decodeS: null,
   tokensPerS: null,
   usage: null,
   finish: null,
@@ -52,6 +54,12 @@ export async function streamAnswer(body, signal, tell) {
   return answer.run;
 }
 
+/** Tokens a second after the first, or null of a single one. */
+export function speedOf({ usage, decodeS }) {
+  const tokens = usage.completion_tokens - 1;
+  return tokens > 0 && decodeS > 0 ? tokens / decodeS : null;
+}
+
 /** The usage of a request that GET /v1/kv/requests/{id} describes. */
 export const usageOf = (view) => ({
   prompt_tokens: view.prompt_tokens,
@@ -75,9 +83,7 @@ function take({ requestId, chunk }, answer, clock) {
   run.answerId = chunk.id;
   if (chunk.usage) {
     run.usage = chunk.usage;
-    const tokens = chunk.usage.completion_tokens - 1;
-    const spent = (clock.last - clock.first) / 1000;
-    run.tokensPerS = tokens > 0 && spent > 0 ? tokens / spent : null;
+    run.tokensPerS = speedOf(run);
   }
   const choice = chunk.choices[0];
   if (choice === undefined) return;
@@ -86,6 +92,7 @@ function take({ requestId, chunk }, answer, clock) {
     clock.first = clock.last;
     run.firstTokenS = (clock.first - clock.begun) / 1000;
   }
+  run.decodeS = (clock.last - clock.first) / 1000;
   answer.content += choice.delta.content ?? "";
   answer.thought += choice.delta.reasoning_content ?? "";
   run.finish = choice.finish_reason ?? run.finish;
