@@ -189,6 +189,8 @@ def test_the_memory_wall(page: Any) -> None:
     assert widget.locator("circle.kernel").count() == len(points["kernels"]) > 50
     choose(widget, "Card", "H200")
     assert widget.locator("circle.whole").count() == 2
+    assert widget.locator(".legend").inner_text().split("measured: ")[1:] == ["whole steps"]
+    assert "H200 data sheet" in widget.inner_text()
 
 
 def test_tiled_attention(page: Any) -> None:
@@ -244,6 +246,19 @@ def test_batching(page: Any) -> None:
     recorded = json.loads((ROOT / "bench" / "results" / "schedules.json").read_text())
     for kind, found in recorded["schedules"].items():
         assert row(widget, kind)[2] == str(len(found["steps"]))
+    bars = [
+        (float(bar.get_attribute("x")), float(bar.get_attribute("y")))
+        for bar in widget.locator("svg.replay").first.locator("rect").all()
+    ]
+    begun = [min(x for x, other in bars if other == y) for y in sorted({y for _, y in bars})]
+    assert begun == sorted(begun), "a line is a request, in the order of their start"
+    sealed = sum(
+        kind == "seal"
+        for found in recorded["schedules"].values()
+        for step in found["steps"]
+        for _, kind, _ in step["rows"]
+    )
+    assert widget.locator("rect.seal").count() == sealed > 0
     widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
     slide(widget, "Places in the batch", "Home", "ArrowRight")
     table = widget.locator("table").last

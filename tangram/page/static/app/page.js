@@ -69,9 +69,11 @@ function Bar({ app, view, drawer, toggle, showHelp }) {
       html`<button
           class="narrow-only"
           aria-expanded=${drawer === "list"}
+          aria-label="Conversations"
+          title="Conversations"
           onClick=${() => toggle("list")}
         >
-          Conversations
+          ☰
         </button>
         <button
           class="narrow-only"

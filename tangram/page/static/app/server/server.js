@@ -20,7 +20,7 @@ const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].concat(
 
 /**
  * Each chart: how a value reads, and its lines as [label, field of the history]. One with `gaps`
- * has no value for the seconds in which no request ended, or began.
+ * has no value for the seconds in which no request ended, or began. `top` is the scale's end.
  */
 const CHARTS = [
   {
@@ -55,6 +55,7 @@ const CHARTS = [
   {
     title: "Prompt tokens found in the cache",
     spell: percent,
+    top: 1,
     gaps: true,
     lines: [["share", "cached_share"]],
   },
@@ -155,14 +156,14 @@ const HEIGHT = 170;
 const AXIS_WIDTH = 64;
 const TICKS_S = [60, 120, 300, 600, 1200];
 
-function makePlot(frame, { lines, spell, ticks, gaps }, data) {
+function makePlot(frame, { lines, spell, ticks, top, gaps }, data) {
   const { soft, line } = themeColours();
   const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const options = {
     width: frame.clientWidth,
     height: HEIGHT,
     legend: { show: false },
-    scales: { x: { time: false }, y: { range: (_, least, most) => [0, Math.max(most, 1e-9) * 1.1] } },
+    scales: { x: { time: false }, y: { range: (_, least, most) => [0, top ?? Math.max(most, 1e-9) * 1.1] } },
     axes: [
       { ...axis, incrs: TICKS_S, values: (_, ticks) => ticks.map(spellAgo) },
       { ...axis, size: AXIS_WIDTH, values: (_, at) => at.map(spell), ...(ticks && { incrs: ticks }) },
@@ -173,7 +174,7 @@ function makePlot(frame, { lines, spell, ticks, gaps }, data) {
         label,
         stroke: COLOURS[at],
         width: 2,
-        points: { show: gaps === true, size: 5 },
+        points: { show: gaps === true, size: 6, fill: COLOURS[at] },
       })),
     ],
   };
