@@ -13,6 +13,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.page_map import PageMap
 from tangram.watch import PageState
+from tests.host.any_schedule import run_any_schedule
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout_sets
 
@@ -51,24 +52,7 @@ class Mapped(Service):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), layouts=layout_sets(max_tokens=MAX_TOKENS))
 def test_pages_of_any_schedule_add_up(data: st.DataObject, layouts: list[Layout]) -> None:
-    service = Mapped(
-        layouts,
-        slack_pages=data.draw(st.integers(0, 40)),
-        max_num_seqs=data.draw(st.integers(1, 4)),
-        host_pages=data.draw(st.sampled_from([0, 30])),
-        ahead=data.draw(st.booleans()),
-    )
-    for number in range(data.draw(st.integers(3, 8))):
-        start, length = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 30))
-        prompt = [(start + at) % 5 for at in range(length)]
-        service.submit(prompt, data.draw(st.integers(1, 12)), layout=number % 2)
-        for _ in range(data.draw(st.integers(0, 4))):
-            service.step()
-            check_map(service.manager)
-        if service.alive and data.draw(st.booleans()):
-            service.abort(service.alive[0])
-            check_map(service.manager)
-    service.drain()
+    service = run_any_schedule(data, layouts, Mapped, check_map)
     counts = check_map(service.manager)
     assert counts[[PageState.RAW, PageState.SEALED, PageState.SHARED]].sum() == 0
 

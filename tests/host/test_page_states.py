@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tests.host.any_schedule import run_any_schedule
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import geometry, layout_sets
 
@@ -71,28 +72,11 @@ class Watched(Service):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), layouts=layout_sets(max_tokens=MAX_TOKENS))
 def test_states_add_up_to_the_pool_at_any_time(data: st.DataObject, layouts: list[Layout]) -> None:
-    service = Watched(
-        layouts,
-        slack_pages=data.draw(st.integers(0, 40)),
-        max_num_seqs=data.draw(st.integers(1, 4)),
-        host_pages=data.draw(st.sampled_from([0, 30])),
-        ahead=data.draw(st.booleans()),
-    )
-    for number in range(data.draw(st.integers(3, 8))):
-        start, length = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 30))
-        service.submit(
-            [(start + at) % 5 for at in range(length)],
-            data.draw(st.integers(1, 12)),
-            layout=number % 2,
-        )
-        for _ in range(data.draw(st.integers(0, 4))):
-            service.step()
-            check_states(service.manager)
-            check_slots(service.manager)
-        if service.alive and data.draw(st.booleans()):
-            service.abort(service.alive[0])
-            check_states(service.manager)
-    service.drain()
+    def check(manager: CacheManager) -> None:
+        check_states(manager)
+        check_slots(manager)
+
+    service = run_any_schedule(data, layouts, Watched, check)
     assert check_states(service.manager).held == check_states(service.manager).promised == 0
 
 
