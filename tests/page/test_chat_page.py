@@ -127,6 +127,7 @@ def test_settings_are_sent_and_kept_with_the_conversation(page: Any, fake: FakeS
     assert [body[name] for name in names] == list(numbers.values())
     assert "cut by its limit" in page.locator(".message.assistant .run").inner_text()
     page.reload()
+    page.get_by_text(", connected").wait_for(state="attached")  # then the ratios are known
     page.get_by_text("Settings of this conversation").click()
     assert page.get_by_label("Top k").input_value() == "40"
     assert page.get_by_label("KV retention").input_value() == "0.3"

@@ -11,8 +11,13 @@ const FADE_MS = 700;
 /** One colour a state, told apart by lightness, too. */
 export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
 const RAW_TAIL = 2;
-// Of a conversation's colour: the tail is lighter, what nobody reads is paler.
-const SHADES = { [RAW_TAIL]: { light: 72 }, [KEPT_FOR_NOBODY]: { strong: 22, light: 56 } };
+const SHARED = 4;
+// Of a conversation's colour: the tail is lighter, what several read darker, what nobody paler.
+const SHADES = {
+  [RAW_TAIL]: { light: 72 },
+  [SHARED]: { light: 32 },
+  [KEPT_FOR_NOBODY]: { strong: 22, light: 56 },
+};
 
 export class PoolMap extends Picture {
   #pool = null;

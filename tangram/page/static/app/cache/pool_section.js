@@ -100,8 +100,7 @@ export function PoolSection({ app }) {
 function Conversations({ conversations }) {
   const more = conversations.length - MOST_CONVERSATIONS;
   return html`<p class="caption">
-      Light: not compressed yet. Pale: kept for nobody. A page that several read has the colour of the
-      last.
+      Light: raw tail. Dark: shared by several, in the colour of one of them. Pale: kept for nobody.
     </p>
     <ul class="counts" aria-label="Conversations in the pool">
       ${conversations.slice(0, MOST_CONVERSATIONS).map(

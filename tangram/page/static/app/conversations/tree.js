@@ -16,7 +16,7 @@
  * @typedef {object} Conversation
  * @property {string} id
  * @property {string} title
- * @property {number} changedAt milliseconds since 1970
+ * @property {number} changedAt when a message was added last, in milliseconds since 1970
  * @property {object} settings see chat/settings.js
  * @property {Object<string, Message>} messages in the order in which they were added
  * @property {Object<string, string>} chosen parent ("" for none) to the child that is shown
@@ -81,11 +81,7 @@ export function showMessage(conversation, id) {
 /** Replace fields of one message. */
 export function changeMessage(conversation, id, changes) {
   const message = { ...conversation.messages[id], ...changes };
-  return {
-    ...conversation,
-    messages: { ...conversation.messages, [id]: message },
-    changedAt: Date.now(),
-  };
+  return { ...conversation, messages: { ...conversation.messages, [id]: message } };
 }
 
 const MOST_TITLE = 60;
