@@ -77,6 +77,31 @@ def test_heads_with_a_window_hold_the_chunks_that_it_reaches(module_page: Any) -
     assert found["shares"] == [0, 1, 0, 0] * 3 + [1, None]
 
 
+@pytest.mark.parametrize(
+    ("state", "place", "there"),
+    [("ended", "device", 6), ("ended", "host", 4), ("ended", "gone", 0), ("running", "host", 6)],
+)
+def test_the_tail_of_an_ended_request_goes_before_the_chunk(
+    module_page: Any, state: str, place: str, there: int
+) -> None:
+    found = module_page.evaluate(
+        """async ([state, place]) => {
+          const { RequestCache, spellKind } = await import("/page/app/cache/request_cache.js");
+          const model = {
+            layers: 1, kv_heads: 1, chunk_tokens: 4, full_layers: [0], windows: [null],
+          };
+          const cache = new RequestCache(model);
+          const tokens = Array.from({ length: 6 }, (_, id) => ({ id, text: "a" }));
+          const chunks = [{ index: 0, begin: 0, end: 4, recorded: true, in: place }];
+          cache.take({ tokens, state, chunks, raw: { begin: 4, end: 6 } });
+          return [cache.cachedTokens, spellKind(cache.kinds[5])];
+        }""",
+        [state, place],
+    )
+    tail = "not compressed" if there == 6 else "no longer in the cache"
+    assert found == [there, tail]
+
+
 def test_promised_pages_are_painted_over_those_that_can_be_had(module_page: Any) -> None:
     states = np.array([3, 0, 5, 2, 0], np.uint8)
     painted = module_page.evaluate(

@@ -49,9 +49,20 @@ export class RequestCache {
 
   /** Tokens with entries in the cache, sealed or raw. */
   get cachedTokens() {
-    const { chunks, raw } = this.view;
-    const there = chunks.filter(({ in: place }) => place !== "gone");
-    return there.reduce((sum, { begin, end }) => sum + end - begin, raw.end - raw.begin);
+    const there = this.view.chunks.filter(({ in: place }) => place !== "gone");
+    return there.reduce((sum, { begin, end }) => sum + end - begin, this.rawTokens);
+  }
+
+  /** Tokens of the raw tail that are in the cache. */
+  get rawTokens() {
+    const { raw } = this.view;
+    return this.#tailIsGone ? 0 : raw.end - raw.begin;
+  }
+
+  /** The prefix cache gives up the tail of an ended request before the chunk in front of it. */
+  get #tailIsGone() {
+    const { state, chunks } = this.view;
+    return state === "ended" && chunks.length > 0 && chunks.at(-1).in !== "device";
   }
 
   /** Take an answer that was asked with `tokens_from` = `this.tokens` at the time. */
@@ -118,7 +129,7 @@ export class RequestCache {
       const known = this.#kept(index) === null ? UNRECORDED : SEALED;
       this.kinds.fill(place === "gone" ? GONE : known, begin, end);
     }
-    this.kinds.fill(RAW, raw.begin, raw.end);
+    this.kinds.fill(this.#tailIsGone ? GONE : RAW, raw.begin, raw.end);
   }
 
   /** The share of heads that hold the token, or null where nobody knows. */
@@ -159,7 +170,7 @@ export class RequestCache {
   heldByRow() {
     const held = new Uint32Array(this.model.layers * this.model.kv_heads);
     if (this.view === null) return held;
-    held.fill(this.view.raw.end - this.view.raw.begin);
+    held.fill(this.rawTokens);
     const first = held.map((_, row) => this.#firstHeld(row));
     for (const { index, in: place } of this.view.chunks) {
       const counts = place === "gone" ? undefined : this.#kept(index)?.countsByRow;

@@ -115,8 +115,7 @@ const Shown = ({ onChange }) => html`<label class="inline">
   </select>
 </label>`;
 
-function caption({ tokens, view }) {
-  const raw = view.raw.end - view.raw.begin;
+function caption({ tokens, view, rawTokens: raw }) {
   return `${count(tokens)} tokens, ${view.state}: ${count(view.chunks.length)} sealed chunks, ${count(raw)} tokens not compressed yet`;
 }
 
