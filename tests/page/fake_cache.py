@@ -72,6 +72,11 @@ class FakeRequest:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def broken(self) -> bool:
+        """Whether the connection of the answer breaks."""
+        return "broken" in "".join(self.tokens[: self.prompt_tokens]).split()
+
+    @property
     def drafts_recorded(self) -> bool:
         """Notes of what drafts read come after the chunks."""
         return self.drafts_by == "compressed_kv" and self.state == "ended"

@@ -1,6 +1,6 @@
 """A server that speaks what the page reads, over `FakeCache`. Words of the last question steer it:
-`slow`, `endless`, `long N`, `hostile`, `code`; otherwise the answer repeats the question's end.
-With `drafts` in the conversation the usage tells of drafted tokens.
+`slow`, `endless`, `long N`, `hostile`, `code`, `broken` (the connection); otherwise the answer
+repeats the question's end. With `drafts` in the conversation the usage tells of drafted tokens.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ async def write_answer(
             request.tokens.append(token)
             server.cache.step(request, chunks=int(len(request.tokens) % CHUNK_TOKENS == 0))
             yield frame([{"index": 0, "delta": {"content": token}}])
+            if request.broken:
+                raise ConnectionError("as a server that ends at once")
         reason = "stop" if most is None or most >= len(answer) else "length"
         yield frame([{"index": 0, "delta": {}, "finish_reason": reason}])
         yield frame([], request.usage())

@@ -59,6 +59,26 @@ def test_stop_keeps_what_has_come(page: Any) -> None:
     assert answers(page)[0] == shown
 
 
+def test_a_connection_that_breaks_keeps_what_has_come(browser: Any) -> None:
+    with (
+        run_fake_page() as fake,
+        open_page(browser, fake.url, ignores=("ERR_INCOMPLETE_CHUNKED_ENCODING",)) as watched,
+    ):
+        page = watched.page
+        ask(page, "Is it broken")
+        page.get_by_role("alert").get_by_text("The connection ended before the answer").wait_for()
+        assert answers(page)[0].startswith("Answer")
+
+
+def test_an_answer_whose_tab_was_left_says_that_it_is_not_finished(page: Any) -> None:
+    send(page, "an endless answer")
+    page.locator(".markdown", has_text="again again again").wait_for()
+    page.wait_for_timeout(1300)  # it is saved every second
+    page.reload()
+    page.locator(".message.assistant .run", has_text="not finished").wait_for()
+    assert "again again" in answers(page)[0]
+
+
 def test_edit_and_regenerate_make_branches(page: Any, fake: FakeServer) -> None:
     ask(page, "First words")
     ask(page, "Second words")

@@ -54,6 +54,17 @@ async function readFault(response) {
   }
 }
 
+const CUT = "The connection ended before the answer did.";
+
+/** The same events; a connection that breaks is told of in our words, as browsers' own differ. */
+async function* untilBroken(events) {
+  try {
+    yield* events;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError(0, CUT);
+  }
+}
+
 const getJson = async (path) => (await ask(path)).json();
 const nameRequest = (id) => `/v1/kv/requests/${encodeURIComponent(id)}`;
 
@@ -89,12 +100,12 @@ export const api = {
       signal,
     });
     yield { requestId: response.headers.get("x-request-id") };
-    for await (const { data } of readEvents(response.body)) {
+    for await (const { data } of untilBroken(readEvents(response.body))) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(500, chunk.error.message);
       yield { chunk };
     }
-    throw new ApiError(0, "The connection ended before the answer did.");
+    throw new ApiError(0, CUT);
   },
 };

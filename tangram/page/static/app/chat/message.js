@@ -20,7 +20,7 @@ export function MessageView({ app, message, branches, grows, locked }) {
       ${!grows &&
       !edits &&
       html`<${Tools} ...${{ app, message, locked }} onEdit=${user ? () => edit(true) : null} />`}
-      ${message.run && html`<${RunLine} run=${message.run} />`}
+      ${!user && html`<${RunLine} run=${message.run} unfinished=${!grows && !message.fault} />`}
     </footer>
   </article>`;
 }
@@ -122,14 +122,16 @@ function Tools({ app, message, locked, onEdit }) {
     ${onEdit && html`<button disabled=${locked} onClick=${onEdit}>Edit</button>`}
     ${!onEdit &&
     html`<button disabled=${locked} onClick=${() => app.regenerate(message)}>Regenerate</button>
-      <button onClick=${() => app.watchAnswer(message)}>Show its cache</button>`}
+      ${message.run?.requestId &&
+      html`<button onClick=${() => app.watchAnswer(message)}>Show its cache</button>`}`}
   </span>`;
 }
 
 const ENDS = { length: "cut by its limit", stopped: "stopped" };
 
-/** What the answer cost, in a line. */
-function RunLine({ run }) {
+/** What the answer cost, in a line. One that ended with its tab has no end. */
+function RunLine({ run, unfinished }) {
+  if (run === undefined) return unfinished && html`<span class="run">not finished</span>`;
   const { usage } = run;
   const parts = [
     usage && `${count(usage.completion_tokens)} tokens`,
@@ -137,7 +139,7 @@ function RunLine({ run }) {
     run.firstTokenS !== null && `first token after ${seconds(run.firstTokenS)}`,
     usage?.kv_bytes &&
       `${bytes(usage.kv_bytes)} of KV cache, ${percent(usage.kv_bytes / usage.kv_bytes_uncompressed)}`,
-    ENDS[run.finish],
+    run.finish === null ? unfinished && "not finished" : ENDS[run.finish],
   ];
   return html`<span class="run">${parts.filter(Boolean).join(" · ")}</span>`;
 }
