@@ -105,6 +105,20 @@ def test_pointing_at_a_token_names_it(page: Any, asked: FakeRequest) -> None:
     page.get_by_text(f"Token 0 “{asked.tokens[0]}”").wait_for()
 
 
+def test_a_touch_chooses_until_the_next(browser: Any) -> None:
+    with run_fake_page() as fake, open_page(browser, fake.url, has_touch=True) as watched:
+        page = watched.page
+        ask(page, "What is a page?")
+        page.locator(".cache .caption", has_text="tokens, ended").wait_for()
+        (request,) = fake.cache.requests.values()
+        page.get_by_label("Tokens, painted by the share").tap(position={"x": 15, "y": 15})
+        page.get_by_text(f"Token 0 “{request.tokens[0]}”").wait_for()
+        steps = page.get_by_label("The last 400 steps")
+        box = steps.bounding_box()
+        steps.tap(position={"x": box["width"] - 1, "y": box["height"] - 2})
+        page.get_by_text(f"Step {fake.cache.steps[-1]['n']}: ").wait_for()
+
+
 def test_the_turns_table_says_what_was_reused(
     page: Any, asked: FakeRequest, fake: FakeServer
 ) -> None:
