@@ -65,9 +65,11 @@ def watching(server: FakeServer, headers: dict[str, str] | None = None) -> Itera
         yield Stream(response)
 
 
-def ask(server: FakeServer, content: str, headers: dict[str, str] | None = None) -> Any:
+def ask(
+    server: FakeServer, content: str, headers: dict[str, str] | None = None, **fields: Any
+) -> Any:
     with server.http() as client:
-        body = chat_body(messages=[USER | {"content": content}])
+        body = chat_body(messages=[USER | {"content": content}], **fields)
         response = client.post(CHAT, json=body, headers=headers)
         return response.json() | {"request_id": response.headers["x-request-id"]}
 
@@ -115,6 +117,19 @@ def test_kept_positions_are_bits_of_layers_heads_and_tokens(server: FakeServer) 
     assert told["draft_bits"] is None
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "no_such_chunk"
+
+
+def test_a_lossless_request_tells_what_its_drafts_read(server: FakeServer) -> None:
+    answer = ask(server, "something of a few chunks", kv_retention=1.0)
+    with server.http() as client:
+        told = client.get(f"/v1/kv/requests/{answer['id']}").json()
+        kept = client.get(f"/v1/kv/requests/{answer['id']}/kept?chunk=1").json()
+    assert all(chunk["recorded"] and chunk["drafts_recorded"] for chunk in told["chunks"])
+    held, drafted = (
+        np.unpackbits(np.frombuffer(b64decode(kept[name]), np.uint8), bitorder="little")
+        for name in ("bits", "draft_bits")
+    )
+    assert held.all() and (drafted.reshape(LAYERS, HEADS, CHUNK) == CHOSEN).all()
 
 
 def test_the_pool_numbers_conversations(server: FakeServer) -> None:

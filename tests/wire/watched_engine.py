@@ -41,6 +41,7 @@ class WatchedEngine(FakeEngine):
     answers: dict[Place, list[int]] = field(default_factory=dict)
     prompts: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     usages: dict[Place, Usage] = field(default_factory=dict)
+    retentions: dict[str, float] = field(default_factory=dict)
 
     def watch(self, observer: Observer) -> Watched:
         self.observer = observer
@@ -71,6 +72,7 @@ class WatchedEngine(FakeEngine):
 
     def _take(self, request: Request) -> None:
         super()._take(request)
+        self.retentions[request.request_id] = request.kv_retention or 0.5
         for index in range(request.sampling.n):
             place = request.request_id, index
             self.prompts[place], self.answers[place] = request.prompt_token_ids, []
@@ -117,4 +119,7 @@ class WatchedEngine(FakeEngine):
         sealed = len(tokens) // CHUNK
         keys = tuple(f"{place}{chunk}".encode() for chunk in range(sealed))
         usage, now_s = self.usages[place], time.monotonic()
-        return SequenceReading(*place, 0.5, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s)
+        ratio = self.retentions[place[0]]
+        return SequenceReading(
+            *place, ratio, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s
+        )
