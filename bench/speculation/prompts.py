@@ -40,6 +40,6 @@ def repeat_texts(codec: TextCodec, count: int, tokens: int, number: int) -> list
 
     They end within a repetition, with which a model goes on. Other ones for each `number`.
     """
-    texts = make_texts(count, SEED + number, min_characters=_CHARACTERS * REPEATED_TOKENS)
+    texts = make_texts(count, SEED + number, min_characters=1000)
     passages = [codec.tokenizer.encode(text)[:REPEATED_TOKENS] for text in texts]
     return [tuple(islice(cycle(passage), tokens)) for passage in passages]
