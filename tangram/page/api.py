@@ -54,6 +54,7 @@ class CachePage:
         self._engine, self._model, self._access = engine, model, access
         self._collector = Collector(engine.stats().pages_total)
         self._watched = engine.watch(self._collector)
+        self._collector.pool.host_total = self._watched.shape.host_pages_total
         self._details = Details(self._watched, engine.codec, self._collector.begin_s)
         self._history = History(self._collector.begin_s)
         self._sampling: asyncio.Task[None] | None = None

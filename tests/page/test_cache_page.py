@@ -202,6 +202,10 @@ def test_conversations_have_colours_that_are_named(browser: Any) -> None:
             f"Another subject (shown above) {other}",
             f"What is item seven? {one}",
         ]
+        page.get_by_label("A square for each page").hover(position={"x": 3, "y": 3})
+        page.get_by_text("Page 0: kept for nobody, “What is item seven?”").wait_for()
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(100)
         colours = page.evaluate(POOL_COLOURS)
         assert len(colours) == 3, "free, and one for each conversation"
 

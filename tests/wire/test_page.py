@@ -151,6 +151,13 @@ def test_the_pool_numbers_conversations(server: FakeServer) -> None:
     assert shown["output_tokens"] > 0
 
 
+def test_the_pool_is_told_before_anything_runs() -> None:
+    with run_page_server() as server, server.http() as client:
+        told = client.get("/v1/kv/pool").json()
+    assert told["host_total"] == 50 and told["conversations"] == []
+    assert not any(b64decode(told["states"]))
+
+
 def test_events_come_within_a_tenth_of_a_second(server: FakeServer) -> None:
     late: list[float] = []
     body = ENDLESS | {"messages": [USER | {"content": "its own, and endless"}]}

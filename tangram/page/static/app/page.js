@@ -148,7 +148,7 @@ const KEYS = [
   ["n", "a new conversation"],
   ["c", "write a question"],
   ["?", "this list"],
-  ["arrows", "in the text, the heads and the steps: go to the next token, head or step"],
+  ["arrows", "in the text, the heads, the pages and the steps: go to the next one"],
 ];
 
 function HelpDialog({ open, close }) {

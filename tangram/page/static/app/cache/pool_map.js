@@ -1,5 +1,5 @@
-/** The pool as a map of pages. A page that changes lights up and fades. */
-import { Picture } from "./canvas.js";
+/** The pool as a map of pages. A page that changes lights up and fades. A cell can be chosen. */
+import { ChoicePicture } from "./canvas.js";
 import { conversationColour } from "./palette.js";
 import { FREE, KEPT_FOR_NOBODY, PROMISED } from "./pool.js";
 
@@ -19,7 +19,7 @@ const SHADES = {
   [KEPT_FOR_NOBODY]: { strong: 22, light: 56 },
 };
 
-export class PoolMap extends Picture {
+export class PoolMap extends ChoicePicture {
   #pool = null;
   #pages = 0;
   #byConversation = false;
@@ -71,7 +71,41 @@ export class PoolMap extends Picture {
         context.globalAlpha = 1;
       }
     }
+    this.#outline(context, size);
     if (fades) this.change();
+  }
+
+  #outline(context, size) {
+    if (this.chosen === null) return;
+    const [column, row] = [this.chosen % this.columns, Math.floor(this.chosen / this.columns)];
+    context.strokeStyle = this.colours.ink;
+    context.lineWidth = 2;
+    context.strokeRect(column * this.cell, row * this.cell, size, size);
+  }
+
+  get #cells() {
+    return Math.ceil(this.#pages / this.pagesPerCell);
+  }
+
+  hit({ offsetX, offsetY }) {
+    const [column, row] = [Math.floor(offsetX / this.cell), Math.floor(offsetY / this.cell)];
+    const cell = row * this.columns + column;
+    return column >= 0 && column < this.columns && row >= 0 && cell < this.#cells ? cell : null;
+  }
+
+  next(key) {
+    const { columns } = this;
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[key];
+    if (step === undefined || this.#cells === 0) return null;
+    const next = this.chosen === null ? 0 : this.chosen + step;
+    return next >= 0 && next < this.#cells ? next : this.chosen;
+  }
+
+  /** The pages of a cell, first and last, and the one whose colour it has. */
+  pagesOf(cell) {
+    const first = cell * this.pagesPerCell;
+    const last = Math.min(first + this.pagesPerCell, this.#pages) - 1;
+    return { first, last, shown: this.#pageOf(cell, this.#pool.painted()) };
   }
 
   /** The page that speaks for a cell: the one that changed last, else the first in use. */

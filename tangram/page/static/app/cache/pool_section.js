@@ -37,17 +37,24 @@ function useCounts(app, byConversation) {
   return counts;
 }
 
-/** The conversations that hold pages: number, pages, title, and whether it is shown; that is first. */
-function nameConversations({ store, watch }) {
+/** What a conversation's number is called. */
+function nameOf({ store, watch }) {
   const titles = new Map();
   for (const { title, messages } of Object.values(store.value.conversations)) {
     for (const { run } of Object.values(messages)) if (run?.answerId) titles.set(run.answerId, title);
   }
+  return (number) => titles.get(watch.pool.answers.get(number)) ?? `conversation ${number}`;
+}
+
+/** The conversations that hold pages: number, pages, title, and whether it is shown; that is first. */
+function nameConversations(app) {
+  const { watch } = app;
+  const name = nameOf(app);
   const shown = watch.cache?.view?.conversation;
   const named = watch.pool.countByConversation().map(([number, pages]) => ({
     number,
     pages,
-    title: titles.get(watch.pool.answers.get(number)) ?? `conversation ${number}`,
+    title: name(number),
     shown: number === shown,
   }));
   return named.sort((one, other) => other.shown - one.shown);
@@ -58,10 +65,11 @@ export function PoolSection({ app }) {
   const canvas = useRef();
   const frame = useRef();
   const map = useRef(null);
+  const [cell, chooseCell] = useState(null);
   const [byConversation, colourBy] = useState(false);
   const { states, conversations, hostUsed, hostTotal } = useCounts(app, byConversation);
   useEffect(() => {
-    map.current = new PoolMap(canvas.current, frame.current);
+    map.current = new PoolMap(canvas.current, frame.current, chooseCell);
     const show = () => map.current.show(watch.pool);
     show();
     const end = watch.on("pool", show);
@@ -81,8 +89,14 @@ export function PoolSection({ app }) {
       </select>
     </label>
     <div class="pool" ref=${frame}>
-      <canvas ref=${canvas} role="img" aria-label="A square for each page of the pool; the lists below count them"></canvas>
+      <canvas
+        ref=${canvas}
+        tabindex="0"
+        role="application"
+        aria-label="A square for each page of the pool; arrow keys choose one, the lists below count them"
+      ></canvas>
     </div>
+    <p class="detail" role="status">${describeCell(app, map.current, cell)}</p>
     ${conversations !== null && html`<${Conversations} conversations=${conversations} />`}
     <ul class="counts">
       ${STATES.map(
@@ -94,6 +108,17 @@ export function PoolSection({ app }) {
       <li data-state="host">in host memory <b>${count(hostUsed)}</b> of ${count(hostTotal)}</li>
     </ul>
   </section>`;
+}
+
+/** The chosen page, or the pages that share its square, in words. */
+function describeCell(app, map, cell) {
+  if (cell === null) return "Point at a page, or choose one with the arrow keys.";
+  const { pool } = app.watch;
+  const { first, last, shown } = map.pagesOf(cell);
+  const pages = first === last ? `Page ${first}` : `Pages ${first} to ${last}, of them ${shown}`;
+  const owner = pool.owners[shown];
+  const whose = owner === 0 ? "" : `, “${nameOf(app)(owner)}”`;
+  return `${pages}: ${STATES[pool.painted()[shown]]}${whose}`;
 }
 
 /** The key of the colours of conversations. */

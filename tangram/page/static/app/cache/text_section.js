@@ -98,8 +98,8 @@ function showCache({ text, heads }, parts, { cache, forgotten }, model, drafts) 
     : `The server does not record which tokens heads keep. ${spellMemory(cache.view)}`;
 }
 
-const spellMemory = ({ kv_bytes: held, kv_bytes_uncompressed: whole }) =>
-  `${bytes(held)} held, an uncompressed cache would hold ${bytes(whole)}.`;
+const spellMemory = ({ state, kv_bytes: held, kv_bytes_uncompressed: whole }) =>
+  `${bytes(held)} held${state === "ended" ? " at the end" : ""}, ${bytes(whole)} without compression.`;
 
 function spellLower(token, drafts) {
   if (token === null) return drafts ? "what drafts read of each." : "what each holds now.";
