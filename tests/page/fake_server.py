@@ -45,18 +45,18 @@ HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned =
 """
 CODE = "Here it is:\n\n```python\ndef add(one, two):\n    return one + two  # a sum\n```\n\nDone."
 POINTS = 360
-PREFILL_S = 2.0
 
 
 @dataclass
 class FakeServer:
-    """What tests look at. `bodies` are the chats that were asked."""
+    """What tests look at. `bodies` are the chats that were asked; `slow` ones wait for `computed`."""
 
     url: str = ""
     key: str | None = None
     token_s: float = 0.004
     pages: int = 900
     drafts_by: str | None = None
+    computed: threading.Event = field(default_factory=threading.Event)
     cache: FakeCache = field(init=False)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +135,8 @@ async def write_answer(
 
     try:
         if "slow" in "".join(request.tokens[-2:]).split():
-            await asyncio.sleep(PREFILL_S)
+            while not server.computed.is_set():
+                await asyncio.sleep(0.02)
         yield frame([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         for token in answer[:most]:
             await asyncio.sleep(server.token_s)

@@ -157,8 +157,9 @@ def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -
     """The server may tell of a request before the page has its name."""
     paste(page, DOCUMENT)
     send(page, "This is slow")
-    page.locator(".cache .caption", has_text="tokens, running").wait_for(timeout=1500)
+    page.locator(".cache .caption", has_text="tokens, running").wait_for()
     assert answers(page) == [""]
+    fake.computed.set()
     page.get_by_role("button", name="Send").wait_for()
 
 

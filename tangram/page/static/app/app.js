@@ -274,8 +274,8 @@ export class App {
    */
   async #readEnd({ requestId, answerId, usage }) {
     const { model } = this.watch.status.value;
-    const name = usage === null ? this.watch.heardOf(requestId, answerId) : answerId;
-    if (name === null || model === null) return {};
+    const name = answerId ?? this.watch.heardOf(requestId);
+    if (name === null) return {};
     let view = null;
     const tries = usage === null ? END_TRIES : 1;
     for (let tried = 0; tried < tries && view?.state !== "ended"; tried += 1) {
@@ -283,8 +283,9 @@ export class App {
       view = await api.request(name, NO_TOKENS).catch(() => null);
       if (view === null) return {};
     }
-    const reused = Math.floor(view.cached_tokens / model.chunk_tokens);
-    return { sealedChunks: view.sealed_chunks - reused, usage: usage ?? usageOf(view) };
+    const reused = model && Math.floor(view.cached_tokens / model.chunk_tokens);
+    const sealedChunks = model && view.sealed_chunks - reused;
+    return { sealedChunks, usage: usage ?? usageOf(view) };
   }
 
   #begin(id, abort) {
