@@ -49,7 +49,7 @@ POINTS = 360
 
 @dataclass
 class FakeServer:
-    """What tests look at. `bodies` are the chats that were asked; `slow` ones wait for `computed`."""
+    """What tests look at. `bodies` are the chats that were asked; `slow` ones await `computed`."""
 
     url: str = ""
     key: str | None = None

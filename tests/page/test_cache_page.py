@@ -213,7 +213,16 @@ def test_conversations_have_colours_that_are_named(browser: Any) -> None:
 
 def test_the_map_is_drawn_before_anything_happens(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
-        watched.page.wait_for_function("() => document.querySelector('.pool canvas')?.height > 50")
+
+        def answer_late(route: Any) -> None:
+            watched.page.wait_for_timeout(500)  # the frame of the map has its size before
+            route.continue_()
+
+        watched.page.route("**/v1/kv/pool", answer_late)
+        watched.page.reload()
+        watched.page.wait_for_function(
+            "() => parseInt(document.querySelector('.pool canvas')?.style.height) > 50"
+        )
         watched.page.wait_for_timeout(100)
         assert len(watched.page.evaluate(POOL_COLOURS)) == 2, "free and promised"
 
