@@ -120,4 +120,6 @@ class WatchedEngine(FakeEngine):
         sealed = len(tokens) // CHUNK
         keys = tuple(f"{place}{chunk}".encode() for chunk in range(sealed))
         usage, now_s = self.usages[place], time.monotonic()
-        return SequenceReading(*place, 0.5, "keydiff", CHUNK, tokens, keys, sealed, len(tokens), usage, now_s)
+        return SequenceReading(
+            *place, 0.5, "keydiff", CHUNK, tokens, keys, sealed, len(tokens), usage, now_s
+        )
