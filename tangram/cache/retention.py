@@ -14,8 +14,8 @@ class Retention:
 
     Each sequence, and each row of its steps, carries one. It is compared by identity. Prefix keys
     begin with `fingerprint`. `scorer` is the name of what scores chunks when they are sealed, None
-    if nothing does. They keep the first `sink_tokens` of the sequence and the last `window_tokens`
-    of the chunk whatever their scores.
+    if nothing does. Scored chunks keep the first `sink_tokens` of the sequence and the last
+    `window_tokens` of the chunk whatever their scores.
     With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
     the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
     chunk keeps all its entries, those that score best first.
