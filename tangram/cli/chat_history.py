@@ -18,8 +18,8 @@ COMMANDS = {
     "/system TEXT": "set the system text; without TEXT remove it",
     "/file PATH": "put a text file before your next question",
     "/retention RATIO": (
-        "keep this fraction of KV entries from now on (1.0 keeps all), or with a scorer: 0.5 keydiff; "
-        "without RATIO print it"
+        "keep this fraction of KV entries from now on (1.0 keeps all), also with a scorer, as in "
+        "0.5 keydiff; without RATIO print it"
     ),
     "/exit": "end, as Ctrl-D does",
 }
