@@ -166,7 +166,7 @@ class Speculation:
         self._pace = Pace(self.most)
         self._courses: WeakKeyDictionary[TokenSequence, _Course] = WeakKeyDictionary()
         self._load: tuple[int, int] = 0, 0
-        self._drafted, self._rows, self._begin_s = 0, 0, 0.0
+        self._drafted, self._begin_s = 0, 0.0
 
     @property
     def on_device(self) -> bool:
@@ -189,7 +189,6 @@ class Speculation:
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
-        self._rows = len(sequences)
         courses = [self._course(sequence) for sequence in sequences if sequence.speculative]
         counts = self._pace.choose(self._load, [course.acceptance for course in courses])
         for course, count in zip(courses, counts, strict=True):
@@ -225,7 +224,7 @@ class Speculation:
         if count <= 0 or not sequence.speculative:
             return _NOTHING
         drafts = self._find(course, sequence, count)
-        self._drafted += len(drafts)
+        self._drafted = max(self._drafted, len(drafts))
         return drafts
 
     def _find(self, course: _Course, sequence: TokenSequence, count: int) -> Int64:
@@ -254,10 +253,7 @@ class Speculation:
 
     def end_step(self) -> None:
         """The step has ended, and it did nothing but decode."""
-        if self._rows:
-            self._pace.record(
-                self._load, round(self._drafted / self._rows), self._now() - self._begin_s
-            )
+        self._pace.record(self._load, self._drafted, self._now() - self._begin_s)
 
     # -- a sequence --------------------------------------------------------------------------------
 

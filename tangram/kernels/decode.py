@@ -64,7 +64,7 @@ def _take(
     entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
     place = pool + entry[:, None] + d[None, :]
     # Entries read by few rows must not evict shared entries and partial results from L2.
-    keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 else "evict_last"
+    keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 * NQ else "evict_last"
     if MASKED:
         seen = (n < stop)[:, None] & (d < D)[None, :]
         k = tl.load(place, mask=seen, other=0.0, eviction_policy=keep)

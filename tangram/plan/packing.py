@@ -46,6 +46,7 @@ def plan_packing(
     tile_tokens: int = 64,
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
+    finer: bool = False,
 ) -> WorkPlan:
     """Pack the shared prefixes that pay by `rule`, one of `profit`'s rules.
 
@@ -55,7 +56,7 @@ def plan_packing(
     as by `plan_workqueue`. An entry that serves many rows counts by its cost in `cost`. Raises
     `ConfigError` naming the argument that is out of range.
     """
-    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens)
+    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens, finer)
     if not 1 <= group <= max_query_rows:
         raise ConfigError(f"group is {group}, it must lie in 1 to max_query_rows, {max_query_rows}")
     kept = np.broadcast_to(kept_tokens, rows.table.shape)

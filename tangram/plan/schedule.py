@@ -84,7 +84,8 @@ class Planner:
     """Makes plans: `make` takes the batch, the workers, the cost model, the rule and numbers.
 
     `numbers` are the names of the numbers it takes, `rules` its rules, if it has any. `each_step`
-    planners make a new plan at every step.
+    planners make a new plan at every step. Those that `refine` cut finer where tasks are long,
+    unless the schedule says how finely.
     """
 
     make: Callable[..., WorkPlan]
@@ -92,6 +93,7 @@ class Planner:
     rules: tuple[str, ...] = ("",)
     defaults: Mapping[str, int] = field(default_factory=dict)
     each_step: bool = False
+    refine: bool = False
 
 
 def _plain(batch: Decoding, workers: int, cost: CostModel, rule: str) -> WorkPlan:
@@ -103,13 +105,13 @@ def _aot(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: i
 
 
 def _workqueue(
-    batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int
+    batch: Decoding, workers: int, cost: CostModel, rule: str, finer: bool, **numbers: int
 ) -> WorkPlan:
-    return plan_workqueue(batch.rows, batch.lengths, workers, **numbers)
+    return plan_workqueue(batch.rows, batch.lengths, workers, finer=finer, **numbers)
 
 
 def _packing(
-    batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, **numbers: int
+    batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, finer: bool, **numbers: int
 ) -> WorkPlan:
     group = batch.group * batch.queries
     numbers["max_query_rows"] = max(group, numbers.get("max_query_rows", MAX_QUERY_ROWS))
@@ -122,6 +124,7 @@ def _packing(
         group=group,
         cost=cost,
         rule=rule,
+        finer=finer,
         **numbers,
     )
 
@@ -135,13 +138,14 @@ SERVING_PLANNERS: Mapping[str, Planner] = {
         defaults={"tasks": 1, "min": MIN_TOKENS, "tile": TILE_TOKENS},
     ),
     "workqueue": Planner(
-        _workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}
+        _workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}, refine=True
     ),
     "packing": Planner(
         _packing,
         ("ctas", "tasks", "min", "tile", "queries"),
         get_args(PackingRule),
         defaults={"tile": TILE_TOKENS},
+        refine=True,
     ),
 }
 
@@ -200,4 +204,6 @@ class Schedule:
         workers = multiprocessors * self.numbers.get("ctas", CTAS)
         taken = {**self.planner.defaults, **self.numbers}
         numbers = {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}
+        if self.planner.refine:
+            numbers["finer"] = not self.numbers.keys() & {"ctas", "tasks"}
         return self.planner.make(batch, workers, cost, self.rule, **numbers)

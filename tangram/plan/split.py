@@ -109,14 +109,16 @@ def longest_first(size: npt.NDArray[np.float64 | np.int64]) -> Int64:
     return np.asarray((ORDER_STEPS - size * scale).astype(np.uint16).argsort(axis=1, kind="stable"))
 
 
-def fit_parts(size: Float64, target: Float64, wanted: int, most: Float64 | float = np.inf) -> Int64:
+def fit_parts(
+    size: Float64, target: Float64, wanted: Int64 | int, most: Float64 | float = np.inf
+) -> Int64:
     """[L, …]: into how many parts of at most `target` [L, 1, 1] each cell of `size` is cut.
 
-    `most` is the largest number. Where a layer has no more cells than `wanted` but would get more
-    parts, its target grows until they fit: one task too many would make all wait for it. With more
-    cells than that, parts are rounded to the nearest number.
+    `most` is the largest number. `wanted` is one for all layers, or [L, 1, 1]. Where no layer has
+    more cells than that but one would get more parts, its target grows until they fit: one task too
+    many would make all wait for it. With more cells, parts are rounded to the nearest number.
     """
-    if size[0].size > wanted:
+    if size[0].size > np.min(wanted):
         return np.minimum(np.maximum(np.rint(size / target), 1), np.maximum(most, 1)).astype(
             np.int64
         )

@@ -22,6 +22,7 @@ TRIES = 3  # of each number that a load begins with
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
+_ENOUGH = 0.999  # of the tokens that a sequence can expect: for the rest it gets no more drafts
 
 
 @dataclass
@@ -61,6 +62,11 @@ def expected_tokens(share: float, drafted: int) -> float:
     `share`, below 1, is that of the drafts that are accepted.
     """
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
+
+
+def _rate(drafted: int, acceptances: Sequence[Acceptance]) -> float:
+    """What sequences yield on average in an iteration: the harmonic mean, as time per token is."""
+    return 1.0 / fmean(1.0 / own.expected_tokens(drafted) for own in acceptances)
 
 
 def _usual(times: Collection[float]) -> float:
@@ -158,7 +164,9 @@ class Pace:
     def choose(self, load: tuple[int, ...], acceptances: Sequence[Acceptance]) -> list[int]:
         """How many tokens to draft in the next iteration, for each sequence by its acceptance.
 
-        It is the number that yields most tokens a second, or in a trial one number for all.
+        The sequence with most drafts decides how long an iteration takes, for all of them. So the
+        largest number is the one with the least time per token, in the mean of the sequences; in
+        a trial it is another one. Sequences that do not gain by so many get fewer.
         """
         known = self._loads.setdefault(load, _Load())
         untried = self._find_untried(known)
@@ -168,13 +176,16 @@ class Pace:
             return [untried[-1] if begun else self._first] * len(acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
         probes = known.iterations and not known.iterations % PROBE_EVERY
-        trial = self._trial(known, seconds, acceptances) if probes else None
+        rates = {count: _rate(count, acceptances) / seconds[count] for count in seconds}
+        best = max(rates, key=lambda count: rates[count])
+        trial = self._trial(known, seconds, rates, best) if probes else None
         if trial is not None:
             return [trial] * len(acceptances)
-        return [
-            max(seconds, key=lambda count: own.expected_tokens(count) / seconds[count])
-            for own in acceptances
-        ]
+        return [self._find_enough(own, best) for own in acceptances]
+
+    def _find_enough(self, acceptance: Acceptance, most: int) -> int:
+        enough = _ENOUGH * acceptance.expected_tokens(most)
+        return next(count for count in self._counts if acceptance.expected_tokens(count) >= enough)
 
     def _find_untried(self, known: _Load) -> list[int]:
         """Of the numbers that a load begins with, those that were not tried often enough."""
@@ -191,20 +202,15 @@ class Pace:
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
     def _trial(
-        self, known: _Load, seconds: Mapping[int, float], acceptances: Sequence[Acceptance]
+        self, known: _Load, seconds: Mapping[int, float], rates: Mapping[int, float], best: int
     ) -> int | None:
-        """A neighbour of the number that is best for all, if its loss can be afforded."""
-        rates = {
-            count: sum(own.expected_tokens(count) for own in acceptances) / seconds[count]
-            for count in seconds
-        }
-        best = max(rates, key=lambda count: rates[count])
+        """A neighbour of `best`, if its loss can be afforded."""
         other = self._neighbour(best, known)
         lost_s = seconds[other] * (1.0 - rates[other] / rates[best])
         return other if known.may_lose(lost_s) else None
 
     def record(self, load: tuple[int, ...], drafted: int, seconds: float) -> None:
-        """An iteration of `load` that drafted about so many tokens a sequence took `seconds`."""
+        """An iteration of `load` that drafted up to so many tokens a sequence took `seconds`."""
         drafted = min(self._counts, key=lambda count: abs(count - drafted))
         self._loads.setdefault(load, _Load()).add(drafted, seconds)
 

@@ -54,6 +54,37 @@ def test_where_drafting_does_not_pay_little_is_lost(
     assert tokens / seconds >= 0.97 / fixed
 
 
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=2, max_size=8),
+    st.floats(0.01, 1.0),
+    st.floats(0.001, 0.5),
+)
+def test_sequences_that_accept_little_do_not_wait_for_others_more_than_these_gain(
+    shares: list[float], fixed: float, draft: float
+) -> None:
+    """An iteration takes as long as its longest draft: the mean time per token never grows."""
+    pace, sequences = Pace(8), [Acceptance(1.0, share) for share in shares]
+    for _ in range(16):  # each load begins with some trials
+        most = max(pace.choose(LOAD, sequences))
+        pace.record(LOAD, most, fixed + draft * most)
+    chosen = pace.choose(LOAD, sequences)
+    seconds = fixed + draft * max(chosen)
+    waits = [
+        seconds / own.expected_tokens(count) for own, count in zip(sequences, chosen, strict=True)
+    ]
+    assert sum(waits) <= 1.002 * fixed * len(shares)
+
+
+def test_what_one_sequence_gains_can_be_too_little_for_all() -> None:
+    good, bad = Acceptance(1.0, 0.95), Acceptance(1.0, 0.05)
+    pace = Pace(8)
+    for count in pace.counts * 4:
+        pace.record(LOAD, count, 2.0 if count else 1.0)
+    assert pace.choose(LOAD, [good, bad, bad, bad]) == [0, 0, 0, 0]
+    mixed = pace.choose(LOAD, [good, good, good, bad])
+    assert mixed[0] == 8 and mixed[3] < 8
+
+
 def test_a_change_of_costs_is_noticed() -> None:
     pace = Pace(8)
     assert run(pace, 1.0, 0.01, 0.9, PROBE_EVERY - 1)[-1] == 8

@@ -329,3 +329,14 @@ def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobo
         make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), workers
     )
     assert alike.direct.all()
+
+
+@pytest.mark.parametrize(("rows", "tokens", "tasks"), [(40, 16384, 960), (1, 16384, 392)])
+def test_fewer_heads_than_workers_are_cut_finer_where_their_tasks_stay_long(
+    rows: int, tokens: int, tasks: int
+) -> None:
+    lengths = np.full((rows, 1, 8), tokens, np.int32)
+    plan = plan_workqueue(make_rows(np.ones(lengths.shape)), lengths.ravel(), 396, finer=True)
+    begin, end = plan.spans(lengths.ravel())
+    assert len(begin) == tasks
+    assert (end - begin).max() - (end - begin).min() <= plan.tile_tokens
