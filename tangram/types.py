@@ -238,11 +238,11 @@ class Request:
     sampling: SamplingParams
     on_event: Callable[[Event], None]
     kv_retention: float | None = None  # None = the engine's default
-    kv_scorer: str | None = None  # None = the engine's default
-    speculative: bool | None = None  # None = as the engine does; False = nothing is drafted
     cache_salt: str = ""
     grammar: Grammar | None = None
     marks: Marks = field(default_factory=Marks)
+    kv_scorer: str | None = None  # None = the engine's default
+    speculative: bool | None = None  # None = as the engine does; False = nothing is drafted
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,7 +106,9 @@ def answer_prompt(
     up.
     """
     events, answer = deque[Event](), TerminalAnswer()
-    request = Request(uuid.uuid4().hex, prompt, sampling, events.append, kv_retention, kv_scorer)
+    request = Request(
+        uuid.uuid4().hex, prompt, sampling, events.append, kv_retention, kv_scorer=kv_scorer
+    )
     engine.submit(request)
     aborted = False
     while engine.busy:

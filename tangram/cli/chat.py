@@ -162,7 +162,7 @@ class ChatSession:
 
     def _check_retention(self, ratio: float, scorer: str | None) -> None:
         least = SamplingParams(max_tokens=1)
-        self._engine.check(Request("", (0,), least, lambda event: None, ratio, scorer))
+        self._engine.check(Request("", (0,), least, lambda event: None, ratio, kv_scorer=scorer))
 
 
 def _grey(text: str) -> None:
