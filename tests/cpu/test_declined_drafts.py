@@ -54,6 +54,14 @@ def test_what_declines_drafts_has_none_beside_those_that_have(world: World, meth
     assert first == second == third == run(world.engine(None), [PROMPTS[0]], GREEDY)[0]
 
 
+def test_steps_in_which_all_decline_follow_on_those_with_drafts(world: World) -> None:
+    """The pace knows what drafts cost by then, and nobody is left to choose them for."""
+    engine, expected = world.engine("ngram"), run(world.engine(None), [PROMPTS[0]], GREEDY)[0]
+    for asked in ([None], [None, True], [False], [None, False], [False, False]):
+        for drafted, found in drafts_and_answers(engine, asked):
+            assert drafted is not None and found == expected
+
+
 def test_a_server_without_drafts_refuses_to_draft(world: World) -> None:
     engine = world.engine(None)
     take: list[Event] = []
