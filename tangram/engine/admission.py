@@ -42,7 +42,8 @@ class Admission:
         if ratio is None:
             ratio = self.retentions[0].kv_retention
         if scorer is not None:
-            return self._retention_of(scorer, ratio)
+            field = "kv_scorer" if request.kv_retention is None else "kv_retention"
+            return self._retention_of(scorer, ratio, field)
         for retention in self.retentions:
             if retention.kv_retention == ratio:
                 return retention
@@ -53,8 +54,8 @@ class Admission:
             "kv_retention",
         )
 
-    def _retention_of(self, scorer: str, ratio: float) -> Retention:
-        """Raises `RequestError` unless `scorer` serves the ρ `ratio`."""
+    def _retention_of(self, scorer: str, ratio: float, field: str) -> Retention:
+        """Raises `RequestError` unless `scorer` serves the ρ `ratio`, which is that of `field`."""
         served = dict[str, list[float]]()
         for retention in self.retentions:
             if retention.scorer == scorer and retention.kv_retention == ratio:
@@ -75,7 +76,7 @@ class Admission:
         raise RequestError(
             f"kv_scorer is {shown} and kv_retention {ratio}, this server has {listed}: choose one "
             "of these, leave kv_scorer out, or start the server with another --profile",
-            "kv_scorer",
+            field if scorer in served else "kv_scorer",
         )
 
     def check_drafts(self, request: Request) -> None:

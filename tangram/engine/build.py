@@ -256,7 +256,7 @@ class EngineBuilder:
     def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
         """The scorers that are needed, by name, and the retentions: the default, 1.0, then others.
 
-        All have pages of one shape.
+        Of these, those of the default scorer come first. All have pages of one shape.
         """
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
@@ -284,6 +284,7 @@ class EngineBuilder:
             profile = compression.find_draft_profile(self.loaded, scorers)
             full = self.lossless(profile, scorers[profile.scorer.name])
         found = [self.retention(profile, scorers[profile.scorer.name]) for profile in profiles]
+        found.sort(key=lambda entry: entry.scorer != config.scorer)
         defaults = [entry for entry in found if (entry.kv_retention, entry.scorer) == own]
         default = defaults[0] if defaults else full
         return scorers, [default, *(entry for entry in (full, *found) if entry is not default)]

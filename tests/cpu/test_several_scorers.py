@@ -78,8 +78,8 @@ class Mixed:
         self.alone = cache(self._alone)
 
     def engine(self, **options: object) -> Engine:
-        chosen = {"kv_retention": 0.5, "profile": tuple(self.files.values()), **options}
-        return small_engine(self.loaded, chunk_tokens=C, scorer=None, kv_cache_gib=0.02, **chosen)
+        given = {"kv_retention": 0.5, "profile": tuple(self.files.values()), "kv_cache_gib": 0.02}
+        return small_engine(self.loaded, chunk_tokens=C, scorer=None, **(given | options))
 
     def _alone(self, prompt: tuple[int, ...], way: Way) -> tuple[list[int], dict[bytes, Tensor]]:
         profile = () if way == WHOLE else (self.files[way],)
@@ -123,6 +123,21 @@ def test_a_batch_of_several_scorers_changes_nothing(
         expected, alone = mixed.alone(prompt, way)
         assert found == expected
         assert check_common(state, alone) == len(alone) > 0
+
+
+def test_preempted_sequences_keep_their_own_scorers(mixed: Mixed) -> None:
+    several: list[Way] = [("keydiff", 0.5), ("kvzip", 0.5), ("tova", 0.25), ("snapkv", 0.5)]
+    asked = [
+        (tuple(3 + (i * k) % 9 for i in range(2 * C - 8 + k)), way)
+        for k, way in enumerate(several, 1)
+    ]
+    layout = mixed.engine()._admission.retentions[0].layout
+    pages = layout.most_pages(140) * 8 // 5
+    gib = pages * layout.page_bytes(4) / 2**30
+    engine = mixed.engine(kv_cache_gib=gib, max_model_len=140, max_num_seqs=4)
+    found = answer(engine, asked)
+    assert engine.stats().preemptions > 0
+    assert found == [mixed.alone(prompt, way)[0] for prompt, way in asked]
 
 
 def test_prefixes_are_shared_within_a_profile_only(mixed: Mixed) -> None:
@@ -177,23 +192,31 @@ def test_a_request_chooses_by_ratio_and_scorer(
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "words", "blamed"),
     [
-        (
-            {"kv_scorer": "snap"},
-            "kv_scorer is 'snap' and kv_retention 0.5, this server has keydiff",
-        ),
-        ({"kv_scorer": "tova"}, r"kv_scorer is 'tova' and kv_retention 0\.5, .*tova at .* 0\.25"),
-        ({"kv_scorer": "kvzip", "kv_retention": 1.0}, "kv_retention 1.0, .* leave kv_scorer out"),
-        ({"kv_scorer": "x" * 5000}, "xxx.{0,60}xxx"),
+        (("snap", None), "kv_scorer is 'snap' and kv_retention 0.5, .* has keydiff", "kv_scorer"),
+        (("snap", 0.25), "kv_scorer is 'snap' and kv_retention 0.25", "kv_scorer"),
+        (("tova", None), r"'tova' and kv_retention 0\.5, .*tova at .* 0\.25", "kv_scorer"),
+        (("tova", 0.5), r"'tova' and kv_retention 0\.5, .*tova at .* 0\.25", "kv_retention"),
+        (("kvzip", 1.0), "kv_retention 1.0, .* leave kv_scorer out", "kv_retention"),
+        (("x" * 5000, None), "xxx.{0,60}xxx", "kv_scorer"),
     ],
 )
-def test_a_scorer_that_is_not_served_is_refused(
-    mixed: Mixed, fields: dict[str, object], words: str
+def test_what_no_profile_has_is_refused(
+    mixed: Mixed, fields: tuple[str, float | None], words: str, blamed: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as refused:
-        mixed.engine().check(request(**fields))
-    assert refused.value.field == "kv_scorer" and len(str(refused.value)) < 400
+        mixed.engine().check(request(kv_scorer=fields[0], kv_retention=fields[1]))
+    assert refused.value.field == blamed and len(str(refused.value)) < 400
+
+
+def test_a_ratio_alone_prefers_the_default_scorer(mixed: Mixed) -> None:
+    names: list[Way] = [("tova", 0.25), ("keydiff", 0.5), ("keydiff", 0.25)]
+    engine = mixed.engine(profile=tuple(mixed.files[way] for way in names))
+    retention, _ = engine.check(request(kv_retention=0.25))
+    assert (engine.config.scorer, retention.scorer) == ("keydiff", "keydiff")
+    small = mixed.engine(profile=tuple(mixed.files[way] for way in names[:2]))
+    assert small.check(request(kv_retention=0.25))[0].scorer == "tova", "it is the only one"
 
 
 def test_without_profiles_a_scorer_is_refused(mixed: Mixed) -> None:
