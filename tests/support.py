@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.calibrate.measure import calibrate
@@ -70,6 +71,16 @@ def drain(engine: Engine) -> None:
     while engine.busy:
         engine.step()
         engine.check_accounting()
+
+
+def sealed_state(engine: Engine) -> dict[bytes, Tensor]:
+    """What the cache holds of sealed chunks, by the key of their tokens: page contents [pages, Hp,
+    2, P, D].
+    """
+    nodes = engine._scheduler.cache.prefix.nodes.values()
+    return {
+        node.key: engine._runner.pool[node.pages].clone() for node in nodes if not node.transient
+    }
 
 
 def small_engine(

@@ -36,7 +36,7 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     if not GUIDELLM.exists():
         raise LoadError(f"there is no {GUIDELLM}: `make load` puts it there")
     load_model(MODEL).tokenizer.save_pretrained(folder / "tokenizer")
-    report = folder / "report.json"
+    report, count = folder / "report.json", options.requests
     command = [
         str(GUIDELLM),
         "run",
@@ -49,6 +49,7 @@ def guidellm(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         f"kind=concurrent,streams={options.streams}",
         "--constraint",
         f"kind=max_duration,seconds={options.seconds}",
+        *(("--constraint", f"kind=max_requests,count={count}") if count else ()),
         "--data",
         f"kind=synthetic_text,prompt_tokens={options.prompt_tokens},output_tokens={options.output_tokens},turns={options.turns}",
         "--output",
@@ -103,6 +104,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=int, default=int(os.environ.get("LOAD_SECONDS", "60")))
+    parser.add_argument(
+        "--requests", type=int, help="end after so many requests, if that is sooner"
+    )
     parser.add_argument("--streams", type=int, default=4, help="conversations at a time")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="new tokens of a turn")
     parser.add_argument("--output-tokens", type=int, default=32)

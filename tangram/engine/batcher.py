@@ -22,7 +22,15 @@ from tangram.kernels.interface import PaddedShape, PoolKernels, PrefillRows
 from tangram.kernels.transfer import place
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
-from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreObserver, ScoreReceiver
+from tangram.model.sealing import (
+    ChunkSealer,
+    GroupScores,
+    GroupSealer,
+    ScoreObserver,
+    ScoreReceiver,
+    score_by_kernel,
+    score_by_token,
+)
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding
@@ -341,7 +349,7 @@ class Batcher:
             row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
         )
 
-    def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | FusedSealer]:
+    def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | GroupSealer]:
         """The sealers of `rows`; consecutive ones share a sealer where the kernels can."""
         for (retention, kind), group in groupby(
             range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
@@ -351,19 +359,26 @@ class Batcher:
 
     def _sealers_of(
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
-    ) -> Iterator[ChunkSealer | FusedSealer]:
+    ) -> Iterator[ChunkSealer | GroupSealer]:
         """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer_of(retention)
-        fused = self.kernels.fused_scores.get(scorer.name)
+        scores = self._group_scores(scorer)
         apart = self.observer is not None or not retention.orders
         receivers = {at: self._receiver(rows[at]) for at in numbers}
-        if fused is None or apart:
+        if scores is None or apart:
             for at in numbers:
                 yield self._chunk_sealer(scorer, rows[at], at, receivers[at])
             return
         asked = {at - numbers[0]: one for at, one in receivers.items() if one is not None}
         span = slice(numbers[0], numbers[-1] + 1)
-        yield FusedSealer(retention, self.kernels, fused, span, asked)
+        yield GroupSealer(retention, self.kernels, scores, span, asked)
+
+    def _group_scores(self, scorer: Scorer) -> GroupScores | None:
+        """How the chunks of a pass are scored together; None if each must be by itself."""
+        fused = self.kernels.fused_scores.get(scorer.name)
+        if fused is not None:
+            return partial(score_by_kernel, fused)
+        return partial(score_by_token, scorer) if scorer.by_token else None
 
     def _scorer_of(self, retention: Retention) -> Scorer:
         scorer = self.scorers.get(retention.scorer or "")

@@ -141,10 +141,10 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return self.engine.codec.encode(prompt)
-        if set(prompt) != {"prompt_token_ids"}:
+        if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
+            got = sorted(prompt) if isinstance(prompt, Mapping) else f"a {type(prompt).__name__}"
             raise RequestError(
-                f"a prompt is a text or {{'prompt_token_ids': [...]}}, this has {sorted(prompt)}",
-                "prompt",
+                f"a prompt is a text or {{'prompt_token_ids': [...]}}, this is {got}", "prompt"
             )
         return tuple(int(token) for token in prompt["prompt_token_ids"])
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from tangram.kernels.interface import PoolKernels, PrefillRows
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.model.sealing import ChunkSealer, FusedSealer
+from tangram.model.sealing import ChunkSealer, GroupSealer
 
 IMPLEMENTATION = "tangram"
 
@@ -69,7 +69,7 @@ class StepAttention:
     windows: Sequence[int | None]
     width: int
     prefill: PrefillRows
-    sealers: Sequence[ChunkSealer | FusedSealer]
+    sealers: Sequence[ChunkSealer | GroupSealer]
     sealing: Stopwatch
     padded_tokens: int | None = None
     hidden: Tensor | None = None
@@ -90,7 +90,7 @@ class StepAttention:
 
     def _seal(
         self,
-        sealer: ChunkSealer | FusedSealer,
+        sealer: ChunkSealer | GroupSealer,
         layer: int,
         q: Tensor,
         k: Tensor,

@@ -35,9 +35,23 @@ class ChunkRanking(Ranking):
         return order(scores, first, kept)
 
 
+# From the tokens of N chunks, as if they were one, and N: the chunks' scores [N, H, C].
+GroupScores = Callable[[ChunkView, int], Tensor]
+
+
+def score_by_token(scorer: Scorer, chunks: ChunkView, count: int) -> Tensor:
+    """`GroupScores` of a scorer that scores `by_token`."""
+    return torch.unflatten(scorer.score(chunks), 1, (count, -1)).transpose(0, 1).contiguous()
+
+
+def score_by_kernel(kernel: Callable[[Tensor], Tensor], chunks: ChunkView, count: int) -> Tensor:
+    """`GroupScores` of a kernel that takes the keys [N, H, C, D] of several chunks."""
+    return kernel(torch.unflatten(chunks.keys, 1, (count, -1)).transpose(0, 1))
+
+
 @dataclass(frozen=True, eq=False)
-class FusedSealer:
-    """Seals chunks of one retention by scores that `kernels` compute themselves.
+class GroupSealer:
+    """Seals several chunks of one retention together.
 
     The chunks are the prefill `rows`, which lie end to end. `receivers` get the scores of some
     chunks.
@@ -45,7 +59,7 @@ class FusedSealer:
 
     retention: Retention
     kernels: PoolKernels
-    scores: Callable[[Tensor], Tensor]
+    scores: GroupScores
     rows: slice
     replayable: ClassVar[bool] = True
     receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
@@ -53,15 +67,24 @@ class FusedSealer:
     def take(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
     ) -> None:
-        """See `ChunkSealer`; k and v are those of all rows, [N · C, H, D]."""
+        """See `ChunkSealer`; q, k and v are those of all rows, [N · C, …, D]."""
         retention = self.retention
-        if retention.layout.geometry.windows[layer] is None:
-            keys = torch.unflatten(k, 0, (self.rows.stop - self.rows.start, -1)).transpose(1, 2)
-            scores = self.scores(keys)
-            for chunk, receive in self.receivers.items():
-                receive(scores[chunk])
-            ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
-            self.kernels.seal(layer, self.rows, ranking, k, v)
+        if retention.layout.geometry.windows[layer] is not None:
+            return
+        chunks = ChunkView(
+            queries=q.transpose(0, 1),
+            keys=k.transpose(0, 1),
+            values=v.transpose(0, 1),
+            start=0,
+            layer=layer,
+            scaling=scaling,
+            hidden=hidden,
+        )
+        scores = self.scores(chunks, self.rows.stop - self.rows.start)
+        for chunk, receive in self.receivers.items():
+            receive(scores[chunk])
+        ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
+        self.kernels.seal(layer, self.rows, ranking, k, v)
 
 
 @dataclass

@@ -7,15 +7,15 @@ to find the places whose preceding tokens agree with the end of a context for lo
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from tangram.types import Int64
 
 _PAIR_SHIFT = 32  # a pair of tokens is one integer
-_NONE = np.int64(-1)  # inside the chain arrays only: no older position
+_NONE = -1  # inside the chains only: no older position
 
 
 @dataclass(frozen=True)
@@ -31,72 +31,63 @@ class Place:
 class TokenHistory:
     """Tokens of one or more texts, in the order of their arrival."""
 
+    # Arrays of the standard library: single items of them are read and appended fast.
     def __init__(self) -> None:
-        self._tokens = np.zeros(64, np.int64)
-        self._older = np.full(64, _NONE)
+        self._tokens, self._older = array("q"), array("q")
         self._newest: dict[int, int] = {}
-        self._size = 0
         self._starts = [0]  # of texts
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._tokens)
 
-    @property
-    def tokens(self) -> Int64:
-        """int64 [n]: all of them."""
-        return self._tokens[: self._size]
+    def newest(self, most: int) -> list[int]:
+        """The last tokens, up to `most`."""
+        return self._tokens[-most:].tolist()
 
     def begin_text(self) -> None:
         """What comes now does not follow on what was before."""
-        if self._starts[-1] < self._size:
-            self._starts.append(self._size)
+        if self._starts[-1] < len(self):
+            self._starts.append(len(self))
 
     def extend(self, tokens: Int64) -> None:
         """Append `tokens` [n] to the newest text."""
-        end = self._size + len(tokens)
-        if end > len(self._tokens):
-            self._grow(end)
-        self._tokens[self._size : end] = tokens
-        first = max(self._size, self._starts[-1] + 1)
-        for position in range(first, end):
-            key = int(self._tokens[position - 1]) << _PAIR_SHIFT | int(self._tokens[position])
-            self._older[position] = self._newest.get(key, _NONE)
-            self._newest[key] = position
-        self._size = end
+        for token in tokens.tolist():
+            position = len(self)
+            older = _NONE
+            if position > self._starts[-1]:
+                pair = self._tokens[-1] << _PAIR_SHIFT | token
+                older = self._newest.get(pair, _NONE)
+                self._newest[pair] = position
+            self._tokens.append(token)
+            self._older.append(older)
 
-    def places(self, context: Int64, most: int, depth: int) -> list[Place]:
+    def places(self, context: Sequence[int], most: int) -> list[Place]:
         """Up to `most` earlier occurrences of the end of `context` [n], newest first.
 
-        Each matches at least two tokens; matches are compared over at most `depth` tokens. A place
-        that nothing follows yet is left out.
+        Each matches at least two tokens. A place that nothing follows yet is left out.
         """
         if len(context) < 2:
             return []
-        position = self._newest.get(int(context[-2]) << _PAIR_SHIFT | int(context[-1]), _NONE)
+        position = self._newest.get(context[-2] << _PAIR_SHIFT | context[-1], _NONE)
         found: list[Place] = []
         while position != _NONE and len(found) < most:
-            if position + 1 < self._end_of_text(int(position)):
-                matched = self._count_matched(context, int(position), depth)
-                found.append(Place(int(position) + 1, matched))
+            if position + 1 < self._end_of_text(position):
+                found.append(Place(position + 1, self._count_matched(context, position)))
             position = self._older[position]
         return found
 
-    def after(self, place: Place, most: int) -> Int64:
-        """int64 [up to `most`]: what followed at `place`, in the same text."""
-        return self.tokens[place.next : min(place.next + most, self._end_of_text(place.next))]
+    def after(self, place: Place, most: int) -> list[int]:
+        """Up to `most` tokens: what followed at `place`, in the same text."""
+        end = min(place.next + most, self._end_of_text(place.next))
+        return self._tokens[place.next : end].tolist()
 
     def _end_of_text(self, position: int) -> int:
         text = bisect_right(self._starts, position)
-        return self._starts[text] if text < len(self._starts) else self._size
+        return self._starts[text] if text < len(self._starts) else len(self)
 
-    def _count_matched(self, context: Int64, position: int, depth: int) -> int:
+    def _count_matched(self, context: Sequence[int], position: int) -> int:
         """How many tokens up to `position` equal the end of `context`."""
-        count = min(depth, len(context), position + 1)
-        here, there = self.tokens[position + 1 - count : position + 1], context[-count:]
-        differing = np.flatnonzero(here != there)
-        return count if not len(differing) else count - 1 - int(differing[-1])
-
-    def _grow(self, least: int) -> None:
-        size = max(least, 2 * len(self._tokens))
-        self._tokens = np.concatenate([self._tokens, np.zeros(size - len(self._tokens), np.int64)])
-        self._older = np.concatenate([self._older, np.full(size - len(self._older), _NONE)])
+        count, most = 0, min(len(context), position + 1)
+        while count < most and self._tokens[position - count] == context[-1 - count]:
+            count += 1
+        return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tangram.speculate.history import Place, TokenHistory
+from tangram.speculate.history import TokenHistory
 from tangram.types import Int64
 
 _MOST_PLACES = 16  # of one pattern: the newest say enough, and each costs microseconds
@@ -33,14 +33,13 @@ class NgramDrafter:
 
     def draft(self, most: int) -> Int64:
         """int64 [up to `most`]: what may come next."""
-        context = self._history.tokens
-        places = self._history.places(context, _MOST_PLACES, self.longest)
+        places = self._history.places(self._history.newest(self.longest), _MOST_PLACES)
         fitting = [place for place in places if place.matched >= self.shortest]
         if not fitting:
             return _NOTHING
         # The first of equal matches is the newest.
         best = max(fitting, key=lambda place: place.matched)
-        return self._history.after(best, most).copy()
+        return np.array(self._history.after(best, most), np.int64)
 
 
 class RecentAnswers:
@@ -87,31 +86,28 @@ class SuffixDrafter:
 
     def draft(self, most: int) -> Int64:
         """int64 [up to `most`]: what may come next."""
-        context = self._history.tokens[-self.depth :]
+        context = self._history.newest(self.depth)
         found = [
             (place, history.after(place, most))
             for history in (self._history, *self.recent.histories)
-            for place in self._places(history, context)
+            for place in history.places(context, _MOST_PLACES)
         ]
-        best, best_score = _NOTHING, 0.0
+        best, best_score = list[int](), 0.0
         for length in sorted({place.matched for place, _ in found}, reverse=True):
             longest = min(most, int(self.factor * length))
             continuations = [tokens for place, tokens in found if place.matched >= length]
             path, score = self._follow(continuations, longest)
             if score > best_score:
                 best, best_score = path, score
-        return best
+        return np.array(best, np.int64)
 
-    def _places(self, history: TokenHistory, context: Int64) -> list[Place]:
-        return history.places(context, _MOST_PLACES, self.depth)
-
-    def _follow(self, continuations: list[Int64], longest: int) -> tuple[Int64, float]:
+    def _follow(self, continuations: list[list[int]], longest: int) -> tuple[list[int], float]:
         """The path that most `continuations` take, and how many of its tokens to expect."""
         path: list[int] = []
         total, score = len(continuations), 0.0
-        while continuations and len(path) < longest:
+        while len(path) < longest:
             at = len(path)
-            nexts = [int(tokens[at]) for tokens in continuations if len(tokens) > at]
+            nexts = [tokens[at] for tokens in continuations if len(tokens) > at]
             if not nexts:
                 break
             token = max(nexts, key=nexts.count)  # of equal counts the newest
@@ -121,4 +117,4 @@ class SuffixDrafter:
             path.append(token)
             score += share
             continuations = [one for one in continuations if len(one) > at and one[at] == token]
-        return np.asarray(path, np.int64), score
+        return path, score

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 
 _KEPT_TIMES = 16
@@ -66,28 +67,35 @@ def expected_tokens(share: float, drafted: int) -> float:
 
 def _rate(drafted: int, acceptances: Sequence[Acceptance]) -> float:
     """What sequences yield on average in an iteration: the harmonic mean, as time per token is."""
-    return 1.0 / fmean(1.0 / own.expected_tokens(drafted) for own in acceptances)
+    waits = [1.0 / own.expected_tokens(drafted) for own in acceptances]
+    return len(waits) / sum(waits)
 
 
 def _usual(times: Collection[float]) -> float:
     """The mean of `times` without outliers, such as the first pass of its kind."""
-    least = min(times)
-    return fmean(one for one in times if one <= _OUTLYING * least)
+    most = _OUTLYING * min(times)
+    usual = [one for one in times if one <= most]
+    return sum(usual) / len(usual)
 
 
 @dataclass
 class _Load:
     """What is known of iterations of one load: seconds by number of drafts, how many there were,
-    what they took, and what trials have lost.
+    what they took, and what trials have lost. `usual` are the usual times, by number, of those that
+    were tried often enough.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
+    usual: dict[int, float] = field(default_factory=dict)
     iterations: int = 0
     total_s: float = 0.0
     lost_s: float = 0.0
 
     def add(self, drafted: int, seconds: float) -> None:
-        self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES)).append(seconds)
+        times = self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES))
+        times.append(seconds)
+        if len(times) >= TRIES:
+            self.usual[drafted] = _usual(times)
         self.iterations += 1
         self.total_s += seconds
 
@@ -97,30 +105,23 @@ class _Load:
         self.lost_s += seconds if fits else 0.0
         return fits
 
-    @property
-    def usual(self) -> dict[int, float]:
-        """The usual time of each number that was tried often enough."""
-        often = {count: times for count, times in self.seconds.items() if len(times) >= TRIES}
-        return {count: _usual(often[count]) for count in sorted(often)}
-
     def estimate(self, drafted: int, like: _Load) -> float:
         """The usual time of `drafted`: measured, or in proportion to the times of `like`.
 
         A single time may be that of a first pass of its kind: it is believed if it is short.
         """
-        usual, single = self.usual, list(self.seconds.get(drafted, ()))
-        if drafted in usual:
-            return usual[drafted]
-        ratios = [seconds / like.interpolate(count) for count, seconds in usual.items()]
-        guess = like.interpolate(drafted) * (fmean(ratios) if ratios else 1.0)
-        return min([guess, *single])
+        if drafted in self.usual:
+            return self.usual[drafted]
+        factor = 1.0
+        if self.usual:
+            factor = fmean(self.usual[count] / like.interpolate(count) for count in self.usual)
+        return min(factor * like.interpolate(drafted), *self.seconds.get(drafted, (inf,)))
 
     def interpolate(self, drafted: int) -> float:
         """The usual time of `drafted`; a straight line between and beyond what was measured."""
-        usual = self.usual
-        known = list(usual.items())
-        if drafted in usual or len(known) == 1:
-            return usual.get(drafted, known[0][1])
+        known = sorted(self.usual.items())
+        if drafted in self.usual or len(known) == 1:
+            return self.usual.get(drafted, known[0][1])
         below = [pair for pair in known if pair[0] < drafted]
         above = [pair for pair in known if pair[0] > drafted]
         first, second = (

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import find_gate, load_gate
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
-from tests.support import GREEDY, profile_file, run, small_engine
+from tangram.model.sealing import GroupSealer
+from tests.support import GREEDY, profile_file, run, sealed_state, small_engine
 
 # 2 layers, hidden size 48, 2 KV heads, 3 query heads for each.
 GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.safetensors"
@@ -154,24 +156,26 @@ def test_tensors_of_no_layer_are_refused(tmp_path: Path, name: str) -> None:
         FastKVzip(tmp_path / "gate.safetensors")
 
 
+GATED = Qwen3Config(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    eos_token_id=2,
+)
+
+
 def test_the_engine_compresses_by_a_gate(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:
     """The gate reads the block's input: it must reach the scorer, for prompts and for
     decode-completed chunks alike.
     """
-    config = Qwen3Config(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        eos_token_id=2,
-    )
-    loaded = adopt_tiny(config)
+    loaded = adopt_tiny(GATED)
     options = {"kv_retention": 0.5, "scorer": "fastkvzip", "gate": str(GATE)}
     profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=GATE)
     engine = small_engine(loaded, **options, profile=(profile,))
@@ -183,6 +187,41 @@ def test_the_engine_compresses_by_a_gate(
         longer = prompt + answer[:38]
         again = small_engine(loaded, **options, profile=(profile,))
         assert run(again, [longer], replace(GREEDY, max_tokens=2))[0] == answer[38:]
+
+
+def test_chunks_that_are_scored_together_keep_what_each_keeps_alone(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded, together = adopt_tiny(GATED), list[int]()
+    take = GroupSealer.take
+
+    def note(sealer: GroupSealer, *arguments: Any, **named: Any) -> None:
+        together.append(sealer.rows.stop - sealer.rows.start)
+        take(sealer, *arguments, **named)
+
+    monkeypatch.setattr(GroupSealer, "take", note)
+    profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=GATE)
+    options: dict[str, Any] = {
+        "kv_retention": 0.5,
+        "scorer": "fastkvzip",
+        "gate": str(GATE),
+        "profile": (profile,),
+    }
+    prompts = [[(7 * i + j) % 90 + 3 for i in range(140)] for j in range(3)]
+    sealed = []
+    for chunks in (1, 8):
+        engine = small_engine(
+            loaded, **options, max_num_seqs=3, max_num_batched_tokens=chunks * CHUNK + 3
+        )
+        run(engine, prompts, replace(GREEDY, max_tokens=2))
+        sealed.append(sealed_state(engine))
+        assert (max(together) > 1) == (chunks > 1)
+    alone, grouped = sealed
+    assert len(alone) == 3 * (140 // CHUNK)
+    assert alone.keys() == grouped.keys()
+    assert all(torch.equal(alone[key], grouped[key]) for key in alone)
 
 
 def test_published_budgets_are_imported_for_a_gate(tmp_path: Path) -> None:

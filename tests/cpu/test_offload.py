@@ -14,8 +14,8 @@ from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.cpu.test_purity import TINY, World, sealed_state
-from tests.support import drain, run
+from tests.cpu.test_purity import TINY, World
+from tests.support import drain, run, sealed_state
 
 C = 32
 SLIDING = Gemma3TextConfig(

@@ -20,7 +20,7 @@ from tangram.compress.scorers import SCORERS
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import profile_file, run, small_engine
+from tests.support import profile_file, run, sealed_state, small_engine
 
 TINY = LlamaConfig(
     vocab_size=96,
@@ -40,16 +40,6 @@ ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROPERTY = settings(
     deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-
-
-def sealed_state(engine: Engine) -> dict[bytes, Tensor]:
-    """What the cache holds of sealed chunks, by the key of their tokens: page contents [pages, Hp,
-    2, P, D].
-    """
-    nodes = engine._scheduler.cache.prefix.nodes.values()
-    return {
-        node.key: engine._runner.pool[node.pages].clone() for node in nodes if not node.transient
-    }
 
 
 class World:

@@ -34,7 +34,7 @@ def test_places_are_those_that_a_search_finds(tokens: list[int], split: int, dep
     history = TokenHistory()
     for begin in range(0, len(tokens), split):
         history.extend(array(tokens[begin : begin + split]))
-    found = history.places(history.tokens, len(tokens) + 1, depth)
+    found = history.places(history.newest(depth), len(tokens) + 1)
     expected = search(tokens, tokens, depth)
     assert {place.next: place.matched for place in found} == expected
     assert [place.next for place in found] == sorted(expected, reverse=True)
@@ -44,7 +44,7 @@ def test_a_long_text_is_kept_whole() -> None:
     history = TokenHistory()
     tokens = np.arange(1000) % 17
     history.extend(tokens)
-    assert (history.tokens == tokens).all()
+    assert history.newest(2000) == tokens.tolist()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 8))

@@ -48,11 +48,11 @@ class FakeServer:
     stop: Callable[[], None]
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10)
+        return httpx.Client(base_url=self.url, timeout=30)
 
     def openai(self, api_key: str = "none") -> Any:
         """The official client; untyped, because tests also send what its types forbid."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)
 
     def chat(self, **fields: Any) -> Any:
         return self.openai().chat.completions.create(
@@ -63,7 +63,7 @@ class FakeServer:
         return self.openai().completions.create(**{"model": MODEL, **fields})
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     """Poll until `condition` holds, else fail saying `what` did not happen."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -15,8 +15,12 @@ from bench.stress.guidellm_load import GUIDELLM, ROOT
 
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="make load brings GuideLLM")
-@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.nightly)])
-def test_a_load_generator_is_answered_every_request(seconds: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "requests"), [(120, 8), pytest.param(60, None, marks=pytest.mark.nightly)]
+)
+def test_a_load_generator_is_answered_every_request(
+    seconds: int, requests: int | None, tmp_path: Path
+) -> None:
     kept = tmp_path / "load.json"
     command = [
         sys.executable,
@@ -24,6 +28,7 @@ def test_a_load_generator_is_answered_every_request(seconds: int, tmp_path: Path
         "bench.stress.guidellm_load",
         "--seconds",
         str(seconds),
+        *(() if requests is None else ("--requests", str(requests))),
         "-o",
         str(kept),
     ]

@@ -74,8 +74,11 @@ def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.Monkey
         ThreadPoolExecutor(2) as pool,
         server.http() as client,
     ):
+        prepared = list[int]()
+        tokenize = note(prepared, preparation.Preparation.tokenize)
+        monkeypatch.setattr(preparation.Preparation, "tokenize", tokenize)
         held = [pool.submit(client.post, CHAT, json=chat_body()) for _ in range(2)]
-        wait_until(lambda: gate.begun == 1, "nothing is tokenized")
+        wait_until(lambda: len(prepared) == 2 and gate.begun == 1, "nothing is tokenized")
         refused = client.post(path, json=BODIES[path])
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["Retry-After"]) >= 1

@@ -99,7 +99,14 @@ def log_of(server: subprocess.Popen[str]) -> str:
 
 
 def status_of(url: str, path: str) -> int:
-    return httpx.get(url + path, timeout=5).status_code
+    return httpx.get(url + path, timeout=30).status_code
+
+
+def count_accepted(client: httpx.Client) -> float:
+    """The completions that run or have ended."""
+    found = scrape(client)
+    ended = [value for (name, _), value in found.items() if name == "tangram_completions_total"]
+    return found["tangram_requests_running", ""] + sum(ended)
 
 
 def test_sigterm_lets_running_answers_end_and_refuses_new_ones(python: list[str]) -> None:
@@ -113,6 +120,7 @@ def test_sigterm_lets_running_answers_end_and_refuses_new_ones(python: list[str]
         asked = said("endless", max_tokens=450, model=MODEL)
         running = [pool.submit(client.post, CHAT, json=asked) for _ in range(4)]
         streams = [pool.submit(client.post, CHAT, json=asked | {"stream": True}) for _ in range(4)]
+        wait_until(lambda: count_accepted(client) == 8, "it has not accepted all")
         with client.stream(
             "POST", CHAT, json=said("endless", max_tokens=480, stream=True)
         ) as first:

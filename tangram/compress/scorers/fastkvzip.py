@@ -24,6 +24,7 @@ class FastKVzip(Scorer):
     name: ClassVar[str] = "fastkvzip"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     replayable: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
 
     def __init__(self, gate: Path) -> None:
         self.path = gate

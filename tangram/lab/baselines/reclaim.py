@@ -26,7 +26,7 @@ from tangram.kernels.transfer import stage, upload
 from tangram.lab.baselines.caches import LateCache
 from tangram.model.attention import StepAttention
 from tangram.model.load import LoadedModel
-from tangram.model.sealing import ChunkSealer, FusedSealer, ScoreReceiver
+from tangram.model.sealing import ChunkSealer, GroupSealer, ScoreReceiver
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WholeChunks(Batcher):
 
     def _sealers_of(
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
-    ) -> Iterator[ChunkSealer | FusedSealer]:
+    ) -> Iterator[ChunkSealer | GroupSealer]:
         for at in numbers:
             scorer = self._scorer_of(retention)
             yield self._chunk_sealer(scorer, rows[at], at, self._receiver(rows[at]))

@@ -27,14 +27,14 @@ from tangram.kernels.stopwatch import GraphBlocks, Stopwatch
 from tangram.lab.baselines.caches import DynamicCache
 from tangram.lab.baselines.reclaim import Reclaimer
 from tangram.model.attention import RepeatAttention, StepAttention
-from tangram.model.sealing import ChunkSealer, FusedSealer
+from tangram.model.sealing import ChunkSealer, GroupSealer
 
 # A graph is one piece: its attention counts as model.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "model": ((Passes, "forward"), (PassGraphs, "logits")),
     "attention": ((StepAttention, "attend"), (RepeatAttention, "attend")),
     "scoring and sealing": (
-        (FusedSealer, "take"),
+        (GroupSealer, "take"),
         (ChunkSealer, "take"),
         (ChunkSealer, "reconstruct"),
     ),
