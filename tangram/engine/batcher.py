@@ -381,7 +381,7 @@ class Batcher:
         return partial(score_by_token, scorer) if scorer.by_token else None
 
     def _scorer_of(self, retention: Retention) -> Scorer:
-        scorer = self.scorers.get(retention.scorer or "")
+        scorer = None if retention.scorer is None else self.scorers.get(retention.scorer)
         if scorer is None:
             raise IntegrityError(f"a chunk must be scored by {retention.scorer}, which is not here")
         return scorer

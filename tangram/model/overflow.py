@@ -30,6 +30,7 @@ from tangram.types import Int64
 class _Tally:
     """Counts of one retention by group: entries demanded, those over budget, heads over budget."""
 
+    scorer: str
     figures: Int64  # [3, groups of full-attention layers]
     chunks: int = 0
 
@@ -60,12 +61,11 @@ class Overflow:
         self, retentions: Sequence[Retention], scopes: Mapping[str, Scope], every: int
     ) -> None:
         self._scopes, self._every = scopes, every
-        served = dict[tuple[float, str | None], Retention]()
+        self._served = dict[tuple[str, float], Retention]()
         for entry in retentions:
-            if not entry.layout.keeps_everything:
-                # The first of a ρ and a scorer serves it.
-                served.setdefault((entry.kv_retention, entry.scorer), entry)
-        self._retentions = list(served.values())
+            if entry.scorer is not None and not entry.layout.keeps_everything:
+                # The first of a scorer and a ρ serves it.
+                self._served.setdefault((entry.scorer, entry.kv_retention), entry)
         self._coming: deque[tuple[Retention, HostCopies]] = deque()
         self.clear()
 
@@ -74,8 +74,8 @@ class Overflow:
         self._coming.clear()
         self._seen = 0
         self._tallies = {
-            retention: _Tally(np.zeros((3, retention.layout.full_groups), np.int64))
-            for retention in self._retentions
+            retention: _Tally(scorer, np.zeros((3, retention.layout.full_groups), np.int64))
+            for (scorer, _), retention in self._served.items()
         }
 
     def sample(self, retention: Retention, start: int) -> ScoreReceiver | None:
@@ -90,7 +90,7 @@ class Overflow:
         choice = dynamic_choice(
             scores,
             retention.kv_retention,
-            self._scopes[retention.scorer or ""],
+            self._scopes[self._tallies[retention].scorer],
             retention.sink_tokens,
             retention.window_tokens,
             start,
@@ -116,11 +116,7 @@ class Overflow:
         """The counts since the start, group by group."""
         return tuple(
             GroupOverflow(
-                retention.kv_retention,
-                retention.scorer or "",
-                group,
-                tally.chunks,
-                *map(int, column),
+                retention.kv_retention, tally.scorer, group, tally.chunks, *map(int, column)
             )
             for retention, tally in self._tallies.items()
             for group, column in enumerate(tally.figures.T)
