@@ -54,10 +54,18 @@ CASES: Mapping[str, SpeculationCase] = {
     "real-1x1k": SpeculationCase("SmolLM2-135M, 1 × 1K", 1, 1024, methods=_EVERY),
     "real-8x1k": SpeculationCase("SmolLM2-135M, 8 × 1K", 8, 1024, methods=_EVERY),
     "repeat-1x1k": SpeculationCase(
-        "SmolLM2-135M, repeat a text, 1 × 1K", 1, 1024, methods=(PLAIN, "suffix"), prompts="repeat"
+        "SmolLM2-135M, a text that repeats, 1 × 1K",
+        1,
+        1024,
+        methods=(PLAIN, "suffix"),
+        prompts="repeat",
     ),
     "repeat-8x1k": SpeculationCase(
-        "SmolLM2-135M, repeat a text, 8 × 1K", 8, 1024, methods=(PLAIN, "suffix"), prompts="repeat"
+        "SmolLM2-135M, a text that repeats, 8 × 1K",
+        8,
+        1024,
+        methods=(PLAIN, "suffix"),
+        prompts="repeat",
     ),
 }
 

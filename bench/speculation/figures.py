@@ -80,10 +80,16 @@ def paired_times_as_fast(runs: Sequence[Run], others: Sequence[Run]) -> list[flo
     return [own / theirs for own, theirs in pairs if own is not None and theirs is not None]
 
 
-def tpot_ms(runs: Sequence[Run], percentile: str) -> float | None:
-    """The median over runs of a percentile of the time per token."""
-    found = [run["tpot_ms"][percentile] for run in runs if run["tpot_ms"]]
+def tpot_ms(runs: Sequence[Run], figure: str) -> float | None:
+    """The median over runs of a figure of the answers' times per token: mean, p50 or p90."""
+    found = [run["tpot_ms"][figure] for run in runs if run["tpot_ms"]]
     return statistics.median(found) if found else None
+
+
+def times_as_short(runs: Sequence[Run], others: Sequence[Run]) -> float | None:
+    """How many times as long `others` take for a token, in the mean of answers."""
+    own, theirs = tpot_ms(runs, "mean"), tpot_ms(others, "mean")
+    return theirs / own if own and theirs else None
 
 
 def count_differences(runs: Sequence[Run]) -> int:

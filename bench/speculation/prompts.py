@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
+
 from bench.speculation.runs import Prompt
 from tangram.calibrate.texts import list_kinds, make_texts
 from tangram.engine.text import TextCodec
@@ -16,7 +18,7 @@ ASKS = {
     "log": "Describe what happened according to the log above.",
 }
 ASK = "Tell in your own words what the text above says."
-REPEAT = "Repeat the text above word for word, from its beginning to its end."
+REPEATED_TOKENS = 100
 
 
 def put_question(codec: TextCodec, text: str, ask: str, tokens: int) -> Prompt:
@@ -33,7 +35,11 @@ def ask_about_texts(codec: TextCodec, count: int, tokens: int, number: int) -> l
     return [put_question(codec, text, ask, tokens) for text, ask in zip(texts, asks, strict=True)]
 
 
-def ask_to_repeat(codec: TextCodec, count: int, tokens: int, number: int) -> list[Prompt]:
-    """`count` prompts that ask to repeat a text; other ones for each `number`."""
-    texts = make_texts(count, SEED + number, min_characters=max(1000, _CHARACTERS * tokens))
-    return [put_question(codec, text, REPEAT, tokens) for text in texts]
+def repeat_texts(codec: TextCodec, count: int, tokens: int, number: int) -> list[Prompt]:
+    """`count` prompts of `tokens` tokens, in each a passage that comes again and again.
+
+    They end within a repetition, with which a model goes on. Other ones for each `number`.
+    """
+    texts = make_texts(count, SEED + number, min_characters=1000)
+    passages = [codec.tokenizer.encode(text)[:REPEATED_TOKENS] for text in texts]
+    return [tuple(islice(cycle(passage), tokens)) for passage in passages]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,8 @@ def summarise(answers: Sequence[TimedAnswer], counts: Mapping[str, int]) -> dict
         "tokens_per_s": tokens / last_s,
         "cached_tokens": sum(answer.cached_tokens for answer in answers),
         "tpot_ms": {
-            f"p{percent}": float(np.percentile(per_token_ms, percent)) for percent in (50, 90)
+            "mean": fmean(per_token_ms),
+            **{f"p{percent}": float(np.percentile(per_token_ms, percent)) for percent in (50, 90)},
         }
         if per_token_ms
         else {},

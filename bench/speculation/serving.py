@@ -40,7 +40,7 @@ from bench.speculation.engines import (
 )
 from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
-from bench.speculation.prompts import ask_about_texts, ask_to_repeat
+from bench.speculation.prompts import ask_about_texts, repeat_texts
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
@@ -137,8 +137,8 @@ class CaseRun:
         case = self._case
         if case.of_shape():
             return draw_prompts(case, self._loaded.geometry.vocab_size)
-        ask = ask_about_texts if case.prompts == "texts" else ask_to_repeat
-        return ask(self._codec, case.count, case.context_tokens, number)
+        make = ask_about_texts if case.prompts == "texts" else repeat_texts
+        return make(self._codec, case.count, case.context_tokens, number)
 
 
 def draw_prompts(case: SpeculationCase, vocab_size: int) -> list[Prompt]:
@@ -173,7 +173,8 @@ def _line(found: Mapping[str, Any]) -> str:
         f"{'–' if speed is None else format(speed, ',.0f'):>8} tokens/s"
     )
     if found["tpot_ms"]:
-        text += f", TPOT ms p50 {found['tpot_ms']['p50']:.2f} p90 {found['tpot_ms']['p90']:.2f}"
+        times = found["tpot_ms"]
+        text += f", TPOT ms mean {times['mean']:.2f} p50 {times['p50']:.2f} p90 {times['p90']:.2f}"
     if drafts := found.get("speculation"):
         text += (
             f", accepted {_number(drafts['acceptance'])}, drafted "

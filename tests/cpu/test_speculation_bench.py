@@ -114,6 +114,14 @@ def test_drafts_behind_an_end_token_make_no_iteration_less() -> None:
     assert found["speculation"]["tokens_per_iteration"] == 9.0
 
 
+def test_prompts_that_repeat_end_within_a_repetition(codec: TextCodec) -> None:
+    prompts = repeat_texts(codec, 3, 250, 0)
+    assert len(set(prompts)) == 3
+    for prompt in prompts:
+        assert len(prompt) == 250 and prompt[:150] == prompt[REPEATED_TOKENS:]
+    assert prompts != repeat_texts(codec, 3, 250, 1)
+
+
 def test_answers_that_differ_are_named_with_the_place() -> None:
     same, longer = answer([1, 2], [1.0, 2.0]), answer([1, 2, 3], [1.0, 2.0, 3.0])
     other = answer([1, 5], [1.0, 2.0])
