@@ -169,6 +169,8 @@ class Pace:
         largest number is the one with the least time per token, in the mean of the sequences; in
         a trial it is another one. Sequences that do not gain by so many get fewer.
         """
+        if not acceptances:
+            return []
         known = self._loads.setdefault(load, _Load())
         untried = self._find_untried(known)
         like = self._find_near(load) if untried else known

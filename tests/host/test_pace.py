@@ -85,6 +85,14 @@ def test_what_one_sequence_gains_can_be_too_little_for_all() -> None:
     assert mixed[0] == 8 and mixed[3] < 8
 
 
+def test_where_no_sequence_may_have_drafts_none_are_chosen() -> None:
+    pace = Pace(8)
+    run(pace, 1.0, 0.1, 0.9, 2 * PROBE_EVERY)
+    assert pace.choose(LOAD, []) == pace.choose(FAR, []) == []
+    pace.record(LOAD, 0, 1.0)
+    assert choose(pace, LOAD, 0.9) > 0
+
+
 def test_a_change_of_costs_is_noticed() -> None:
     pace = Pace(8)
     assert run(pace, 1.0, 0.01, 0.9, PROBE_EVERY - 1)[-1] == 8

@@ -20,6 +20,9 @@ RETENTIONS = (1.0, 0.5, 0.3)
 DEFAULT_RETENTION = 0.5
 
 Json = dict[str, Any]
+Way = tuple[float, str | None]
+# The ways to keep entries that are served: (ρ, scorer), the default among them.
+WAYS: tuple[Way, ...] = ((1.0, None), (0.5, "keydiff"), (0.3, "keydiff"))
 
 
 def tokens_of(text: str) -> list[str]:
@@ -58,6 +61,7 @@ class FakeRequest:
     prompt_tokens: int
     cached_tokens: int
     number: int
+    scorer: str | None = None
     state: str = "running"
     pages: list[int] = field(default_factory=list)
     drafted: Json = field(default_factory=dict)
@@ -117,6 +121,7 @@ class FakeRequest:
             **self.event(),
             "conversation": self.number,
             "kv_retention": self.retention,
+            "scorer": self.scorer,
             "tokens": [{"id": len(text), "text": text} for text in shown],
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.prompt_tokens - self.cached_tokens,
@@ -131,8 +136,8 @@ class FakeRequest:
 class FakeCache:
     """All requests, the pool, and those who watch."""
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
+    def __init__(self, pages: int, ways: tuple[Way, ...] = WAYS, *, drafts: bool = False) -> None:
+        self.pages, self.ways, self.drafts = pages, ways, drafts
         self.requests: dict[str, FakeRequest] = {}
         self.watchers: set[asyncio.Queue[tuple[str, Json]]] = set()
         self.states = np.zeros(pages, np.uint8)
@@ -154,13 +159,16 @@ class FakeCache:
             "retentions": [
                 {
                     "kv_retention": ratio,
-                    "scorer": None if ratio == 1 else "keydiff",
+                    "scorer": scorer,
                     "budgets": budgets_of(ratio),
-                    "default": ratio == DEFAULT_RETENTION,
+                    "drafted": self.drafts and ratio == 1,
+                    "default": (ratio, scorer) == (DEFAULT_RETENTION, "keydiff"),
                 }
-                for ratio in RETENTIONS
+                for ratio, scorer in self.ways
             ],
-            "speculation": None,
+            "speculation": {"method": "compressed_kv", "num_speculative_tokens": 8}
+            if self.drafts
+            else None,
             "pages_total": self.pages,
             "host_pages_total": 50,
             "recorded": True,
@@ -181,12 +189,22 @@ class FakeCache:
             "conversations": known,
         }
 
-    def begin(self, id: str, request_id: str, prompt: list[str], retention: float) -> FakeRequest:
+    def begin(
+        self,
+        id: str,
+        request_id: str,
+        prompt: list[str],
+        retention: float,
+        scorer: str | None = None,
+    ) -> FakeRequest:
+        scorer = scorer or next(own for ratio, own in self.ways if ratio == retention)
         shared = max(
             (self._shared(prompt, each, retention) for each in self.requests.values()), default=0
         )
         number = len(self.requests) + 1
-        request = FakeRequest(id, request_id, retention, prompt, len(prompt), shared, number)
+        request = FakeRequest(
+            id, request_id, retention, prompt, len(prompt), shared, number, scorer
+        )
         self.requests[id] = request
         self.step(request, chunks=len(prompt) // CHUNK_TOKENS)
         return request

@@ -49,7 +49,10 @@ class WatchedEngine(FakeEngine):
     @property
     def shape(self) -> CacheShape:
         budgets = np.full((LAYERS, HEADS), CHUNK, np.int32)
-        shapes = [RetentionShape(0.5, "keydiff", budgets // 2), RetentionShape(1.0, None, budgets)]
+        shapes = [
+            RetentionShape(0.5, "keydiff", budgets // 2, drafted=False),
+            RetentionShape(1.0, None, budgets, drafted=False),
+        ]
         return CacheShape(
             LAYERS, HEADS, CHUNK, 4, 64, 8, (None, None), shapes, None, 0, POOL_PAGES, 50, True
         )
@@ -117,4 +120,6 @@ class WatchedEngine(FakeEngine):
         sealed = len(tokens) // CHUNK
         keys = tuple(f"{place}{chunk}".encode() for chunk in range(sealed))
         usage, now_s = self.usages[place], time.monotonic()
-        return SequenceReading(*place, 0.5, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s)
+        return SequenceReading(
+            *place, 0.5, "keydiff", CHUNK, tokens, keys, sealed, len(tokens), usage, now_s
+        )

@@ -71,7 +71,7 @@ function makePictures(parts, model, onToken, onHead) {
 /** Show what is known now; called with every answer of the server, so it renders no component. */
 function showCache({ text, heads }, parts, cache, model) {
   text.show(cache);
-  const budget = budgetShares(model, cache?.view?.kv_retention ?? null);
+  const budget = budgetShares(model, cache?.view ?? null);
   if (cache === null || cache.view === null) {
     parts.caption.textContent = "Nothing yet: an answer's cache is shown while it is written.";
     parts.heldNow.textContent = "";
@@ -94,10 +94,12 @@ function caption({ tokens, view }) {
   return `${count(tokens)} tokens, ${view.state}: ${count(view.chunks.length)} sealed chunks, ${count(raw)} tokens not compressed yet`;
 }
 
-/** What the profile of a retention lets each head keep of a chunk, as shares; null if unknown. */
-function budgetShares({ retentions, chunk_tokens: chunk }, ratio) {
+/** What a request's profile lets each head keep of a chunk, as shares; null if unknown. */
+function budgetShares({ retentions, chunk_tokens: chunk }, view) {
   const profile = retentions.find((each) =>
-    ratio === null ? each.default : each.kv_retention === ratio,
+    view === null
+      ? each.default
+      : each.kv_retention === view.kv_retention && each.scorer === view.scorer,
   );
   return profile ? Float32Array.from(profile.budgets.flat(), (kept) => kept / chunk) : null;
 }
