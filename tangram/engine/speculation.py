@@ -57,6 +57,10 @@ class Drafter(Protocol):
         """The cache of its own KV entries, if it has any."""
         ...
 
+    def serves(self, sequence: TokenSequence) -> bool:
+        """Whether `sequence` is kept in a way that it can draft for."""
+        ...
+
     def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
         """Before a step: compute what is missing to draft for `sequences`, as far as a step may.
 
@@ -196,12 +200,17 @@ class Speculation:
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
-        courses = [self._course(sequence) for sequence in sequences if sequence.speculative]
-        counts = self._pace.choose(self._load, [course.acceptance for course in courses])
+        courses = [self._course(sequence) for sequence in sequences if self._serves(sequence)]
+        acceptances = [course.acceptance for course in courses]
+        counts = self._pace.choose(self._load, acceptances, len(sequences) - len(courses))
         for course, count in zip(courses, counts, strict=True):
             course.chosen = count
         self._rest = 0 if any(counts) else REST_STEPS
         return any(counts)
+
+    def _serves(self, sequence: TokenSequence) -> bool:
+        serves = self.drafter is None or self.drafter.serves(sequence)
+        return sequence.speculative and serves
 
     def skip(self, sequences: Sequence[TokenSequence]) -> None:
         """The next step drafts nothing for the decoding `sequences`."""

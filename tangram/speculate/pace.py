@@ -64,10 +64,13 @@ def expected_tokens(share: float, drafted: int) -> float:
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 
-def _rate(drafted: int, acceptances: Sequence[Acceptance]) -> float:
-    """What sequences yield on average in an iteration: the harmonic mean, as time per token is."""
-    waits = [1.0 / own.expected_tokens(drafted) for own in acceptances]
-    return len(waits) / sum(waits)
+def _rate(drafted: int, acceptances: Sequence[Acceptance], others: int) -> float:
+    """What sequences yield on average in an iteration: the harmonic mean, as time per token is.
+
+    `others` are the sequences without drafts.
+    """
+    waits = sum(1.0 / own.expected_tokens(drafted) for own in acceptances)
+    return (len(acceptances) + others) / (waits + others)
 
 
 @dataclass
@@ -162,12 +165,15 @@ class Pace:
         """The numbers of drafts that it chooses from, ascending."""
         return self._counts
 
-    def choose(self, load: tuple[int, ...], acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(
+        self, load: tuple[int, ...], acceptances: Sequence[Acceptance], others: int = 0
+    ) -> list[int]:
         """How many tokens to draft in the next iteration, for each sequence by its acceptance.
 
-        The sequence with most drafts decides how long an iteration takes, for all of them. So the
-        largest number is the one with the least time per token, in the mean of the sequences; in
-        a trial it is another one. Sequences that do not gain by so many get fewer.
+        The sequence with most drafts decides how long an iteration takes, for all of them and for
+        `others` that cannot have drafts. So the largest number is the one with the least time per
+        token, in the mean of the sequences; in a trial it is another one. Sequences that do not
+        gain by so many get fewer.
         """
         if not acceptances:
             return []
@@ -178,7 +184,7 @@ class Pace:
             begun = bool(known.seconds)
             return [untried[-1] if begun else self._first] * len(acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
-        rates = {count: _rate(count, acceptances) / seconds[count] for count in seconds}
+        rates = {count: _rate(count, acceptances, others) / seconds[count] for count in seconds}
         best = max(rates, key=lambda count: rates[count])
         trial = self._trial(known, seconds, rates, best) if known.may_probe() else None
         if trial is not None:

@@ -81,6 +81,7 @@ def test_what_one_sequence_gains_can_be_too_little_for_all() -> None:
     for count in pace.counts * 4:
         pace.record(LOAD, count, 2.0 if count else 1.0)
     assert pace.choose(LOAD, [good, bad, bad, bad]) == [0, 0, 0, 0]
+    assert pace.choose(LOAD, [good], others=3) == [0], "who has no drafts waits, too"
     mixed = pace.choose(LOAD, [good, good, good, bad])
     assert mixed[0] == 8 and mixed[3] < 8
 
