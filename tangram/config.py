@@ -96,8 +96,8 @@ def _option(group: OptionGroup, default: Any, text: str, **more: Any) -> Any:
 class EngineConfig:
     """All options of an engine; `OPTIONS` describes each field.
 
-    The config of a running engine names its scorer and scope. Raises `ConfigError` naming the field
-    that is out of range.
+    The config of a running engine names its default scorer and scope. Raises `ConfigError` naming
+    the field that is out of range.
     """
 
     model: str = _model(
@@ -146,17 +146,17 @@ class EngineConfig:
         hint="1.0 keeps everything",
     )
     profile: Sequence[str] = _compression(
-        (), "profile file; repeat the option to serve several retention ratios"
+        (), "profile file; repeat the option to serve several retention ratios and scorers"
     )
     scorer: str | None = _compression(
         None,
         "method that decides which KV entries stay (docs/scorers.md)",
-        unset=f"the scorer of --profile, or {SERVED_SCORER}",
+        unset=f"that of the first --profile with --kv-retention, or {SERVED_SCORER}",
     )
     scope: Literal["layer", "model"] | None = _compression(
         None,
         "heads share one budget within a layer or across the model",
-        unset="the scope of --profile, or model (tova: layer)",
+        unset="the scope of each --profile, or model (tova: layer)",
     )
     gate: str | None = _compression(
         None, "gate file of the scorer fastkvzip", unset="the shipped gate for these weights"

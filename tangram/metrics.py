@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupOverflow:
-    """The entries that the sampled chunks of one ρ demanded of one head group.
+    """The entries that the sampled chunks of one ρ and scorer demanded of one head group.
 
     `chunks` were sampled since the start. Their own scores would have kept `wished` entries of the
     group's heads. Of these, `lost` exceeded the budgets. `exceeded` counts the heads that lost
@@ -19,6 +19,7 @@ class GroupOverflow:
     """
 
     kv_retention: float
+    kv_scorer: str
     group: int
     chunks: int
     wished: int

@@ -241,6 +241,8 @@ class Request:
     cache_salt: str = ""
     grammar: Grammar | None = None
     marks: Marks = field(default_factory=Marks)
+    kv_scorer: str | None = None  # None = the engine's default
+    speculative: bool | None = None  # None = as the engine does; False = nothing is drafted
 
 
 @dataclass(frozen=True, eq=False)

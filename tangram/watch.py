@@ -72,6 +72,7 @@ class SequenceReading:
     request_id: str
     index: int
     kv_retention: float
+    scorer: str | None
     chunk_tokens: int
     tokens: Int64
     chunk_keys: Sequence[bytes]
@@ -109,14 +110,15 @@ class PoolReading:
 
 @dataclass(frozen=True, slots=True)
 class RetentionShape:
-    """One served retention ratio: `budgets` int32 [L, H] are the entries kept of a chunk.
+    """One way to keep entries that is served: `budgets` int32 [L, H] are those kept of a chunk.
 
-    `scorer` is None where nothing is scored.
+    `scorer` is None where nothing is scored. `drafted` says whether the engine may draft for it.
     """
 
     kv_retention: float
     scorer: str | None
     budgets: Int32
+    drafted: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     tables = DeviceTables(cache, pool.device)
     kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
     batcher = Batcher(
-        [subject.retention], None, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
+        [subject.retention], {}, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
     )
     token = np.zeros(1, np.int64)
     rows = tuple(

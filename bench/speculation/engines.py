@@ -50,7 +50,7 @@ class FixedPace(Pace):
         super().__init__(drafted)
         self.drafted = drafted
 
-    def choose(self, load: object, acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(self, load: object, acceptances: Sequence[Acceptance], others: int = 0) -> list[int]:
         """See `Pace`."""
         return [self.drafted] * len(acceptances)
 
@@ -73,6 +73,10 @@ class CoinDrafter:
     def __init__(self, drafter: Drafter, acceptance: float, device: torch.device) -> None:
         self._drafter, self._acceptance = drafter, acceptance
         self._generator = torch.Generator(device).manual_seed(0)
+
+    def serves(self, sequence: TokenSequence) -> bool:
+        """See `Drafter`."""
+        return self._drafter.serves(sequence)
 
     def offer(self, sequence: TokenSequence, most: int) -> int:
         """See `Drafter`."""

@@ -82,7 +82,7 @@ def paired_times_as_fast(runs: Sequence[Run], others: Sequence[Run]) -> list[flo
 
 def tpot_ms(runs: Sequence[Run], figure: str) -> float | None:
     """The median over runs of a figure of the answers' times per token: mean, p50 or p90."""
-    found = [run["tpot_ms"][figure] for run in runs if run["tpot_ms"]]
+    found = [run["tpot_ms"][figure] for run in runs if figure in run["tpot_ms"]]
     return statistics.median(found) if found else None
 
 

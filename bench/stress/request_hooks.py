@@ -63,6 +63,9 @@ def fitting(path: str, body: Fields) -> Fields:
     changed = dict(body)
     if body.get("kv_retention") is not None:
         changed["kv_retention"] = min(RATIOS, key=lambda ratio: abs(ratio - body["kv_retention"]))
+    for name in ("kv_scorer", "speculative"):  # the server has one scorer, and drafts nothing
+        if body.get(name) is not None:
+            changed[name] = None
     if body.get("stream_options") is not None:
         changed["stream"] = True
     if body.get("logit_bias"):

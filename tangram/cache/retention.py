@@ -13,8 +13,9 @@ class Retention:
     """One way to keep KV entries: the retention ratio ρ, and where the entries lie.
 
     Each sequence, and each row of its steps, carries one. It is compared by identity. Prefix keys
-    begin with `fingerprint`. Chunks that are `scored` when they are sealed keep the first
-    `sink_tokens` of the sequence and the last `window_tokens` of the chunk whatever their scores.
+    begin with `fingerprint`. `scorer` is the name of what scores chunks when they are sealed, None
+    if nothing does. Scored chunks keep the first `sink_tokens` of the sequence and the last
+    `window_tokens` of the chunk whatever their scores.
     With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
     the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
     chunk keeps all its entries, those that score best first.
@@ -23,7 +24,7 @@ class Retention:
     kv_retention: float
     layout: Layout
     fingerprint: str
-    scored: bool = False
+    scorer: str | None = None
     sink_tokens: int = 0
     window_tokens: int = 0
     one_chunk_a_step: bool = False

@@ -96,6 +96,7 @@ def answer_prompt(
     write: Callable[[str], None],
     *,
     kv_retention: float | None = None,
+    kv_scorer: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TerminalAnswer:
     """Answer `prompt`, and pass each piece of text to `write`. The answer ends early if `stopped`
@@ -105,7 +106,9 @@ def answer_prompt(
     up.
     """
     events, answer = deque[Event](), TerminalAnswer()
-    request = Request(uuid.uuid4().hex, prompt, sampling, events.append, kv_retention)
+    request = Request(
+        uuid.uuid4().hex, prompt, sampling, events.append, kv_retention, kv_scorer=kv_scorer
+    )
     engine.submit(request)
     aborted = False
     while engine.busy:

@@ -126,6 +126,7 @@ class ChatSession:
                 sampling,
                 write,
                 kv_retention=talk.kv_retention,
+                kv_scorer=talk.kv_scorer,
                 stopped=lambda: interrupts.noted,
             )
         if not answer.text:
@@ -159,9 +160,9 @@ class ChatSession:
         ]
         _grey(" · ".join(parts))
 
-    def _check_retention(self, ratio: float) -> None:
+    def _check_retention(self, ratio: float, scorer: str | None) -> None:
         least = SamplingParams(max_tokens=1)
-        self._engine.check(Request("", (0,), least, lambda event: None, ratio))
+        self._engine.check(Request("", (0,), least, lambda event: None, ratio, kv_scorer=scorer))
 
 
 def _grey(text: str) -> None:

@@ -18,7 +18,8 @@ COMMANDS = {
     "/system TEXT": "set the system text; without TEXT remove it",
     "/file PATH": "put a text file before your next question",
     "/retention RATIO": (
-        "keep this fraction of KV entries from now on (1.0 keeps all); without RATIO print it"
+        "keep this fraction of KV entries from now on (1.0 keeps all), also with a scorer, as in "
+        "0.5 keydiff; without RATIO print it"
     ),
     "/exit": "end, as Ctrl-D does",
 }
@@ -34,16 +35,17 @@ class ChatHistory:
     """The messages so far, a system text, and documents that wait for the next question.
 
     `count` returns the number of tokens of a text. At most `most_tokens` fit; a file has at most
-    `most_bytes`. `check` raises `RequestError` for a retention ratio that is not served.
-    `kv_retention` None means the default.
+    `most_bytes`. `check` raises `RequestError` for a retention ratio, or its scorer, that is not
+    served. `kv_retention` and `kv_scorer` None mean the default.
     """
 
     count: Callable[[str], int]
-    check: Callable[[float], None]
+    check: Callable[[float, str | None], None]
     most_tokens: int
     most_bytes: int
     default_retention: float
     kv_retention: float | None = None
+    kv_scorer: str | None = None
     system: str = ""
     turns: list[Message] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
@@ -99,16 +101,18 @@ class ChatHistory:
         self.system = text
         return "the system text is set" if text else "the system text is removed"
 
-    def _retention(self, ratio: str) -> str:
-        if ratio:
+    def _retention(self, given: str) -> str:
+        if given:
+            ratio, _, scorer = given.partition(" ")
             try:
                 wanted = float(ratio)
             except ValueError as error:
                 message = f"kv_retention is {ratio!r}, it must be a number such as 0.5 or 1.0"
                 raise RequestError(message, "kv_retention") from error
-            self.check(wanted)
-            self.kv_retention = wanted
-        return f"answers are computed at kv_retention {self.retention:g}"
+            self.check(wanted, scorer.strip() or None)
+            self.kv_retention, self.kv_scorer = wanted, scorer.strip() or None
+        scored = f" with scorer {self.kv_scorer}" if self.kv_scorer else ""
+        return f"answers are computed at kv_retention {self.retention:g}{scored}"
 
     def _file(self, path: str) -> str:
         source = expand_home(path.strip("'\""))

@@ -22,7 +22,7 @@ class Admission:
     """The served ways to keep KV entries, and the pool of `total_pages` pages.
 
     The first of `retentions` is the default. `cache_dtype` is the name of the KV cache's dtype,
-    `element_bytes` the size of one of its elements.
+    `element_bytes` the size of one of its elements. `speculates` says whether anything is drafted.
     """
 
     retentions: Sequence[Retention]
@@ -30,23 +30,63 @@ class Admission:
     cache_dtype: str
     element_bytes: int
     max_model_len: int
+    speculates: bool = False
 
     def retention_for(self, request: Request) -> Retention:
         """The retention that serves `request`.
 
-        Raises `RequestError` if its ρ has no profile here.
+        Without a scorer it is the first of its ρ. Raises `RequestError` if no profile here has its
+        ρ and its scorer.
         """
-        if request.kv_retention is None:
-            return self.retentions[0]
+        ratio, scorer = request.kv_retention, request.kv_scorer
+        if ratio is None:
+            ratio = self.retentions[0].kv_retention
+        if scorer is not None:
+            field = "kv_scorer" if request.kv_retention is None else "kv_retention"
+            return self._retention_of(scorer, ratio, field)
         for retention in self.retentions:
-            if retention.kv_retention == request.kv_retention:
+            if retention.kv_retention == ratio:
                 return retention
         served = sorted({retention.kv_retention for retention in self.retentions})
         raise RequestError(
-            f"kv_retention is {request.kv_retention}, this server has profiles for "
+            f"kv_retention is {ratio}, this server has profiles for "
             f"{', '.join(map(str, served))}: choose one, or start the server with another",
             "kv_retention",
         )
+
+    def _retention_of(self, scorer: str, ratio: float, field: str) -> Retention:
+        """Raises `RequestError` unless `scorer` serves the ρ `ratio`, which is that of `field`."""
+        served = dict[str, list[float]]()
+        for retention in self.retentions:
+            if retention.scorer == scorer and retention.kv_retention == ratio:
+                return retention
+            if retention.scorer is not None:
+                served.setdefault(retention.scorer, []).append(retention.kv_retention)
+        shown = shortened(scorer)
+        if not served:
+            raise RequestError(
+                f"kv_scorer is {shown}, this server has no profiles: leave it out, or start the "
+                "server with --profile",
+                "kv_scorer",
+            )
+        listed = "; ".join(
+            f"{name} at kv_retention {', '.join(map(str, sorted(ratios)))}"
+            for name, ratios in served.items()
+        )
+        raise RequestError(
+            f"kv_scorer is {shown} and kv_retention {ratio}, this server has {listed}: choose one "
+            "of these, leave kv_scorer out, or start the server with another --profile",
+            field if scorer in served else "kv_scorer",
+        )
+
+    def check_drafts(self, request: Request) -> None:
+        """Raise `RequestError` if `request` asks for drafts and nothing is drafted here."""
+        if request.speculative and not self.speculates:
+            raise RequestError(
+                "speculative is true, this server drafts nothing: leave it out, or start the "
+                "server with --speculative-config",
+                "speculative",
+            )
 
     def max_tokens_for(self, request: Request, retention: Retention) -> int:
         """How many tokens `request` may generate.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -105,13 +105,14 @@ class DeviceTables:
 class Batcher:
     """Builds the attention of each step for the kernels of one pool.
 
-    `scorer` scores the chunks of the retentions that are `scored`. The decode plan is made when the
-    decode membership changes (`Step.epoch`), and stays valid while lengths grow. A decode row may
-    have as many tokens as the last of `queries`; its kernels are those of the next larger number.
+    `scorers` are those of all retentions, by name; each scores the chunks of its own. The decode
+    plan is made when the decode membership changes (`Step.epoch`), and stays valid while lengths
+    grow. A decode row may have as many tokens as the last of `queries`; its kernels are those of
+    the next larger number.
     """
 
     retentions: Sequence[Retention]
-    scorer: Scorer | None
+    scorers: Mapping[str, Scorer]
     kernels: PoolKernels
     cache: BlockTables
     tables: DeviceTables
@@ -353,14 +354,14 @@ class Batcher:
         for (retention, kind), group in groupby(
             range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
         ):
-            if kind is RowKind.SEAL and retention.scored:
+            if kind is RowKind.SEAL and retention.scorer is not None:
                 yield from self._sealers_of(retention, rows, list(group))
 
     def _sealers_of(
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | GroupSealer]:
         """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
-        scorer = self._scorer
+        scorer = self._scorer_of(retention)
         scores = self._group_scores(scorer)
         apart = self.observer is not None or not retention.orders
         receivers = {at: self._receiver(rows[at]) for at in numbers}
@@ -379,16 +380,17 @@ class Batcher:
             return partial(score_by_kernel, fused)
         return partial(score_by_token, scorer) if scorer.by_token else None
 
-    @property
-    def _scorer(self) -> Scorer:
-        if self.scorer is None:
-            raise IntegrityError("a chunk must be scored, but there is no scorer")
-        return self.scorer
+    def _scorer_of(self, retention: Retention) -> Scorer:
+        scorer = None if retention.scorer is None else self.scorers.get(retention.scorer)
+        if scorer is None:
+            raise IntegrityError(f"a chunk must be scored by {retention.scorer}, which is not here")
+        return scorer
 
     def _chunk_sealer(
         self, scorer: Scorer, row: Row, number: int, receiver: ScoreReceiver | None
     ) -> ChunkSealer:
-        return ChunkSealer(scorer, self.kernels, row, number, self.rotary, self.observer, receiver)
+        rotary = self.rotary if "rotary" in scorer.needs else None
+        return ChunkSealer(scorer, self.kernels, row, number, rotary, self.observer, receiver)
 
     def _receiver(self, row: Row) -> ScoreReceiver | None:
         overflow = self.meters.overflow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ class EngineBuilder:
         config, loaded = self.config, self.loaded
         # Before a calibration, which takes a minute.
         kernels = self._kernels()
-        scorer, retentions = self.retentions()
+        scorers, retentions = self.retentions()
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
         page_bytes = default.layout.page_bytes(dtype.itemsize)
@@ -136,10 +136,15 @@ class EngineBuilder:
         span_bytes = default.layout.span_pages * page_bytes
         cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
         runner = self._ready_runner(
-            retentions, scorer, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype
+            retentions, scorers, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype
         )
         admission = Admission(
-            retentions, pages, str(dtype).removeprefix("torch."), dtype.itemsize, max_model_len
+            retentions,
+            pages,
+            str(dtype).removeprefix("torch."),
+            dtype.itemsize,
+            max_model_len,
+            speculates=config.speculation is not None,
         )
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache), runner
@@ -228,7 +233,7 @@ class EngineBuilder:
         """The runner of a model that drafts for another one, whose `meters` count its work too."""
         return self._ready_runner(
             retentions,
-            None,
+            {},
             cache=cache,
             pages=pages,
             kernels=self._kernels(),
@@ -248,10 +253,10 @@ class EngineBuilder:
         runner.meters.clear()
         return SelfDrafter(passes, cache.drafts)
 
-    def retentions(self) -> tuple[Scorer | None, list[Retention]]:
-        """The scorer, if one is needed, and the retentions: default ρ, 1.0, then other profiles.
+    def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
+        """The scorers that are needed, by name, and the retentions: the default, 1.0, then others.
 
-        All have pages of one shape.
+        Of these, those of the default scorer come first. All have pages of one shape.
         """
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
@@ -265,21 +270,24 @@ class EngineBuilder:
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )
-            return None, [full]
+            return {}, [full]
         if (
             config.kv_retention == 1.0
             and not config.profile
             and not isinstance(drafts, CompressedKv)
         ):
-            return None, [full]
-        scorer = self.compression.make_scorer(self.loaded.fingerprint)
+            return {}, [full]
+        compression, own = self.compression, (config.kv_retention, config.scorer)
+        scorers = compression.make_scorers(self.loaded.fingerprint)
+        profiles = compression.find_served_profiles(self.loaded, scorers)
         if isinstance(drafts, CompressedKv):
-            full = self.lossless(self.compression.find_draft_profile(self.loaded, scorer), scorer)
-        profiles = self.compression.find_served_profiles(self.loaded, scorer)
-        found = [self.retention(profile, scorer) for profile in profiles]
-        defaults = [entry for entry in found if entry.kv_retention == config.kv_retention]
+            profile = compression.find_draft_profile(self.loaded, scorers)
+            full = self.lossless(profile, scorers[profile.scorer.name])
+        found = [self.retention(profile, scorers[profile.scorer.name]) for profile in profiles]
+        found.sort(key=lambda entry: entry.scorer != config.scorer)
+        defaults = [entry for entry in found if (entry.kv_retention, entry.scorer) == own]
         default = defaults[0] if defaults else full
-        return scorer, [default, *(entry for entry in (full, *found) if entry is not default)]
+        return scorers, [default, *(entry for entry in (full, *found) if entry is not default)]
 
     def lossless(self, profile: Profile, scorer: Scorer) -> Retention:
         """ρ = 1.0 in chunks that begin with what `profile` keeps, which drafts read."""
@@ -337,7 +345,7 @@ class EngineBuilder:
             profile.kv_retention,
             layout,
             fingerprint,
-            scored=True,
+            scorer=scorer.name,
             sink_tokens=profile.sink_tokens,
             window_tokens=profile.window_tokens,
             one_chunk_a_step="reconstruction" in scorer.needs,
@@ -366,13 +374,13 @@ class EngineBuilder:
     def runner(
         self,
         retentions: Sequence[Retention],
-        scorer: Scorer | None,
+        scorers: Mapping[str, Scorer],
         *,
         cache: CacheManager,
         **options: Any,
     ) -> Runner:
         """The runner, which computes steps; `options` are those of `Runner`."""
-        return Runner(self.loaded, retentions, scorer, cache=cache, **options)
+        return Runner(self.loaded, retentions, scorers, cache=cache, **options)
 
     def _kernels(self) -> KernelChoice:
         return self._given_kernels or self.kernels()
@@ -384,7 +392,7 @@ class EngineBuilder:
     def _ready_runner(
         self,
         retentions: Sequence[Retention],
-        scorer: Scorer | None,
+        scorers: Mapping[str, Scorer],
         *,
         cache: CacheManager,
         **options: Any,
@@ -397,11 +405,11 @@ class EngineBuilder:
             compile_layers(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
-        every, scope = config.overflow_every, self.compression.choice.scope
-        overflow = None if every is None else Overflow(retentions, scope, every)
+        every, scopes = config.overflow_every, self.compression.scopes
+        overflow = None if every is None else Overflow(retentions, scopes, every)
         runner = self.runner(
             retentions,
-            scorer,
+            scorers,
             cache=cache,
             graphs=fast,
             overflow=overflow,

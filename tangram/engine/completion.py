@@ -213,7 +213,7 @@ class Answers:
         ]
         for one in (first, *others):
             # A grammar's mask would have to follow the drafts.
-            one.sequence.speculative = request.grammar is None
+            one.sequence.speculative = request.grammar is None and request.speculative is not False
             one.sequence.sample_index = one.index
         self._arrivals += sampling.n
         self._all |= {(request_id, completion.index): completion for completion in (first, *others)}

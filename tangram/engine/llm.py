@@ -95,16 +95,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         kv_retention: float | None = None,
+        kv_scorer: str | None = None,
+        speculative: bool | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Complete prompts together; results in the order of the prompts.
 
-        A prompt is a text or `{"prompt_token_ids": [...]}`. Raises `RequestError` naming the field
-        if a request is malformed or can never fit; then none of them runs.
+        A prompt is a text or `{"prompt_token_ids": [...]}`. `kv_scorer` chooses among profiles of
+        one `kv_retention`; with `speculative` False nothing is drafted. Raises `RequestError`
+        naming the field if a request is malformed or can never fit; then none of them runs.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         tokens = [self._tokens(prompt) for prompt in listed]
-        return self._complete(tokens, sampling_params, kv_retention, cache_salt)
+        return self._complete(
+            tokens,
+            sampling_params,
+            kv_retention=kv_retention,
+            kv_scorer=kv_scorer,
+            speculative=speculative,
+            cache_salt=cache_salt,
+        )
 
     def chat(
         self,
@@ -112,12 +122,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         kv_retention: float | None = None,
+        kv_scorer: str | None = None,
+        speculative: bool | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, by the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         tokens = [self.engine.codec.chat_prompt(m) for m in (messages if several else [messages])]  # type: ignore[arg-type]
-        return self._complete(tokens, sampling_params, kv_retention, cache_salt)
+        return self._complete(
+            tokens,
+            sampling_params,
+            kv_retention=kv_retention,
+            kv_scorer=kv_scorer,
+            speculative=speculative,
+            cache_salt=cache_salt,
+        )
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -133,8 +152,7 @@ class LLM:
         self,
         prompts: Sequence[tuple[int, ...]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        kv_retention: float | None,
-        cache_salt: str,
+        **fields: Any,
     ) -> list[RequestOutput]:
         params = _per_prompt(sampling_params, len(prompts))
         collectors = [
@@ -143,16 +161,8 @@ class LLM:
         requests = []
         for collector, each in zip(collectors, params, strict=True):
             self._count += 1
-            requests.append(
-                Request(
-                    str(self._count),
-                    collector.prompt,
-                    each,
-                    collector.take,
-                    kv_retention,
-                    cache_salt,
-                )
-            )
+            number = str(self._count)
+            requests.append(Request(number, collector.prompt, each, collector.take, **fields))
         self.engine.submit(*requests)
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal) as progress:

@@ -139,6 +139,7 @@ class Engine:
     def check(self, request: Request) -> tuple[Retention, int]:
         """The checks of `submit`: the retention of `request`, and the tokens it may generate."""
         retention = self._admission.retention_for(request)
+        self._admission.check_drafts(request)
         check_tokens(request.sampling, self.geometry.vocab_size)
         return retention, self._admission.max_tokens_for(request, retention)
 

@@ -53,7 +53,7 @@ class ModelDrafter:
 
     def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
         """See `Drafter`. What a long prompt lacks is computed in several steps."""
-        mirrors = {one: self._mirror(one) for one in sequences if one.known < self._limit(one)}
+        mirrors = {one: self._mirror(one) for one in sequences if self.serves(one)}
         used = frozenset(mirrors.values())
         held = {one: mirror for one, mirror in mirrors.items() if self._secure(mirror, used)}
         prefill = _Prefill(self._most_tokens)
@@ -61,6 +61,10 @@ class ModelDrafter:
             self._prefill(mirror, prefill)
         self._compute(prefill)
         return [one for one in sequences if one not in held]
+
+    def serves(self, sequence: TokenSequence) -> bool:
+        """See `Drafter`: while the model can read more of it."""
+        return sequence.known < self._limit(sequence)
 
     def offer(self, sequence: TokenSequence, most: int) -> int:
         """See `Drafter`: none until its mirror has all but the newest token."""

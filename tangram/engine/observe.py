@@ -66,7 +66,7 @@ def chunk_source(
         1.0,
         layout,
         "",
-        scored=True,
+        scorer=scorer.name,
         sink_tokens=SINK_TOKENS,
         one_chunk_a_step="reconstruction" in scorer.needs,
     )
@@ -78,7 +78,9 @@ def chunk_source(
         max_num_seqs=1,
         max_num_batched_tokens=chunk_tokens + 1,
     )
-    runner = Runner(loaded, [retention], scorer, pages=pages, cache=cache, observer=observer)
+    runner = Runner(
+        loaded, [retention], {scorer.name: scorer}, pages=pages, cache=cache, observer=observer
+    )
 
     def chunks_of(tokens: Sequence[int]) -> Iterator[int]:
         scheduler = Scheduler(config, cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,15 @@ from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
-from tangram.compress.scorers import Scorer, ScorerChoice, choose, make_scorer, read_profiles
+from tangram.compress.scorers import (
+    Scorer,
+    ScorerChoice,
+    choose,
+    choose_scope,
+    make_scorer,
+    read_profiles,
+)
+from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
@@ -27,65 +35,87 @@ _log = logging.getLogger("tangram")
 
 @dataclass(frozen=True)
 class Compression:
-    """The scorer, scope and profiles of `config`, with each file read once.
+    """The default scorer and scope of `config`, and its profiles, with each file read once.
 
-    Its `config` names the scorer and the scope.
+    Its `config` names the default scorer and its scope. `scopes` are those of all scorers by name,
+    the default first.
     """
 
     config: EngineConfig
     choice: ScorerChoice
     named: Sequence[Profile]
+    scopes: Mapping[str, Scope]
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
         """Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
         profiles = read_profiles(config)
         choice = choose(config, model, profiles)
-        return cls(replace(config, **choice._asdict()), choice, list(profiles.values()))
+        recorded = [profile.scorer.name for profile in profiles.values()]
+        others = recorded if choice.scorer in recorded else []
+        scopes = {
+            name: choose_scope(config, name, profiles)
+            for name in dict.fromkeys([choice.scorer, *others])
+        }
+        return cls(replace(config, **choice._asdict()), choice, list(profiles.values()), scopes)
 
     def make_scorer(self, model: ModelFingerprint) -> Scorer:
-        """The scorer. Raises `ConfigError` if it does not fit the model or the chunk."""
-        gate = Path(self.config.gate) if self.config.gate else None
-        scorer = make_scorer(self.choice.scorer, gate=gate, model=model)
+        """The default scorer. Raises `ConfigError` if it does not fit the model or the chunk."""
+        return self._make_scorer(self.choice.scorer, model)
+
+    def make_scorers(self, model: ModelFingerprint) -> dict[str, Scorer]:
+        """The scorers of all profiles by name. Raises `ConfigError` as `make_scorer` does."""
+        return {name: self._make_scorer(name, model) for name in self.scopes}
+
+    def _make_scorer(self, name: str, model: ModelFingerprint) -> Scorer:
+        # A gate that no scorer takes is refused by the default one.
+        takes_gate = name == FastKVzip.name or FastKVzip.name not in self.scopes
+        gate = Path(self.config.gate) if self.config.gate and takes_gate else None
+        scorer = make_scorer(name, gate=gate, model=model)
         scorer.check_tokens(self.config.chunk_tokens)
         scorer.check_model(model)
         return scorer
 
-    def find_served_profiles(self, loaded: LoadedModel, scorer: Scorer) -> list[Profile]:
+    def find_served_profiles(
+        self, loaded: LoadedModel, scorers: Mapping[str, Scorer]
+    ) -> list[Profile]:
         """The profiles that are served beside ρ = 1.0, cut to pages.
 
-        If none is configured and ρ is less, one is found or made. Raises `ProfileError` if the
-        configured ones have no such ρ.
+        If none is configured and ρ is less, one is found or made. Raises `ProfileError` if those of
+        the default scorer have no such ρ.
         """
-        config = self.config
-        profiles = [self._check(profile, loaded, scorer) for profile in self.named]
-        if config.kv_retention in (1.0, *(profile.kv_retention for profile in profiles)):
+        config, default = self.config, self.choice.scorer
+        profiles = [self._check(profile, loaded, scorers) for profile in self.named]
+        own = [profile.kv_retention for profile in profiles if profile.scorer.name == default]
+        if config.kv_retention in (1.0, *own):
             return profiles
         if profiles:
             raise ProfileError(
-                f"kv_retention is {config.kv_retention}, the profiles given are for "
-                f"{', '.join(str(profile.kv_retention) for profile in profiles)}: set kv_retention "
-                "to one of them"
+                f"kv_retention is {config.kv_retention}, the profiles given for scorer {default} "
+                f"are for {', '.join(map(str, own))}: set kv_retention to one of them"
             )
-        return [find_or_make_profile(config, loaded, scorer, self.choice.scope)]
+        return [find_or_make_profile(config, loaded, scorers[default], self.choice.scope)]
 
-    def find_draft_profile(self, loaded: LoadedModel, scorer: Scorer) -> Profile:
+    def find_draft_profile(self, loaded: LoadedModel, scorers: Mapping[str, Scorer]) -> Profile:
         """The profile of what drafts read: configured, shipped, kept, or made."""
-        drafts = self.config.speculation
+        drafts, default = self.config.speculation, self.choice.scorer
         if not isinstance(drafts, CompressedKv):
             raise ConfigError("only the speculative method compressed_kv has a draft profile")
         for profile in self.named:
-            if profile.kv_retention == drafts.kv_retention:
-                return self._check(profile, loaded, scorer)
+            if (profile.scorer.name, profile.kv_retention) == (default, drafts.kv_retention):
+                return self._check(profile, loaded, scorers)
         config = replace(self.config, speculative_config=None, kv_retention=drafts.kv_retention)
-        return find_or_make_profile(config, loaded, scorer, self.choice.scope)
+        return find_or_make_profile(config, loaded, scorers[default], self.choice.scope)
 
-    def _check(self, profile: Profile, loaded: LoadedModel, scorer: Scorer) -> Profile:
+    def _check(
+        self, profile: Profile, loaded: LoadedModel, scorers: Mapping[str, Scorer]
+    ) -> Profile:
         config = self.config
+        scorer = scorers.get(profile.scorer.name, scorers[self.choice.scorer])
         profile.check_model(loaded.fingerprint)
         profile.check_options(
             scorer=scorer.name,
-            scope=self.choice.scope,
+            scope=self.scopes[scorer.name],
             kv_retention=profile.kv_retention,
             chunk_tokens=config.chunk_tokens,
             parameters=scorer.parameters(),

@@ -106,4 +106,4 @@ class KeptRecorder:
 
 
 def _is_chosen(row: Row) -> bool:
-    return row.kind is RowKind.SEAL and row.retention.scored and row.retention.orders
+    return row.kind is RowKind.SEAL and row.retention.scorer is not None and row.retention.orders

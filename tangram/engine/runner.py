@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,8 +35,8 @@ from tangram.types import Int32, Int64
 class Runner:
     """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`.
 
-    `cache` manages the pool's pages and its host memory. `scorer` scores the chunks of `scored`
-    retentions. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
+    `cache` manages the pool's pages and its host memory. `scorers` have those that the retentions
+    name. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
     graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
     the model's own. `meters` measure: those given, or new ones, including `overflow` if it is set.
     With `records`, kept positions of up to so many chunks of a pass are noted (`recorder`).
@@ -48,7 +48,7 @@ class Runner:
         self,
         loaded: LoadedModel,
         retentions: Sequence[Retention],
-        scorer: Scorer | None,
+        scorers: Mapping[str, Scorer],
         *,
         pages: int,
         cache: CacheManager,
@@ -66,13 +66,13 @@ class Runner:
         layout = retentions[0].layout
         shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
-        needs_rotary = scorer is not None and "rotary" in scorer.needs
+        needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
         rotary = model_rotary(loaded.model, layout.geometry.head_dim) if needs_rotary else None
         serving = kernels(self.pool, layout.geometry.group_size)
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, cache.host.total)
         batcher = self.batcher_type(
-            retentions, scorer, serving, cache, block_tables, rotary, self.meters, observer
+            retentions, scorers, serving, cache, block_tables, rotary, self.meters, observer
         )
         batcher.queries = queries
         self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
@@ -130,7 +130,7 @@ class Runner:
         layout, device = retention.layout, self._loaded.device
         batcher = Batcher(
             [retention],
-            None,
+            {},
             kernels(self.pool, layout.geometry.group_size),
             tables,
             DeviceTables(tables, device),

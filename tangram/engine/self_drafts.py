@@ -35,9 +35,13 @@ class SelfDrafter:
         """See `Drafter`: what it reads is in the serving cache."""
         return ()
 
+    def serves(self, sequence: TokenSequence) -> bool:
+        """See `Drafter`: where the sequence's cache has a draft."""
+        return sequence.retention.draft is not None
+
     def offer(self, sequence: TokenSequence, most: int) -> int:
-        """See `Drafter`: all, where the sequence's cache has a draft."""
-        return 0 if sequence.retention.draft is None else most
+        """See `Drafter`: all."""
+        return most if self.serves(sequence) else 0
 
     @torch.inference_mode()
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:

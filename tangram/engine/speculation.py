@@ -30,6 +30,7 @@ from tangram.speculate.pace import Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import DraftedTokens, Int64, TokenLogprob
 
+REST_STEPS = 8  # without a new choice, where drafts do not pay: choosing costs some 50 µs
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
 _TOKENS_OF_AN_ANSWER = 512
@@ -54,6 +55,10 @@ class Drafter(Protocol):
     @property
     def cache(self) -> CacheManager | None:
         """The cache of its own KV entries, if it has any."""
+        ...
+
+    def serves(self, sequence: TokenSequence) -> bool:
+        """Whether `sequence` is kept in a way that it can draft for."""
         ...
 
     def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
@@ -167,6 +172,7 @@ class Speculation:
         self._courses: WeakKeyDictionary[TokenSequence, _Course] = WeakKeyDictionary()
         self._load: tuple[int, int] = 0, 0
         self._drafted, self._begin_s = 0, 0.0
+        self._rest, self._rows = 0, 0
 
     @property
     def on_device(self) -> bool:
@@ -183,20 +189,33 @@ class Speculation:
     def plan(self, sequences: Sequence[TokenSequence]) -> bool:
         """Choose how many tokens to draft for each of the decoding `sequences`.
 
-        Returns whether any is drafted for.
+        Returns whether any is drafted for. Where drafts do not pay, it chooses again after
+        `REST_STEPS` or when their number changes.
         """
+        if self._rest and len(sequences) == self._rows:
+            self._rest -= 1
+            return False
+        self._rows = len(sequences)
         self._load = (
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
-        courses = [self._course(sequence) for sequence in sequences if sequence.speculative]
-        counts = self._pace.choose(self._load, [course.acceptance for course in courses])
+        courses = [self._course(sequence) for sequence in sequences if self._serves(sequence)]
+        acceptances = [course.acceptance for course in courses]
+        counts = self._pace.choose(self._load, acceptances, len(sequences) - len(courses))
         for course, count in zip(courses, counts, strict=True):
             course.chosen = count
+        self._rest = 0 if any(counts) else REST_STEPS
         return any(counts)
+
+    def _serves(self, sequence: TokenSequence) -> bool:
+        serves = self.drafter is None or self.drafter.serves(sequence)
+        return sequence.speculative and serves
 
     def skip(self, sequences: Sequence[TokenSequence]) -> None:
         """The next step drafts nothing for the decoding `sequences`."""
+        if 0 < self._rest < REST_STEPS:
+            return
         for sequence in sequences:
             course = self._course(sequence)
             course.chosen = 0

@@ -13,12 +13,14 @@ from tangram.cache.accounting import PageStates
 from tangram.cache.kept import KeptStore
 from tangram.cache.manager import CacheManager
 from tangram.cache.page_map import PageMap
+from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission, count_state
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Speculation
 from tangram.engine.token_sequence import TokenSequence
+from tangram.speculative_config import CompressedKv, SpeculativeConfig
 from tangram.watch import (
     CacheShape,
     ChunkPlace,
@@ -98,6 +100,7 @@ class Watching:
             sequence.request_id,
             sequence.sample_index,
             sequence.retention.kv_retention,
+            sequence.retention.scorer,
             layout.chunk_tokens,
             sequence.settled_tokens,
             sequence.keys.list_known(sealed),
@@ -173,6 +176,13 @@ class Watching:
         return counters.drafted - before[0], counters.accepted - before[1]
 
 
+def _is_drafted(retention: Retention, drafts: SpeculativeConfig | None) -> bool:
+    """Whether an engine with `drafts` may draft for sequences of `retention`."""
+    return drafts is not None and (
+        retention.draft is not None or not isinstance(drafts, CompressedKv)
+    )
+
+
 def _describe_cache(
     config: EngineConfig, admission: Admission, cache: CacheManager, recorded: bool
 ) -> CacheShape:
@@ -188,8 +198,9 @@ def _describe_cache(
         retentions=[
             RetentionShape(
                 entry.kv_retention,
-                config.scorer if entry.scored else None,
+                entry.scorer,
                 entry.layout.head_kept_tokens,
+                drafted=_is_drafted(entry, drafts),
             )
             for entry in admission.retentions
         ],

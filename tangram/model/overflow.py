@@ -10,7 +10,7 @@ sampled chunk the device sorts the scores once more. What is kept does not chang
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from tangram.types import Int64
 class _Tally:
     """Counts of one retention by group: entries demanded, those over budget, heads over budget."""
 
+    scorer: str
     figures: Int64  # [3, groups of full-attention layers]
     chunks: int = 0
 
@@ -48,27 +49,33 @@ class _ChunkScores:
 
 
 class Overflow:
-    """Samples every `every`-th chunk that is sealed with scores. `scope` says which heads compete.
+    """Samples every `every`-th chunk that is sealed with scores.
+
+    `scopes` say which heads compete by the scores of each scorer.
 
     Example: two heads have a budget of 1 entry each, and a chunk's two best entries belong to the
     same head. This counts 2 entries demanded, 1 lost, and 1 of 2 heads exceeded.
     """
 
-    def __init__(self, retentions: Sequence[Retention], scope: Scope, every: int) -> None:
-        self._retentions, self._scope, self._every = retentions, scope, every
+    def __init__(
+        self, retentions: Sequence[Retention], scopes: Mapping[str, Scope], every: int
+    ) -> None:
+        self._scopes, self._every = scopes, every
+        self._served = dict[tuple[str, float], Retention]()
+        for entry in retentions:
+            if entry.scorer is not None and not entry.layout.keeps_everything:
+                # The first of a scorer and a ρ serves it.
+                self._served.setdefault((entry.scorer, entry.kv_retention), entry)
         self._coming: deque[tuple[Retention, HostCopies]] = deque()
         self.clear()
 
     def clear(self) -> None:
         """Forget all counts."""
         self._coming.clear()
-        self._seen, served = 0, dict[float, Retention]()
-        for retention in self._retentions:
-            served.setdefault(retention.kv_retention, retention)  # the first of a ρ serves it
+        self._seen = 0
         self._tallies = {
-            retention: _Tally(np.zeros((3, retention.layout.full_groups), np.int64))
-            for retention in served.values()
-            if not retention.layout.keeps_everything
+            retention: _Tally(scorer, np.zeros((3, retention.layout.full_groups), np.int64))
+            for (scorer, _), retention in self._served.items()
         }
 
     def sample(self, retention: Retention, start: int) -> ScoreReceiver | None:
@@ -83,7 +90,7 @@ class Overflow:
         choice = dynamic_choice(
             scores,
             retention.kv_retention,
-            self._scope,
+            self._scopes[self._tallies[retention].scorer],
             retention.sink_tokens,
             retention.window_tokens,
             start,
@@ -108,7 +115,9 @@ class Overflow:
     def figures(self) -> tuple[GroupOverflow, ...]:
         """The counts since the start, group by group."""
         return tuple(
-            GroupOverflow(retention.kv_retention, group, tally.chunks, *map(int, column))
+            GroupOverflow(
+                retention.kv_retention, tally.scorer, group, tally.chunks, *map(int, column)
+            )
             for retention, tally in self._tallies.items()
             for group, column in enumerate(tally.figures.T)
         )

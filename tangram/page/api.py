@@ -216,6 +216,7 @@ def _describe_retention(entry: RetentionShape, *, default: bool) -> Json:
         "kv_retention": entry.kv_retention,
         "scorer": entry.scorer,
         "budgets": entry.budgets.tolist(),
+        "drafted": entry.drafted,
         "default": default,
     }
 

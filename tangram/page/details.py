@@ -38,6 +38,7 @@ class Details:
             "state": one.state.value,
             "conversation": one.conversation,
             "kv_retention": reading.kv_retention,
+            "scorer": reading.scorer,
             "tokens": list(self._spell(reading.tokens.tolist(), tokens_from)),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -131,8 +132,12 @@ class Details:
         return keeps_everything(self._retention(one), one.reading.chunk_tokens)
 
     def _retention(self, one: ShownCompletion) -> RetentionShape:
-        shapes = self._watched.shape.retentions
-        return next(shape for shape in shapes if shape.kv_retention == one.reading.kv_retention)
+        wanted, shapes = one.reading, self._watched.shape.retentions
+        return next(
+            shape
+            for shape in shapes
+            if (shape.kv_retention, shape.scorer) == (wanted.kv_retention, wanted.scorer)
+        )
 
     def _spell(self, tokens: Sequence[int], begin: int) -> Iterator[Json]:
         """Tokens from `begin` on. A character of several tokens stands at the last of them."""

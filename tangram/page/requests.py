@@ -153,7 +153,7 @@ class Requests:
         for other in itertools.islice(self.newest, _MOST_COMPARED):
             prompt = other.reading.tokens[: other.reading.usage.prompt_tokens]
             same = other.announcement.client == client
-            if same and len(prompt) > best and _begins(reading, other.reading.kv_retention, prompt):
+            if same and len(prompt) > best and _begins(reading, other.reading, prompt):
                 best, number = len(prompt), other.conversation
         return number or next(self._numbers)
 
@@ -169,9 +169,9 @@ class Requests:
                     del self._by_name[name, one.choice]
 
 
-def _begins(reading: SequenceReading, kv_retention: float, prompt: np.ndarray) -> bool:
+def _begins(reading: SequenceReading, other: SequenceReading, prompt: np.ndarray) -> bool:
     return (
-        reading.kv_retention == kv_retention
+        (reading.kv_retention, reading.scorer) == (other.kv_retention, other.scorer)
         and len(prompt) <= len(reading.tokens)
         and bool((reading.tokens[: len(prompt)] == prompt).all())
     )

@@ -18,7 +18,7 @@ Json = dict[str, Any]  # a JSON object
 _MAX_FIELDS = 128
 # Tags of alternatives begin with this. No field does, so paths of fields can leave them out.
 ALTERNATIVE = "alternative "
-_MAX_LABEL_CHARACTERS = 1024
+_MAX_LABEL_CHARACTERS, _MAX_NAME_CHARACTERS = 1024, 64
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
@@ -47,8 +47,13 @@ Salt = Annotated[
         description="prefixes are reused only among requests with the same salt",
     ),
 ]
-
-
+ScorerName = Annotated[
+    Text,
+    Field(
+        max_length=_MAX_NAME_CHARACTERS,
+        description="which of the profiles of this kv_retention, by its scorer",
+    ),
+]
 Label = Annotated[
     Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")
 ]

@@ -190,6 +190,8 @@ class Job:
     grammar: Grammar | None = None
     record: Record | None = None
     marks: Marks = field(default_factory=Marks)
+    kv_scorer: str | None = None
+    speculative: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -226,7 +228,9 @@ class EventStream:
             min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
         )
         self._running: dict[int, CompletionMeter] = {}
-        self.generation = Generation(job.id, job.sampling, job.kv_retention, job.stream)
+        self.generation = Generation(
+            job.id, job.sampling, job.kv_retention, job.stream, job.kv_scorer
+        )
         if job.record is not None:
             job.record.generation = self.generation
         self.overrun = asyncio.Event()
@@ -251,6 +255,8 @@ class EventStream:
             sampling=self._job.sampling,
             on_event=partial(self._post, number),
             kv_retention=self._job.kv_retention,
+            kv_scorer=self._job.kv_scorer,
+            speculative=self._job.speculative,
             cache_salt=self._job.cache_salt,
             grammar=self._job.grammar,
             marks=self._job.marks,

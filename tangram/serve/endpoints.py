@@ -131,4 +131,6 @@ def _make_job(
         grammar,
         record,
         marks or Marks(),
+        body.kv_scorer,
+        body.speculative,
     )

@@ -151,7 +151,8 @@ _LABELLED_GAUGES: tuple[_Labelled, ...] = (
     ),
 )
 
-_GROUP = ("kv_retention", "group")
+_PROFILE = ("kv_retention", "kv_scorer")
+_GROUP = (*_PROFILE, "group")
 _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
     (
         "plans",
@@ -162,10 +163,8 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
     (
         "budget_chunks",
         "Sealed chunks that were asked what they would have kept",
-        ("kv_retention",),
-        lambda stats: [
-            ((f"{line.kv_retention:g}",), line.chunks) for line in stats.overflow if line.group == 0
-        ],
+        _PROFILE,
+        lambda stats: [(_profile(line), line.chunks) for line in stats.overflow if line.group == 0],
     ),
     (
         "budget_wished_entries",
@@ -220,8 +219,12 @@ def _speculation(stats: EngineStats) -> tuple[SpeculationStats, ...]:
     return () if stats.speculation is None else (stats.speculation,)
 
 
-def _group(line: GroupOverflow) -> tuple[str, str]:
-    return f"{line.kv_retention:g}", str(line.group)
+def _profile(line: GroupOverflow) -> tuple[str, str]:
+    return f"{line.kv_retention:g}", line.kv_scorer
+
+
+def _group(line: GroupOverflow) -> tuple[str, str, str]:
+    return *_profile(line), str(line.group)
 
 
 class _EngineCollector(Collector):

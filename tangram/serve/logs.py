@@ -100,6 +100,7 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
         "response_id": generation.response_id,
         "stream": generation.stream,
         "kv_retention": generation.kv_retention,
+        "kv_scorer": generation.kv_scorer,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -30,6 +30,7 @@ class Generation:
     sampling: SamplingParams
     kv_retention: float | None
     stream: bool
+    kv_scorer: str | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     admitted_s: float | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Json, Label, Salt, Text, encodable
+from tangram.serve.body import Body, Json, Label, Salt, ScorerName, Text, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
@@ -115,6 +115,8 @@ class ResponsesRequest(Body):
     kv_retention: float | None = Field(
         default=None, description="fraction of the KV cache to keep, (0, 1]"
     )
+    kv_scorer: ScorerName | None = None
+    speculative: bool | None = Field(default=None, description="false: nothing is drafted")
     cache_salt: Salt = ""
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -17,7 +17,7 @@ from pydantic import (
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from tangram.serve.body import Body, Label, Metadata, Salt, Text, encodable
+from tangram.serve.body import Body, Label, Metadata, Salt, ScorerName, Text, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
@@ -76,6 +76,8 @@ class _SamplingFields(Body):
     kv_retention: float | None = Field(
         default=None, description="fraction of the KV cache to keep, (0, 1]"
     )
+    kv_scorer: ScorerName | None = None
+    speculative: bool | None = Field(default=None, description="false: nothing is drafted")
     cache_salt: Salt = ""
     user: Label | None = None
     response_format: ResponseFormat | None = None

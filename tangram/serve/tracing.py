@@ -145,6 +145,7 @@ def _describe_request(generation: Generation) -> dict[str, Value | None]:
         "gen_ai.request.choice.count": sampling.n if sampling.n > 1 else None,
         "gen_ai.request.stream": generation.stream,
         "tangram.request.kv_retention": generation.kv_retention,
+        "tangram.request.kv_scorer": generation.kv_scorer,
     }
 
 

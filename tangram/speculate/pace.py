@@ -2,23 +2,22 @@
 
 An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
 (Leviathan et al., arXiv 2211.17192, section 3). It takes the time of its drafts and of one
-verification. Times are those of recent iterations at a like load, without outliers.
+verification. Times are medians of recent iterations at a like load.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from statistics import fmean
+from statistics import fmean, median_low
 
 _KEPT_TIMES = 16
 _KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
-_OUTLYING = 2.0  # times the least: such a time says nothing of later ones
 TRIES = 3  # of each number that a load begins with
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
@@ -65,17 +64,13 @@ def expected_tokens(share: float, drafted: int) -> float:
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 
-def _rate(drafted: int, acceptances: Sequence[Acceptance]) -> float:
-    """What sequences yield on average in an iteration: the harmonic mean, as time per token is."""
-    waits = [1.0 / own.expected_tokens(drafted) for own in acceptances]
-    return len(waits) / sum(waits)
+def _rate(drafted: int, acceptances: Sequence[Acceptance], others: int) -> float:
+    """What sequences yield on average in an iteration: the harmonic mean, as time per token is.
 
-
-def _usual(times: Collection[float]) -> float:
-    """The mean of `times` without outliers, such as the first pass of its kind."""
-    most = _OUTLYING * min(times)
-    usual = [one for one in times if one <= most]
-    return sum(usual) / len(usual)
+    `others` are the sequences without drafts.
+    """
+    waits = sum(1.0 / own.expected_tokens(drafted) for own in acceptances)
+    return (len(acceptances) + others) / (waits + others)
 
 
 @dataclass
@@ -88,6 +83,7 @@ class _Load:
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     usual: dict[int, float] = field(default_factory=dict)
     iterations: int = 0
+    probed_at: int = 0
     total_s: float = 0.0
     lost_s: float = 0.0
 
@@ -95,9 +91,16 @@ class _Load:
         times = self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES))
         times.append(seconds)
         if len(times) >= TRIES:
-            self.usual[drafted] = _usual(times)
+            self.usual[drafted] = median_low(times)  # a first pass may take twice as long
         self.iterations += 1
         self.total_s += seconds
+
+    def may_probe(self) -> bool:
+        """Whether it is time for a trial; the next one is `PROBE_EVERY` iterations later."""
+        if self.iterations - self.probed_at < PROBE_EVERY:
+            return False
+        self.probed_at = self.iterations
+        return True
 
     def may_lose(self, seconds: float) -> bool:
         """Whether a trial may lose that much, which is then spent."""
@@ -162,13 +165,18 @@ class Pace:
         """The numbers of drafts that it chooses from, ascending."""
         return self._counts
 
-    def choose(self, load: tuple[int, ...], acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(
+        self, load: tuple[int, ...], acceptances: Sequence[Acceptance], others: int = 0
+    ) -> list[int]:
         """How many tokens to draft in the next iteration, for each sequence by its acceptance.
 
-        The sequence with most drafts decides how long an iteration takes, for all of them. So the
-        largest number is the one with the least time per token, in the mean of the sequences; in
-        a trial it is another one. Sequences that do not gain by so many get fewer.
+        The sequence with most drafts decides how long an iteration takes, for all of them and for
+        `others` that cannot have drafts. So the largest number is the one with the least time per
+        token, in the mean of the sequences; in a trial it is another one. Sequences that do not
+        gain by so many get fewer.
         """
+        if not acceptances:
+            return []
         known = self._loads.setdefault(load, _Load())
         untried = self._find_untried(known)
         like = self._find_near(load) if untried else known
@@ -176,10 +184,9 @@ class Pace:
             begun = bool(known.seconds)
             return [untried[-1] if begun else self._first] * len(acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
-        probes = known.iterations and not known.iterations % PROBE_EVERY
-        rates = {count: _rate(count, acceptances) / seconds[count] for count in seconds}
+        rates = {count: _rate(count, acceptances, others) / seconds[count] for count in seconds}
         best = max(rates, key=lambda count: rates[count])
-        trial = self._trial(known, seconds, rates, best) if probes else None
+        trial = self._trial(known, seconds, rates, best) if known.may_probe() else None
         if trial is not None:
             return [trial] * len(acceptances)
         return [self._find_enough(own, best) for own in acceptances]

@@ -20,7 +20,7 @@ from tangram.config import EngineConfig
 from tangram.engine import profiles
 from tangram.engine.build import build_engine, engine_of
 from tangram.engine.loop import Engine
-from tangram.errors import ProfileError
+from tangram.errors import ConfigError, ProfileError
 from tangram.model.load import LoadedModel
 
 KEYDIFF = str(find_shipped_profiles() / "smollm2.keydiff.model.c512.r0.5.json")
@@ -87,13 +87,18 @@ def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
     assert choose(EngineConfig(), None, {}).scorer == "keydiff"
 
 
-def test_profiles_of_several_scorers_are_refused_by_name(loaded: LoadedModel) -> None:
+def test_profiles_of_several_scorers_are_served_and_the_default_ratio_says_which_first(
+    loaded: LoadedModel,
+) -> None:
     gated = KEYDIFF.replace("keydiff", "fastkvzip").replace("r0.5", "r0.25")
-    with pytest.raises(
-        ProfileError,
-        match=r"several scorers \(.*r0.5.json for keydiff, .*r0.25.json for fastkvzip\)",
-    ):
-        served(loaded, profile=(KEYDIFF, gated))
+    for ratio, scorer in ((0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, "keydiff")):
+        engine = served(loaded, profile=(KEYDIFF, gated), kv_retention=ratio)
+        assert engine.config.scorer == scorer
+        ways = {(entry.kv_retention, entry.scorer) for entry in engine._admission.retentions}
+        assert ways == {(0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, None)}
+    with pytest.raises(ConfigError, match="scorer keydiff takes none"):
+        served(loaded, profile=(KEYDIFF,), gate=GATE)
+    assert served(loaded, profile=(KEYDIFF, gated), gate=GATE).config.scorer == "keydiff"
 
 
 def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_layers() -> None:

@@ -59,12 +59,16 @@ Adopt = Callable[[PretrainedConfig], LoadedModel]
 class _Always(Pace):
     """Drafts as much as it may, however long that takes."""
 
-    def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(
+        self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
+    ) -> list[int]:
         return [MOST] * len(acceptances)
 
 
 class _Never(Pace):
-    def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+    def choose(
+        self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
+    ) -> list[int]:
         return [0] * len(acceptances)
 
 
@@ -302,7 +306,9 @@ def test_equal_prompts_are_read_once(
 
 def test_the_mirror_used_least_recently_makes_room(served: LoadedModel, same: str) -> None:
     class Newest(Pace):
-        def choose(self, load: Hashable, acceptances: Sequence[Acceptance]) -> list[int]:
+        def choose(
+            self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
+        ) -> list[int]:
             return [0] * (len(acceptances) - 1) + [MOST] * bool(acceptances)
 
     page = 2 * 2 * 8 * 8 * 4

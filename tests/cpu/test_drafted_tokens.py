@@ -70,7 +70,11 @@ def eager(engine: Engine) -> Engine:
     speculation = engine._speculation
     assert speculation is not None
     most = speculation.most
-    speculation._pace.choose = lambda load, acceptances: [most] * len(acceptances)  # type: ignore[method-assign]
+
+    def choose(load: object, acceptances: Sequence[object], others: int = 0) -> list[int]:
+        return [most] * len(acceptances)
+
+    speculation._pace.choose = choose  # type: ignore[method-assign]
     return engine
 
 

@@ -22,6 +22,7 @@ from bench.speculation.engines import (
     load_measured,
     with_speculation,
 )
+from bench.speculation.prompts import REPEATED_TOKENS, repeat_texts
 from bench.speculation.runs import find_differences, measure_run, summarise
 from bench.speculation.tasks import TASKS
 from tangram.compress.scorers import attention_weights
@@ -114,12 +115,12 @@ def test_drafts_behind_an_end_token_make_no_iteration_less() -> None:
     assert found["speculation"]["tokens_per_iteration"] == 9.0
 
 
-def test_prompts_that_repeat_end_within_a_repetition(codec: TextCodec) -> None:
-    prompts = repeat_texts(codec, 3, 250, 0)
+def test_prompts_that_repeat_end_within_a_repetition(small_codec: Any) -> None:
+    prompts = repeat_texts(small_codec, 3, 250, 0)
     assert len(set(prompts)) == 3
     for prompt in prompts:
         assert len(prompt) == 250 and prompt[:150] == prompt[REPEATED_TOKENS:]
-    assert prompts != repeat_texts(codec, 3, 250, 1)
+    assert prompts != repeat_texts(small_codec, 3, 250, 1)
 
 
 def test_answers_that_differ_are_named_with_the_place() -> None:

@@ -87,10 +87,11 @@ class World:
         method: str | None,
         kv_retention: float = 1.0,
         kv_cache_gib: float = 0.01,
+        profiles: tuple[str, ...] | None = None,
         **options: Any,
     ) -> Engine:
         profiled = method == "compressed_kv" or kv_retention < 1.0
-        given = {"profile": (self.profile,)} if profiled else {}
+        given = {"profile": profiles or (self.profile,)} if profiled else {}
         config = None if method is None else self.methods[method]
         return small_engine(
             self.loaded,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,14 @@ def both(
     return engines
 
 
-def submitted(engine: Engine, prompts: Sequence[list[int]]) -> list[list[Event]]:
-    """The events of each prompt, as they will come."""
+def submitted(
+    engine: Engine, prompts: Sequence[list[int]], scorers: Sequence[str | None] = ()
+) -> list[list[Event]]:
+    """The events of each prompt, as they will come; `scorers` are theirs, if not the default."""
     events: list[list[Event]] = [[] for _ in prompts]
-    for number, prompt in enumerate(prompts):
-        engine.submit(Request(str(number), tuple(prompt), ANSWER, events[number].append))
+    for number, (prompt, scorer) in enumerate(zip_longest(prompts, scorers)):
+        take = events[number].append
+        engine.submit(Request(str(number), tuple(prompt), ANSWER, take, kv_scorer=scorer))
     return events
 
 
@@ -154,9 +158,11 @@ def options_of(case: str, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
     return options
 
 
-def in_step(engines: Sequence[Engine], prompts: Sequence[list[int]]) -> None:
+def in_step(
+    engines: Sequence[Engine], prompts: Sequence[list[int]], scorers: Sequence[str | None] = ()
+) -> None:
     """Both engines answer, and are compared after every step."""
-    expected, found = (submitted(engine, prompts) for engine in engines)
+    expected, found = (submitted(engine, prompts, scorers) for engine in engines)
     while engines[0].busy:
         worked = [engine.step() for engine in engines]
         assert worked[0] == worked[1]
@@ -187,6 +193,21 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     engines = both(loaded, options)
     in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 4
+
+
+def test_chunks_of_several_scorers_in_one_step_leave_what_torch_leaves(
+    models: dict[int, LoadedModel], tmp_path: Path
+) -> None:
+    """Scores of one are fused; the next waits for a second pass; the last is of a layer."""
+    loaded = models[id(LLAMA_WORDS)]
+    scorers = ("keydiff", "kvzip", "tova")
+    options = options_of("llama, second pass", loaded, tmp_path)
+    files = [profile_file(loaded, tmp_path, scorer=name, chunk_tokens=CHUNK) for name in scorers]
+    engines = both(loaded, options | {"profile": tuple(files), "max_num_batched_tokens": 100})
+    in_step(engines, [PROMPTS[2]] * 3, scorers)
+    assert engines[0].stats().sealed_chunks == 6
+    fingerprints = {entry.fingerprint for entry in engines[0]._admission.retentions}
+    assert len(fingerprints) == 4, "three profiles and the whole cache"
 
 
 @pytest.mark.skipif(

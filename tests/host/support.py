@@ -72,8 +72,8 @@ def kept_first(drafted: Layout, name: str) -> Retention:
         groups=drafted.groups[:full],
         sealed_pages=[drafted.chunk_pages] * full,
     )
-    draft = Retention(0.5, drafted, f"profile {name}", scored=True)
-    return Retention(1.0, whole, f"full: profile {name}", scored=True, draft=draft)
+    draft = Retention(0.5, drafted, f"profile {name}", scorer="keydiff")
+    return Retention(1.0, whole, f"full: profile {name}", scorer="keydiff", draft=draft)
 
 
 class NumberedCache(CacheManager):

@@ -18,9 +18,11 @@ from tangram.types import Event, FinishReason, Usage
 SERVED = (0.5, 1.0)
 
 
-def check(ratio: float) -> None:
+def check(ratio: float, scorer: str | None) -> None:
     if ratio not in SERVED:
         raise RequestError(f"kv_retention is {ratio}, there are {SERVED}", "kv_retention")
+    if scorer not in (None, "keydiff"):
+        raise RequestError(f"kv_scorer is {scorer!r}, there is keydiff", "kv_scorer")
 
 
 @pytest.fixture
@@ -126,6 +128,16 @@ def test_the_retention_of_the_next_answers(talk: ChatHistory) -> None:
         with pytest.raises(RequestError, match="kv_retention is"):
             talk.command(wrong)
     assert talk.kv_retention == 1.0
+
+
+def test_the_scorer_of_the_next_answers(talk: ChatHistory) -> None:
+    told = talk.command("/retention 0.5  keydiff")
+    assert told == "answers are computed at kv_retention 0.5 with scorer keydiff"
+    with pytest.raises(RequestError, match="kv_scorer is 'snap'"):
+        talk.command("/retention 1.0 snap")
+    assert (talk.kv_retention, talk.kv_scorer) == (0.5, "keydiff")
+    assert talk.command("/retention 0.5") == "answers are computed at kv_retention 0.5"
+    assert talk.kv_scorer is None
 
 
 def test_what_looks_like_a_command_but_is_none(talk: ChatHistory) -> None:

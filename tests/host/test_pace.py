@@ -81,8 +81,17 @@ def test_what_one_sequence_gains_can_be_too_little_for_all() -> None:
     for count in pace.counts * 4:
         pace.record(LOAD, count, 2.0 if count else 1.0)
     assert pace.choose(LOAD, [good, bad, bad, bad]) == [0, 0, 0, 0]
+    assert pace.choose(LOAD, [good], others=3) == [0], "who has no drafts waits, too"
     mixed = pace.choose(LOAD, [good, good, good, bad])
     assert mixed[0] == 8 and mixed[3] < 8
+
+
+def test_where_no_sequence_may_have_drafts_none_are_chosen() -> None:
+    pace = Pace(8)
+    run(pace, 1.0, 0.1, 0.9, 2 * PROBE_EVERY)
+    assert pace.choose(LOAD, []) == pace.choose(FAR, []) == []
+    pace.record(LOAD, 0, 1.0)
+    assert choose(pace, LOAD, 0.9) > 0
 
 
 def test_a_change_of_costs_is_noticed() -> None:

@@ -119,7 +119,7 @@ def reading(
 ) -> SequenceReading:
     usage = Usage(len(prompt), len(answer), 0, 0, 0)
     tokens = np.asarray(prompt + answer, np.int64)
-    return SequenceReading(request_id, index, ratio, 8, tokens, (), 0, 0, usage, None)
+    return SequenceReading(request_id, index, ratio, "keydiff", 8, tokens, (), 0, 0, usage, None)
 
 
 class World:

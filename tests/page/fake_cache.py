@@ -18,8 +18,12 @@ TOKEN_BYTES = 512
 RAW_TAIL, SEALED, KEPT_FOR_NOBODY = 2, 3, 5
 RETENTIONS = (1.0, 0.5, 0.3)
 DEFAULT_RETENTION = 0.5
+DRAFT_RETENTION = 0.3
 
 Json = dict[str, Any]
+Way = tuple[float, str | None]
+# The ways to keep entries that are served: (ρ, scorer), the default among them.
+WAYS: tuple[Way, ...] = ((1.0, None), (0.5, "keydiff"), (0.3, "keydiff"))
 
 
 def tokens_of(text: str) -> list[str]:
@@ -58,10 +62,11 @@ class FakeRequest:
     prompt_tokens: int
     cached_tokens: int
     number: int
+    scorer: str | None = None
     state: str = "running"
     pages: list[int] = field(default_factory=list)
     drafted: Json = field(default_factory=dict)
-    drafts_by: str | None = None
+    reads_drafts: bool = False
 
     @property
     def chunks(self) -> int:
@@ -79,7 +84,7 @@ class FakeRequest:
     @property
     def drafts_recorded(self) -> bool:
         """Notes of what drafts read come after the chunks."""
-        return self.drafts_by == "compressed_kv" and self.state == "ended"
+        return self.reads_drafts and self.state == "ended"
 
     def held_bytes(self) -> int:
         raw = len(self.tokens) % CHUNK_TOKENS
@@ -129,6 +134,7 @@ class FakeRequest:
         return {
             **self.event(),
             "kv_retention": self.retention,
+            "scorer": self.scorer,
             "tokens": [{"id": len(text), "text": text} for text in shown],
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.prompt_tokens - self.cached_tokens,
@@ -143,8 +149,8 @@ class FakeRequest:
 class FakeCache:
     """All requests, the pool, and those who watch."""
 
-    def __init__(self, pages: int, drafts_by: str | None = None) -> None:
-        self.pages, self.drafts_by = pages, drafts_by
+    def __init__(self, pages: int, ways: tuple[Way, ...] = WAYS, *, drafts: bool = False) -> None:
+        self.pages, self.ways, self.drafts = pages, ways, drafts
         self.requests: dict[str, FakeRequest] = {}
         self.watchers: set[asyncio.Queue[tuple[str, Json]]] = set()
         self.states = np.zeros(pages, np.uint8)
@@ -166,13 +172,16 @@ class FakeCache:
             "retentions": [
                 {
                     "kv_retention": ratio,
-                    "scorer": None if ratio == 1 else "keydiff",
+                    "scorer": scorer,
                     "budgets": budgets_of(ratio),
-                    "default": ratio == DEFAULT_RETENTION,
+                    "drafted": self.drafts and ratio == 1,
+                    "default": (ratio, scorer) == (DEFAULT_RETENTION, "keydiff"),
                 }
-                for ratio in RETENTIONS
+                for ratio, scorer in self.ways
             ],
-            "speculation": self.drafts_by and {"method": self.drafts_by},
+            "speculation": {"method": "compressed_kv", "num_speculative_tokens": 8}
+            if self.drafts
+            else None,
             "pages_total": self.pages,
             "host_pages_total": 50,
             "recorded": True,
@@ -193,13 +202,23 @@ class FakeCache:
             "conversations": known,
         }
 
-    def begin(self, id: str, request_id: str, prompt: list[str], retention: float) -> FakeRequest:
+    def begin(
+        self,
+        id: str,
+        request_id: str,
+        prompt: list[str],
+        retention: float,
+        scorer: str | None = None,
+    ) -> FakeRequest:
+        scorer = scorer or next(own for ratio, own in self.ways if ratio == retention)
         shared = max(
             (self._shared(prompt, each, retention) for each in self.requests.values()), default=0
         )
         number = len(self.requests) + 1
-        request = FakeRequest(id, request_id, retention, prompt, len(prompt), shared, number)
-        request.drafts_by = self.drafts_by
+        request = FakeRequest(
+            id, request_id, retention, prompt, len(prompt), shared, number, scorer
+        )
+        request.reads_drafts = self.drafts and retention == 1
         self.requests[id] = request
         self.step(request, chunks=len(prompt) // CHUNK_TOKENS)
         return request

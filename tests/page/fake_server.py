@@ -23,10 +23,13 @@ from tangram.page.files import add_files
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
     DEFAULT_RETENTION,
+    DRAFT_RETENTION,
     KV_HEADS,
     LAYERS,
+    WAYS,
     FakeCache,
     FakeRequest,
+    Way,
     encode,
     kept_of,
     tokens_of,
@@ -55,14 +58,15 @@ class FakeServer:
     key: str | None = None
     token_s: float = 0.004
     pages: int = 900
-    drafts_by: str | None = None
+    ways: tuple[Way, ...] = WAYS
+    drafts: bool = False
     computed: threading.Event = field(default_factory=threading.Event)
     cache: FakeCache = field(init=False)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
-        self.cache = FakeCache(self.pages, self.drafts_by)
+        self.cache = FakeCache(self.pages, self.ways, drafts=self.drafts)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
         """Send an event to all who watch, from another thread."""
@@ -84,7 +88,8 @@ def answer_to(body: dict[str, Any]) -> list[str]:
         return tokens_of(CODE)
     turn = sum(message["role"] == "user" for message in body["messages"])
     kept = body.get("kv_retention", DEFAULT_RETENTION)
-    return tokens_of(f"Answer {turn} to: {' '.join(words[-8:])}, with retention {kept}.")
+    scorer = f" of {body['kv_scorer']}" if "kv_scorer" in body else ""
+    return tokens_of(f"Answer {turn} to: {' '.join(words[-8:])}, with retention {kept}{scorer}.")
 
 
 def make_app(server: FakeServer) -> FastAPI:
@@ -118,9 +123,16 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
         name = uuid.uuid4().hex
         text = "".join(f"<{each['role']}> {each['content']}\n" for each in body["messages"])
         retention = body.get("kv_retention", DEFAULT_RETENTION)
-        begun = server.cache.begin(f"chatcmpl-{name}", name, tokens_of(text), retention)
-        if "drafts" in text.split():
-            begun.drafted = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
+        begun = server.cache.begin(
+            f"chatcmpl-{name}", name, tokens_of(text), retention, body.get("kv_scorer")
+        )
+        if "drafts" in text.split() or server.drafts:
+            plain = body.get("speculative") is False
+            accepted, rejected = (0, 0) if plain else (7, 2)
+            begun.drafted = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
         stream = write_answer(server, begun, answer_to(body), body.get("max_tokens"))
         headers = {"x-request-id": name}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
@@ -177,18 +189,18 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
     @app.get("/v1/kv/requests/{name}/kept")
     def kept(name: str, chunk: int) -> Any:
         found = find(name)
-        bits = kept_of(chunk, found.retention)
-        everything = cache.drafts_by == "compressed_kv"  # then drafts read these
-        packed = encode(np.packbits(bits, bitorder="little"))
-        whole = encode(np.packbits(np.ones_like(bits), bitorder="little"))
+        held, read = (
+            encode(np.packbits(kept_of(chunk, retention), bitorder="little"))
+            for retention in (found.retention, DRAFT_RETENTION)
+        )
         return {
             "chunk": chunk,
             "begin": chunk * CHUNK_TOKENS,
             "layers": LAYERS,
             "kv_heads": KV_HEADS,
             "tokens": CHUNK_TOKENS,
-            "bits": whole if everything else packed,
-            "draft_bits": packed if found.drafts_recorded else None,
+            "bits": held,
+            "draft_bits": read if found.drafts_recorded else None,
         }
 
     @app.get("/v1/kv/events")

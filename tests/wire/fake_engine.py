@@ -215,7 +215,7 @@ class FakeEngine:
                 device_s=3.0,
                 sealing_s=0.5,
                 plans={"aot": 9},
-                overflow=(GroupOverflow(0.5, 0, 2, 100, 10, 3),),
+                overflow=(GroupOverflow(0.5, "keydiff", 0, 2, 100, 10, 3),),
                 speculation=SpeculationStats(8, 30, 21, (12, 9)),
             )
 

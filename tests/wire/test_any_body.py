@@ -60,6 +60,8 @@ NAMES = st.sampled_from(
         "ignore_eos",
         "seed",
         "kv_retention",
+        "kv_scorer",
+        "speculative",
         "cache_salt",
         "user",
         "logprobs",

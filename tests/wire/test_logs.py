@@ -82,7 +82,8 @@ def test_a_log_without_room_says_so_once(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_line_a_request_says_what_the_answer_was(fake_server: FakeServer, lines: Lines) -> None:
     with fake_server.http() as client:
-        response = client.post(CHAT, json=chat_body(max_tokens=5, kv_retention=0.5))
+        body = chat_body(max_tokens=5, kv_retention=0.5, kv_scorer="tova")
+        response = client.post(CHAT, json=body)
         wait_until(lambda: len(lines.requests) == 1, "there is no line")
     (line,), usage = lines.requests, response.json()["usage"]
     expected = {
@@ -98,6 +99,7 @@ def test_a_line_a_request_says_what_the_answer_was(fake_server: FakeServer, line
         "cached_tokens": 0,
         "completion_tokens": 5,
         "kv_retention": 0.5,
+        "kv_scorer": "tova",
         "finish_reasons": ["length"],
         "kv_bytes": usage["kv_bytes"],
         "failure": None,

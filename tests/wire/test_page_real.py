@@ -67,6 +67,7 @@ def test_turns_show_what_their_usage_says(server_url: str) -> None:
         assert [chunk["recorded"] for chunk in shown["chunks"]] == [True] * shown["sealed_chunks"]
     assert two["cached_tokens"] >= one["sealed_chunks"] * model["chunk_tokens"] > 0
     assert one["conversation"] == two["conversation"]
+    assert one["scorer"] == two["scorer"] == "fastkvzip"
     assert {chunk["in"] for chunk in one_later["chunks"]} == {"device"}
     budgets = next(entry["budgets"] for entry in model["retentions"] if entry["default"])
     assert bits[0].sum(axis=2).tolist() == budgets
@@ -79,7 +80,8 @@ def test_a_lossless_request_keeps_all(server_url: str) -> None:
     with httpx.Client(base_url=server_url, timeout=120) as client:
         name = client.post("/v1/completions", json=body).json()["id"]
         shown = client.get(f"/v1/kv/requests/{name}").json()
-        assert shown["kv_retention"] == 1.0 and shown["kv_bytes"] >= shown["kv_bytes_uncompressed"]
+        assert (shown["kv_retention"], shown["scorer"]) == (1.0, None)
+        assert shown["kv_bytes"] >= shown["kv_bytes_uncompressed"]
         assert kept(client, name, 0).all()
 
 

@@ -37,6 +37,7 @@ def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> Non
     }
     with fake_server.http() as client:
         body = chat_body(**fields, kv_retention=0.3, cache_salt="tenant", user="me")
+        body |= {"kv_scorer": "tova", "speculative": False}
         assert client.post(CHAT, json=body).status_code == 200
     request = fake_server.engine.submitted[0]
     expected = fields | {
@@ -48,6 +49,7 @@ def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> Non
     del expected["top_logprobs"]
     assert {name: getattr(request.sampling, name) for name in expected} == expected
     assert (request.kv_retention, request.cache_salt) == (0.3, "tenant")
+    assert (request.kv_scorer, request.speculative) == ("tova", False)
 
 
 def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
@@ -65,6 +67,8 @@ def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
     assert (chat.max_tokens, chat.stop) == (3, ("q",))
     assert (completion.max_tokens, completion.top_k) == (16, None)
     assert [request.kv_retention for request in fake_server.engine.submitted] == [None] * 3
+    assert [request.kv_scorer for request in fake_server.engine.submitted] == [None] * 3
+    assert [request.speculative for request in fake_server.engine.submitted] == [None] * 3
 
 
 def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
@@ -198,6 +202,11 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
         (CHAT, {"prompt_cache_key": "\ud800"}, "prompt_cache_key", "unicode"),
         (COMPLETIONS, {"prompt": "a", "prompt_cache_key": "a" * 1025}, "prompt_cache_key", "1024"),
         (CHAT, {"kv_retention": 2}, "kv_retention", "(0, 1]"),
+        (CHAT, {"kv_scorer": 7}, "kv_scorer", "string"),
+        (CHAT, {"kv_scorer": "a" * 65}, "kv_scorer", "64"),
+        (CHAT, {"kv_scorer": "\ud800"}, "kv_scorer", "unicode"),
+        (CHAT, {"speculative": "no"}, "speculative", "boolean"),
+        (COMPLETIONS, {"prompt": "a", "speculative": 1}, "speculative", "boolean"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": ["a", [1]], "max_tokens": "4"}, "max_tokens", "integer"),

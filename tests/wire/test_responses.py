@@ -128,6 +128,8 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"kv_retention": 2}, "kv_retention"),
+        ({"kv_scorer": 2}, "kv_scorer"),
+        ({"speculative": 2}, "speculative"),
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(

@@ -68,7 +68,9 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 def test_a_span_has_what_was_asked_and_what_came_of_it(collected: Collected) -> None:
     with collected.server.http() as client:
-        body = chat_body(max_tokens=4, temperature=0.5, seed=3, n=2, kv_retention=0.5)
+        body = chat_body(
+            max_tokens=4, temperature=0.5, seed=3, n=2, kv_retention=0.5, kv_scorer="a"
+        )
         response = client.post(CHAT, json=body)
     span, usage = collected.only(), response.json()["usage"]
     found = attributes(span)
@@ -89,6 +91,7 @@ def test_a_span_has_what_was_asked_and_what_came_of_it(collected: Collected) -> 
         "gen_ai.usage.cache_read.input_tokens": 0,
         "tangram.kv_bytes": usage["kv_bytes"],
         "tangram.request.kv_retention": 0.5,
+        "tangram.request.kv_scorer": "a",
         "http.response.status_code": 200,
         "url.path": CHAT,
         "tangram.request_id": response.headers["x-request-id"],

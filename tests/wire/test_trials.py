@@ -361,6 +361,9 @@ TRIALS = [
         chat(f"kv_retention {value}", 400, "kv_retention", "kv_retention", kv_retention=value)
         for value in (0, -1, float("nan"), 1.5)
     ),
+    chat("kv_scorer", 400, "kv_scorer", "this server has", kv_scorer="no such scorer"),
+    chat("scorer of another ratio", 400, "kv_retention", kv_scorer="fastkvzip", kv_retention=1.0),
+    chat("drafts", 400, "speculative", "--speculative-config", speculative=True),
     Trial(
         "store",
         400,

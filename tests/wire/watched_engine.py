@@ -50,7 +50,10 @@ class WatchedEngine(FakeEngine):
     @property
     def shape(self) -> CacheShape:
         budgets = np.full((LAYERS, HEADS), CHUNK, np.int32)
-        shapes = [RetentionShape(0.5, "keydiff", budgets // 2), RetentionShape(1.0, None, budgets)]
+        shapes = [
+            RetentionShape(0.5, "keydiff", budgets // 2, drafted=False),
+            RetentionShape(1.0, None, budgets, drafted=False),
+        ]
         return CacheShape(
             LAYERS, HEADS, CHUNK, 4, 64, 8, (None, None), shapes, None, 0, POOL_PAGES, 50, True
         )
@@ -120,6 +123,7 @@ class WatchedEngine(FakeEngine):
         keys = tuple(f"{place}{chunk}".encode() for chunk in range(sealed))
         usage, now_s = self.usages[place], time.monotonic()
         ratio = self.retentions[place[0]]
+        scorer = "keydiff" if ratio < 1 else None
         return SequenceReading(
-            *place, ratio, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s
+            *place, ratio, scorer, CHUNK, tokens, keys, sealed, len(tokens), usage, now_s
         )

@@ -5,9 +5,9 @@ A new scorer is one file with one method, and one line here; see docs/scorers.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tangram.compress.profile import Profile, Scope, default_scope
 from tangram.compress.provenance import ModelFingerprint
@@ -22,19 +22,19 @@ from tangram.compress.scorers.streaming_llm import StreamingLLM
 from tangram.compress.scorers.tova import TOVA
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, ProfileError
+from tangram.speculative_config import CompressedKv
 
 __all__ = [
     "SCORERS",
-    "Choice",
     "ChunkView",
     "Reconstruction",
     "Scorer",
+    "ScorerChoice",
     "choose",
+    "choose_scope",
     "make_scorer",
     "read_profiles",
 ]
-
-Recorded = TypeVar("Recorded", bound=str)
 
 SCORERS: dict[str, type[Scorer]] = {
     scorer.name: scorer
@@ -57,33 +57,45 @@ def read_profiles(config: EngineConfig) -> dict[str, Profile]:
 def choose(
     config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
 ) -> ScorerChoice:
-    """The scorer and scope of `config`, or else those of its `profiles`, or else the defaults.
+    """The default scorer and its scope: those of `config`, of its `profiles`, or the defaults.
 
-    The defaults depend on its gate, on `model` and on the scorer. Raises `ProfileError` if the
-    profiles decide and do not agree.
+    Of several profiles the first with the default ρ decides, or else the first. The defaults depend
+    on its gate, on `model` and on the scorer. Raises `ProfileError` if profiles of the scorer do
+    not agree on the scope.
     """
-    scorer, scope = config.scorer, config.scope
-    if scorer is None:
-        scorer = _agree(
-            "scorers", {path: profile.scorer.name for path, profile in profiles.items()}
-        )
+    scorer = config.scorer or _find_leading_scorer(config, list(profiles.values()))
     if scorer is None:
         gated = config.gate is not None or (
             model is not None and find_gate(find_shipped_gates(), model) is not None
         )
         scorer = FastKVzip.name if gated else KeyDiff.name
-    if scope is None:
-        scope = _agree("scopes", {path: profile.scope for path, profile in profiles.items()})
-    return ScorerChoice(scorer, default_scope(scorer) if scope is None else scope)
+    return ScorerChoice(scorer, choose_scope(config, scorer, profiles))
 
 
-def _agree(what: str, recorded: Mapping[str, Recorded]) -> Recorded | None:
+def choose_scope(config: EngineConfig, scorer: str, profiles: Mapping[str, Profile]) -> Scope:
+    """The scope of `config`, or else that of the `profiles` of `scorer`, or else its default.
+
+    Raises `ProfileError` if the profiles decide and do not agree.
+    """
+    if config.scope is not None:
+        return config.scope
+    recorded = {
+        path: profile.scope for path, profile in profiles.items() if profile.scorer.name == scorer
+    }
     if len(set(recorded.values())) > 1:
         listed = ", ".join(f"{path} for {name}" for path, name in recorded.items())
         raise ProfileError(
-            f"the profiles given are for several {what} ({listed}): give profiles of one"
+            f"the profiles given for scorer {scorer} are for several scopes ({listed}): give "
+            "profiles of one"
         )
-    return next(iter(recorded.values()), None)
+    return next(iter(recorded.values()), default_scope(scorer))
+
+
+def _find_leading_scorer(config: EngineConfig, profiles: Sequence[Profile]) -> str | None:
+    drafts = config.speculation
+    wanted = drafts.kv_retention if isinstance(drafts, CompressedKv) else config.kv_retention
+    leading = [profile for profile in profiles if profile.kv_retention == wanted] or profiles
+    return leading[0].scorer.name if leading else None
 
 
 def make_scorer(

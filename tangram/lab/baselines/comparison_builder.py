@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ class ComparisonBuilder(EngineBuilder):
 
     config: ComparisonConfig
 
-    def retentions(self) -> tuple[Scorer | None, list[Retention]]:
+    def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
         """See `EngineBuilder`. By input there is one retention, which drops nothing unscored."""
         if self.config.reclamation != "by-input":
             return super().retentions()
@@ -58,12 +58,12 @@ class ComparisonBuilder(EngineBuilder):
             self.config.kv_retention,
             self.lay_out_uncompressed(),
             "by input",
-            scored=True,
+            scorer=scorer.name,
             sink_tokens=SINK_TOKENS,
             window_tokens=self.config.chunk_tokens // 64,
             one_chunk_a_step=True,
         )
-        return scorer, [by_input]
+        return {scorer.name: scorer}, [by_input]
 
     def retention(self, profile: Profile, scorer: Scorer) -> Retention:
         """See `EngineBuilder`."""
@@ -93,18 +93,18 @@ class ComparisonBuilder(EngineBuilder):
     def runner(
         self,
         retentions: Sequence[Retention],
-        scorer: Scorer | None,
+        scorers: Mapping[str, Scorer],
         *,
         cache: CacheManager,
         **options: Any,
     ) -> Runner:
         """See `EngineBuilder`."""
         if not isinstance(cache, LateCache):
-            return super().runner(retentions, scorer, cache=cache, **options)
+            return super().runner(retentions, scorers, cache=cache, **options)
         by_input = self.config.reclamation == "by-input"
         scope = self.compression.choice.scope if by_input else None
         return ReclaimingRunner(
-            self.loaded, retentions, scorer, cache=cache, competing=scope, **options
+            self.loaded, retentions, scorers, cache=cache, competing=scope, **options
         )
 
     def kernels(self) -> KernelChoice:

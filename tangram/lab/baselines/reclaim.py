@@ -6,7 +6,7 @@ counts of the input it is that of the methods on which budgets were measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,8 @@ class WholeChunks(Batcher):
         self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
     ) -> Iterator[ChunkSealer | GroupSealer]:
         for at in numbers:
-            yield self._chunk_sealer(self._scorer, rows[at], at, self._receiver(rows[at]))
+            scorer = self._scorer_of(retention)
+            yield self._chunk_sealer(scorer, rows[at], at, self._receiver(rows[at]))
 
     def _chunk_sealer(
         self, scorer: Scorer, row: Row, number: int, wishes: ScoreReceiver | None
@@ -76,13 +77,13 @@ class ReclaimingRunner(Runner):
         self,
         loaded: LoadedModel,
         retentions: Sequence[Retention],
-        scorer: Scorer | None,
+        scorers: Mapping[str, Scorer],
         *,
         cache: LateCache,
         competing: Scope | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(loaded, retentions, scorer, cache=cache, **options)
+        super().__init__(loaded, retentions, scorers, cache=cache, **options)
         self._reclaimer = Reclaimer(cache, self.pool, self.passes.batcher.tables, competing)
 
     def _finish(self, attention: StepAttention) -> None:

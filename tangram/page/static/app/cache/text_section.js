@@ -80,7 +80,7 @@ function makePictures(parts, model, onToken, onHead) {
 function showCache({ text, heads }, parts, { cache, forgotten }, model, drafts) {
   cache?.showDrafts(drafts);
   text.show(cache);
-  const budget = budgetShares(model, cache?.view?.kv_retention ?? null);
+  const budget = budgetShares(model, cache?.view ?? null);
   if (cache === null || cache.view === null) {
     parts.caption.textContent = forgotten ? FORGOTTEN : NOTHING;
     parts.heldNow.textContent = "";
@@ -119,10 +119,12 @@ function caption({ tokens, view, rawTokens: raw }) {
   return `${count(tokens)} tokens, ${view.state}: ${count(view.chunks.length)} sealed chunks, ${count(raw)} tokens not compressed yet`;
 }
 
-/** What the profile of a retention lets each head keep of a chunk, as shares; null if unknown. */
-function budgetShares({ retentions, chunk_tokens: chunk }, ratio) {
+/** What a request's profile lets each head keep of a chunk, as shares; null if unknown. */
+function budgetShares({ retentions, chunk_tokens: chunk }, view) {
   const profile = retentions.find((each) =>
-    ratio === null ? each.default : each.kv_retention === ratio,
+    view === null
+      ? each.default
+      : each.kv_retention === view.kv_retention && each.scorer === view.scorer,
   );
   return profile ? Float32Array.from(profile.budgets.flat(), (kept) => kept / chunk) : null;
 }

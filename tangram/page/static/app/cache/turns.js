@@ -38,7 +38,7 @@ export function TurnsTable({ app, messages }) {
 }
 
 /** Accepted and rejected drafted tokens, or null without speculation. */
-function draftsOf({ usage }) {
+export function draftsOf({ usage }) {
   const details = usage.completion_tokens_details ?? {};
   const { accepted_prediction_tokens: accepted, rejected_prediction_tokens: rejected } = details;
   return accepted === undefined || rejected === undefined ? null : { accepted, rejected };

@@ -1,6 +1,6 @@
 /**
  * What a conversation may set. A field without a value is not sent: the server's default holds.
- * `kv_retention` is chosen among the ratios that the server has profiles for.
+ * `kv_retention` and `kv_scorer` are chosen among those that the server has profiles for.
  */
 
 /** Numbers: field, label, least, most, step, and what holds without a value. */
@@ -26,7 +26,10 @@ export function requestFields(settings) {
   for (const [name] of NUMBERS) {
     if (Number.isFinite(settings[name])) fields[name] = settings[name];
   }
-  if (Number.isFinite(settings.kv_retention)) fields.kv_retention = settings.kv_retention;
+  if (Number.isFinite(settings.kv_retention)) {
+    fields.kv_retention = settings.kv_retention;
+    if (typeof settings.kv_scorer === "string") fields.kv_scorer = settings.kv_scorer;
+  }
   const stops = (settings.stop ?? "").split("\n").filter((line) => line !== "");
   if (stops.length > 0) fields.stop = stops.slice(0, MOST_STOPS);
   return fields;

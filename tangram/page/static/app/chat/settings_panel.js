@@ -1,11 +1,8 @@
 /** What this conversation sends along: retention, sampling, a system prompt. */
 import { html } from "../preact.js";
+import { fieldsOf, nameRetention } from "../retentions.js";
 import { useStore } from "../store.js";
 import { NUMBERS } from "./settings.js";
-
-/** What a retention is called: 1 drops nothing. */
-export const nameRetention = ({ kv_retention: ratio, scorer }) =>
-  ratio === 1 ? "1 – nothing dropped" : `${ratio}${scorer ? ` – ${scorer}` : ""}`;
 
 export function SettingsPanel({ app, conversation }) {
   const { id, settings } = conversation;
@@ -13,7 +10,7 @@ export function SettingsPanel({ app, conversation }) {
   return html`<details class="settings">
     <summary>Settings of this conversation</summary>
     <div class="fields">
-      <${Retention} app=${app} value=${settings.kv_retention} onSet=${(value) => set("kv_retention", value)} />
+      <${Retention} app=${app} settings=${settings} onSet=${(changes) => app.setSettings(id, changes)} />
       ${NUMBERS.map(
         ([name, label, least, most, step, fallback]) => html`<label key=${name}>
           ${label}
@@ -57,20 +54,25 @@ function numberOf(field) {
   return field.checkValidity() && field.value !== "" ? field.valueAsNumber : null;
 }
 
-export function Retention({ app, value, onSet, label = "KV retention" }) {
+const NO_RETENTION = { kv_retention: null, kv_scorer: null };
+const spellFields = ({ kv_retention: ratio, kv_scorer: scorer }) =>
+  [ratio, scorer].filter((each) => each != null).join(" ");
+
+function Retention({ app, settings, onSet }) {
   const model = useStore(app.watch.status, (status) => status.model);
-  const ratios = model?.retentions ?? [];
+  const retentions = model?.retentions ?? [];
+  const choices = retentions.map((each) => ({ each, fields: fieldsOf(each, retentions) }));
+  const choose = ({ target }) => {
+    const chosen = choices.find(({ fields }) => spellFields(fields) === target.value);
+    onSet({ ...NO_RETENTION, ...chosen?.fields });
+  };
   return html`<label>
-    ${label}
-    <select
-      name="kv_retention"
-      value=${value ?? ""}
-      onChange=${({ target }) => onSet(target.value === "" ? null : Number(target.value))}
-    >
+    KV retention
+    <select name="kv_retention" value=${spellFields(settings)} onChange=${choose}>
       <option value="">as the server has it</option>
-      ${ratios.map(
-        (each) =>
-          html`<option value=${each.kv_retention}>
+      ${choices.map(
+        ({ each, fields }) =>
+          html`<option value=${spellFields(fields)}>
             ${nameRetention(each)}${each.default ? ", the server's" : ""}
           </option>`,
       )}

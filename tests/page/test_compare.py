@@ -1,0 +1,97 @@
+"""Compare over the embedded model: two scorers of one ratio, lossless with and without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tangram.compress.library import find_shipped_profiles
+from tests.page.support import ROOT, open_page
+from tests.wire.conftest import run_real_server
+
+pytestmark = pytest.mark.browser
+PROFILES = ("smollm2.fastkvzip.model.c512.r0.25.json", "smollm2.fastkvzip.model.c512.r0.5.json")
+PROFILES += ("smollm2.keydiff.model.c512.r0.5.json",)
+DRAFTS = '{"method": "compressed_kv", "num_speculative_tokens": 4}'
+WHOLE = "1 – nothing dropped"
+FAST, KEYDIFF = "0.5 – fastkvzip", "0.5 – keydiff"
+
+
+@pytest.fixture(scope="module")
+def page(
+    browser: Any, python: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    document = tmp_path_factory.mktemp("compare") / "document.md"
+    given = [
+        part for name in PROFILES for part in ("--profile", str(find_shipped_profiles() / name))
+    ]
+    given += ["--kv-cache-gib", "0.3", "--speculative-config", DRAFTS]
+    document.write_text((ROOT / "docs" / "compression.md").read_text()[:2600])
+    with run_real_server(*given, python=python) as url, open_page(browser, url) as watched:
+        page = watched.page
+        page.context.set_default_timeout(120_000)
+        page.get_by_role("link", name="Compare").click()
+        page.get_by_label("Question").fill("What is this text about?")
+        page.get_by_label("Add text files").set_input_files(document)
+        page.get_by_label("Most tokens").fill("16")
+        yield page
+
+
+def compare(page: Any, left: str, right: str) -> list[dict[str, str]]:
+    """The figures of both sides, once both have ended."""
+    page.get_by_label("Left").select_option(label=left)
+    page.get_by_label("Right").select_option(label=right)
+    page.get_by_role("button", name="Compare").click()
+    sides = [
+        page.get_by_role("article", name=f"Answer with {name}", exact=True)
+        for name in (left, right)
+    ]
+    for side in sides:
+        side.locator("dt", has_text="KV cache").wait_for()
+    page.get_by_role("button", name="Compare").wait_for()
+    return [
+        dict(
+            zip(
+                side.locator("dt").all_inner_texts(),
+                side.locator("dd").all_inner_texts(),
+                strict=True,
+            )
+        )
+        for side in sides
+    ]
+
+
+def share(figures: dict[str, str]) -> int:
+    """The percentage of an uncompressed cache."""
+    return int(figures["KV cache"].partition("(")[2].partition(" ")[0])
+
+
+def test_every_served_way_is_offered(page: Any) -> None:
+    ways = [f"{WHOLE}, with drafts", f"{WHOLE}, without drafts", "0.25 – fastkvzip", FAST, KEYDIFF]
+    for label in ("Left", "Right"):
+        assert page.get_by_label(label).locator("option").all_inner_texts() == ways
+
+
+def test_two_scorers_hold_as_much_and_other_entries(page: Any) -> None:
+    held = [share(figures) for figures in compare(page, FAST, KEYDIFF)]
+    assert held[0] < 95 and abs(held[0] - held[1]) <= 2
+    assert page.locator(".verdict").count() == 1
+    url = page.url.partition("#")[0]
+    model = httpx.get(f"{url}v1/kv/model").json()
+    budgets = {
+        entry["scorer"]: entry["budgets"]
+        for entry in model["retentions"]
+        if entry["kv_retention"] == 0.5
+    }
+    assert budgets["fastkvzip"] != budgets["keydiff"]
+
+
+def test_drafts_of_a_lossless_answer_change_no_word(page: Any) -> None:
+    drafted, plain = compare(page, f"{WHOLE}, with drafts", f"{WHOLE}, without drafts")
+    page.get_by_text("Both answers are equal: drafts change the speed, and no word.").wait_for()
+    assert share(drafted) == share(plain) >= 100
+    kept = int(drafted["Drafts kept"].split()[0])
+    assert kept > 0 and plain["Drafts kept"] == "0 of 0"
