@@ -27,7 +27,10 @@ export class PoolMap extends ChoicePicture {
   /** Show `pool`; call it again when it has changed. */
   show(pool) {
     this.#pool = pool;
-    if (pool.states.length !== this.#pages) this.fit();
+    if (pool.states.length !== this.#pages) {
+      this.choose(null);
+      this.fit();
+    }
     this.change();
   }
 
