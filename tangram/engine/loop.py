@@ -13,13 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from itertools import islice
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
@@ -33,13 +29,13 @@ from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, SampleRow, check_tokens
+from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
 from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
+from tangram.engine.speculation import Speculation
 from tangram.engine.text import TextCodec
+from tangram.engine.verification import Verifier
 from tangram.engine.watching import Watching
 from tangram.errors import IntegrityError
-from tangram.kernels.transfer import place
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
@@ -71,6 +67,9 @@ class Engine:
         self.config = config
         self._speculation = speculation
         scheduler.drafts = speculation
+        self._verifier = (
+            None if speculation is None else Verifier(scheduler, runner, speculation, loaded.device)
+        )
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
@@ -294,25 +293,12 @@ class Engine:
 
     def _verify(self, step: Step, sampled: list[Completion]) -> None:
         """Run a step with drafts, accept those that equal the model's tokens, and send events."""
-        step, drafted = self._draft(step, sampled)
-        samplers = _samplers(step, sampled, drafted)
-        choice = self._runner.run(step, samplers, drafted=drafted)
-        if choice is None:
-            raise IntegrityError("a step with drafts has chosen no token")
-        self._send_parcels()
-        with self._runner.meters.waiting():
-            tokens = choice.tokens_on_host()
-            drafts = iter(drafted.tolist())
-        taken, at = [], 0
-        rows = (row for row in step.rows if row.sample)
-        for row, completion in zip(rows, sampled, strict=True):
-            own = list(islice(drafts, row.drafts))
-            found = tokens[at : at + 1 + row.drafts]
-            taken.append((completion, self._settle(completion, own, found)))
-            at += 1 + row.drafts
+        if self._verifier is None:
+            raise IntegrityError("a step has drafts, but this engine does not speculate")
+        verified = self._verifier.run(step, sampled, self._send_parcels)
         self._commit(step)
-        for completion, accepted in taken:
-            self._take_all(completion, accepted)
+        for completion, tokens in verified:
+            self._take_all(completion, tokens)
         self._publish_queue()
         self._end_step(step)
 
@@ -320,32 +306,6 @@ class Engine:
         self._scheduler.commit(step)
         if self._runner.recorder is not None:
             self._runner.recorder.commit(self._scheduler.running)
-
-    def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
-        """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
-        drafter = None if self._speculation is None else self._speculation.drafter
-        if drafter is None:
-            known = [row.tokens[1:] for row in step.rows if row.drafts]
-            return step, place(np.concatenate(known), self.device)
-        self._runner.move(step)
-        rows = (row for row in step.rows if row.sample)
-        drafting = [
-            Drafting(completion.sequence, row, completion.sampler)
-            for row, completion in zip(rows, sampled, strict=True)
-            if row.drafts
-        ]
-        return replace(step, moves=()), drafter.draft(drafting)
-
-    def _settle(
-        self, completion: Completion, drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
-    ) -> list[TokenLogprob | None]:
-        """The tokens that a sequence goes on with: accepted drafts and one more."""
-        taken = accept(drafts, tokens)
-        accepted = len(taken) - 1
-        self._scheduler.settle(completion.sequence, drafts, accepted)
-        if self._speculation is not None:
-            self._speculation.settle(completion.sequence, len(drafts), accepted)
-        return taken
 
     def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
         """Enter `tokens` one after the other, until one of them ends the completion.
@@ -580,13 +540,3 @@ class Engine:
             self._check_pages()
             self._checked = True
             self._publish_stats()
-
-
-def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
-    """What chooses each token of a step: behind drafts, as if these were accepted."""
-    samplers, begin = list[SampleRow](), 0
-    rows = (row for row in step.rows if row.sample)
-    for row, completion in zip(rows, sampled, strict=True):
-        samplers += verifiers(completion.sampler, drafted[begin : begin + row.drafts])
-        begin += row.drafts
-    return samplers
