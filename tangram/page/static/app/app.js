@@ -3,6 +3,7 @@ import { api, keys } from "./api.js";
 import { CacheWatch } from "./cache/watch.js";
 import { speedOf, streamAnswer, usageOf } from "./chat/answer.js";
 import { newSettings, requestFields, requestMessages } from "./chat/settings.js";
+import { Comparison } from "./compare/comparison.js";
 import { exportText, importText, saveFile } from "./conversations/transfer.js";
 import {
   addMessage,
@@ -28,6 +29,7 @@ const NO_TOKENS = 1_000_000;
  */
 export class App {
   watch = new CacheWatch();
+  comparison = new Comparison(this);
   #database;
   #abort = new Map();
   #saving = new Map();

@@ -30,7 +30,7 @@ export function Page({ app }) {
   const view = useView();
   const [drawer, openDrawer] = useState(null);
   const [help, showHelp] = useState(false);
-  useKeys(app, showHelp);
+  useKeys(app, view, showHelp);
   const toggle = (name) => openDrawer(drawer === name ? null : name);
   return html`
     <${Bar} app=${app} view=${view} drawer=${drawer} toggle=${toggle} showHelp=${showHelp} />
@@ -161,11 +161,14 @@ function HelpDialog({ open, close }) {
 }
 
 /** Keys that work wherever nothing is being typed. */
-function useKeys(app, showHelp) {
+function useKeys(app, view, showHelp) {
   useEffect(() => {
     const press = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "Escape" && !document.querySelector("dialog[open]")) app.stop();
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+        if (view === "compare") app.comparison.stop();
+        else app.stop();
+      }
       if (event.target.closest("input, textarea, select, dialog, [contenteditable]")) return;
       const act = {
         "/": () => document.getElementById("search")?.focus(),
@@ -180,5 +183,5 @@ function useKeys(app, showHelp) {
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
-  }, [app]);
+  }, [app, view]);
 }

@@ -9,6 +9,8 @@ import { spell } from "./text_layout.js";
 
 const NOTHING = "Nothing yet: an answer's cache is shown while it is written.";
 const FORGOTTEN = "The server has forgotten this answer's cache. The next answer shows its own.";
+const UNDRAFTED =
+  "This answer has no drafts, because its cache drops entries. Shown is what the cache holds.";
 
 export function TextSection({ app, model }) {
   const { watch } = app;
@@ -18,11 +20,16 @@ export function TextSection({ app, model }) {
   const pictures = useRef(null);
   const show = useRef(null);
   // What is painted: the entries that are held, or those of them that drafts read.
-  const [drafts, showDrafts] = useState(false);
+  const [wanted, showDrafts] = useState(false);
+  const [drafted, setDrafted] = useState(true);
+  const drafts = wanted && drafted;
   show.current = () => showCache(pictures.current, parts.current, watch, model, drafts);
   useEffect(() => {
     pictures.current = makePictures(parts.current, model, setToken, setRow);
-    const end = watch.on("request", () => show.current());
+    const end = watch.on("request", () => {
+      show.current();
+      setDrafted(mayDraft(model, watch.cache?.view ?? null));
+    });
     return () => {
       end();
       pictures.current.text.close();
@@ -41,6 +48,7 @@ export function TextSection({ app, model }) {
     <h2>Text in the cache</h2>
     <p class="caption" ref=${part("caption")}></p>
     ${model.speculation?.method === "compressed_kv" && html`<${Shown} onChange=${showDrafts} />`}
+    ${wanted && !drafted && html`<p class="caption" role="status">${UNDRAFTED}</p>`}
     <div class="text-map" ref=${part("frame")}>
       <canvas
         ref=${part("text")}
@@ -119,14 +127,21 @@ function caption({ tokens, view, rawTokens: raw }) {
   return `${count(tokens)} tokens, ${view.state}: ${count(view.chunks.length)} sealed chunks, ${count(raw)} tokens not compressed yet`;
 }
 
-/** What a request's profile lets each head keep of a chunk, as shares; null if unknown. */
-function budgetShares({ retentions, chunk_tokens: chunk }, view) {
-  const profile = retentions.find((each) =>
+/** The server's entry for a request's retention, or of its default. @returns {Retention|undefined} */
+const findRetention = ({ retentions }, view) =>
+  retentions.find((each) =>
     view === null
       ? each.default
       : each.kv_retention === view.kv_retention && each.scorer === view.scorer,
   );
-  return profile ? Float32Array.from(profile.budgets.flat(), (kept) => kept / chunk) : null;
+
+/** Whether the request may have drafts; where nothing is known of it, as if it had. */
+const mayDraft = (model, view) => view === null || (findRetention(model, view)?.drafted ?? true);
+
+/** What a request's profile lets each head keep of a chunk, as shares; null if unknown. */
+function budgetShares(model, view) {
+  const budgets = findRetention(model, view)?.budgets;
+  return budgets ? Float32Array.from(budgets.flat(), (kept) => kept / model.chunk_tokens) : null;
 }
 
 const keepersOf = (cache, token) =>

@@ -37,7 +37,7 @@ export const DocumentChips = ({ documents, onRemove }) => html`<ul class="chips"
         <pre tabindex="0">${text}</pre>
       </details>
       ${onRemove &&
-      html`<button aria-label=${`Remove ${name}`} onClick=${() => onRemove(at)}>✕</button>`}
+      html`<button type="button" aria-label=${`Remove ${name}`} onClick=${() => onRemove(at)}>✕</button>`}
     </li>`,
   )}
 </ul>`;

@@ -1,28 +1,22 @@
 /** One question, two settings, side by side. */
 import { draftsOf } from "../cache/turns.js";
-import { streamAnswer } from "../chat/answer.js";
-import { DocumentChips, documentOfFile } from "../chat/documents.js";
-import { requestMessages } from "../chat/settings.js";
-import { newId } from "../conversations/tree.js";
+import { QuestionForm } from "../chat/question_form.js";
 import { bytes, count, percent, rate, seconds } from "../format.js";
-import { html, useRef, useState } from "../preact.js";
+import { html } from "../preact.js";
 import { fieldsOf, nameRetention } from "../retentions.js";
 import { useStore } from "../store.js";
+import { SIDES } from "./comparison.js";
 import { firstDifference, splitAtDifference } from "./first_difference.js";
-
-const SIDES = [0, 1];
-const NO_ANSWER = { content: "", run: null, fault: null };
-const MOST_TOKENS = 200;
 
 export function Compare({ app }) {
   const model = useStore(app.watch.status, (status) => status.model);
   if (model === null) return html`<p class="caption">Waiting for the server.</p>`;
-  return html`<${Comparison} app=${app} choices=${choicesOf(model.retentions)} />`;
+  return html`<${Comparing} app=${app} choices=${choicesOf(model.retentions)} />`;
 }
 
 /**
  * What may stand on a side: each retention, with and without drafts where the server drafts for it.
- * @returns {{name: string, retention: object, fields: object}[]} `fields` of a request choose it
+ * @returns {Side[]} see comparison.js
  */
 function choicesOf(retentions) {
   return retentions.flatMap((retention) => {
@@ -35,93 +29,64 @@ function choicesOf(retentions) {
   });
 }
 
-function Comparison({ app, choices }) {
-  const [chosen, choose] = useState([0, choices.length - 1]);
-  const [asked, setAsked] = useState(null);
-  const [answers, setAnswers] = useState([NO_ANSWER, NO_ANSWER]);
-  const [documents, setDocuments] = useState([]);
-  const [running, setRunning] = useState(null);
-  const form = useRef();
-  const compare = async (event) => {
+function Comparing({ app, choices }) {
+  const { comparison } = app;
+  const { store } = comparison;
+  const { question, documents, tokens, names, asked, answers, running } = useStore(store);
+  // What is not served any more gives way to the first, and on the right to the last.
+  const sides = SIDES.map(
+    (side) => choices.find(({ name }) => name === names[side]) ?? choices.at(side === 0 ? 0 : -1),
+  );
+  const compare = (event) => {
     event.preventDefault();
-    const { question, tokens } = form.current.elements;
-    const abort = new AbortController();
-    const sides = chosen.map((at) => choices[at]);
-    setRunning(abort);
-    setAsked(sides);
-    setAnswers([NO_ANSWER, NO_ANSWER]);
-    const messages = requestMessages({}, [{ role: "user", content: question.value, documents }]);
-    const body = { model: app.store.value.modelName, messages, max_tokens: tokens.valueAsNumber };
-    const tell = (side) => (answer) =>
-      setAnswers((both) => both.map((each, at) => (at === side ? { ...each, ...answer } : each)));
-    await askBoth(body, sides, abort.signal, tell);
-    setRunning(null);
+    comparison.ask(sides);
   };
-  const addFiles = async ({ target }) => {
-    for (const file of target.files) {
-      await documentOfFile(file).then(
-        (document) => setDocuments((known) => [...known, document]),
-        (error) => app.say(error.message),
-      );
-    }
-    target.value = "";
+  const area = {
+    rows: 3,
+    required: documents.length === 0,
+    value: question,
+    onInput: ({ target }) => store.set({ question: target.value }),
   };
-  const remove = (at) => setDocuments(documents.filter((_, other) => other !== at));
+  const change = (update) => store.set({ documents: update(store.value.documents) });
   return html`<section class="compare" aria-label="Compare">
     <h2>One question, two settings</h2>
     <p class="caption">
       Both answers are greedy, one after the other, and reuse nothing, so that their times compare.
     </p>
-    <form ref=${form} onSubmit=${compare}>
-      <textarea name="question" rows="3" required aria-label="Question" placeholder="Ask something"></textarea>
-      ${documents.length > 0 && html`<${DocumentChips} documents=${documents} onRemove=${remove} />`}
-      <div class="row">
-        <label>Add text files <input type="file" multiple onChange=${addFiles} /></label>
-        <label>
-          Most tokens
-          <input name="tokens" type="number" min="1" max="4096" required defaultValue=${MOST_TOKENS} />
-        </label>
-        ${SIDES.map(
-          (side) => html`<${Choice} ...${{ side, choices, chosen, choose }} />`,
-        )}
-        ${running === null
-          ? html`<button class="main">Compare</button>`
-          : html`<button type="button" class="main" onClick=${() => running.abort()}>Stop</button>`}
-      </div>
-    </form>
+    <${QuestionForm} ...${{ app, documents, change, area }} onSubmit=${compare}>
+      <label>
+        Most tokens
+        <input
+          type="number"
+          min="1"
+          max="4096"
+          required
+          value=${tokens}
+          onInput=${({ target }) => store.set({ tokens: target.value })}
+        />
+      </label>
+      ${SIDES.map((side) => {
+        const choose = (name) => store.set({ names: names.with(side, name) });
+        return html`<${Choice} ...${{ side, choices, choose }} chosen=${sides[side].name} />`;
+      })}
+      ${running
+        ? html`<button type="button" class="main" onClick=${() => comparison.stop()}>Stop</button>`
+        : html`<button class="main">Compare</button>`}
+    <//>
     ${asked !== null && html`<${Answers} answers=${answers} sides=${asked} running=${running} />`}
   </section>`;
 }
 
-/** Ask one after the other; a salt of their own keeps both from finding pages of the other. */
-async function askBoth(body, sides, signal, tell) {
-  // Drafts may come from earlier answers (suffix), so the side with drafts goes first.
-  const drafts = (side) => Number(sides[side].fields.speculative ?? false);
-  for (const side of SIDES.toSorted((one, other) => drafts(other) - drafts(one))) {
-    if (signal.aborted) return;
-    const own = { ...sides[side].fields, temperature: 0, cache_salt: `compare ${newId()}` };
-    try {
-      await streamAnswer({ ...body, ...own }, signal, tell(side));
-    } catch (error) {
-      tell(side)({ fault: error.message });
-    }
-  }
-}
-
 const Choice = ({ side, choices, chosen, choose }) => html`<label>
   ${side === 0 ? "Left" : "Right"}
-  <select
-    name=${side === 0 ? "left" : "right"}
-    value=${chosen[side]}
-    onChange=${({ target }) => choose(chosen.map((at, other) => (other === side ? Number(target.value) : at)))}
-  >
-    ${choices.map(({ name }, at) => html`<option value=${at}>${name}</option>`)}
+  <select value=${chosen} onChange=${({ target }) => choose(target.value)}>
+    ${choices.map(({ name }) => html`<option value=${name}>${name}</option>`)}
   </select>
 </label>`;
 
 function Answers({ answers, sides, running }) {
   const texts = answers.map(({ content }) => content);
-  const done = running === null && answers.every(({ run }) => run?.usage);
+  const done = !running && answers.every(({ run }) => run?.usage);
   const split = splitAtDifference(...texts);
   const at = firstDifference(...texts);
   return html`<div>
@@ -152,6 +117,7 @@ const Side = ({ answer, parts, name }) => html`<article aria-label=${`Answer wit
   <h3>${name}</h3>
   <${Figures} run=${answer.run} />
   ${answer.fault !== null && html`<p class="fault" role="alert">${answer.fault}</p>`}
+  ${answer.run?.finish === "stopped" && html`<p class="soft">Stopped.</p>`}
   <div class="words">${parts.same}${parts.word && html`<mark>${parts.word}</mark>`}${parts.rest}</div>
 </article>`;
 
