@@ -69,7 +69,7 @@ class FakeServer:
         self.cache = FakeCache(self.pages, self.ways, drafts=self.drafts)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
-        """Send an event to all who watch, from another thread."""
+        """Send an event to all who watch, from another thread; "end" ends their streams."""
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self.cache.tell, event, data)
 
@@ -123,6 +123,11 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
         name = uuid.uuid4().hex
         text = "".join(f"<{each['role']}> {each['content']}\n" for each in body["messages"])
         retention = body.get("kv_retention", DEFAULT_RETENTION)
+        ratios = [ratio for ratio, _ in server.cache.ways]
+        if retention not in ratios:
+            served = ", ".join(map(str, ratios))
+            fault = f"kv_retention is {retention}, this server has {served}"
+            return JSONResponse({"error": {"message": fault}}, 400)
         begun = server.cache.begin(
             f"chatcmpl-{name}", name, tokens_of(text), retention, body.get("kv_scorer")
         )
@@ -219,6 +224,8 @@ async def write_events(cache: FakeCache) -> AsyncIterator[str]:
         yield f"event: hello\ndata: {json.dumps({'at': 0.0, 'last_steps': cache.steps[-400:]})}\n\n"
         while True:
             event, data = await watcher.get()
+            if event == "end":
+                return
             yield f"event: {event}\ndata: {json.dumps(data)}\n\n"
     finally:
         cache.watchers.discard(watcher)

@@ -12,7 +12,6 @@ from tests.page.fake_cache import (
     DRAFT_RETENTION,
     KV_HEADS,
     LAYERS,
-    RETENTIONS,
     FakeRequest,
     kept_of,
 )
@@ -108,6 +107,30 @@ def test_the_text_shows_what_drafts_read(browser: Any) -> None:
         page.get_by_text("entries read by drafts").wait_for()
         request.retention = DRAFT_RETENTION
         check_scale({at: share(request, at) for at in tokens}, painted_tokens(page, request.tokens))
+
+
+def test_an_answer_without_drafts_says_so(browser: Any) -> None:
+    """Nothing is drafted where entries are dropped: the text shows what is held."""
+    with run_fake_page(drafts=True) as fake, open_page(browser, fake.url) as watched:
+        page = watched.page
+        page.add_init_script(SCRIPT)
+        page.reload()
+        page.get_by_label("Shown").select_option("what drafts read")
+        paste(page, DOCUMENT)
+        ask(page, "What is item seven?")
+        (request,) = fake.cache.requests.values()
+        tokens = range(len(request.tokens))
+        page.get_by_text(f"{len(tokens)} tokens, ended").wait_for()
+        undrafted = page.get_by_text("This answer has no drafts, because its cache drops entries.")
+        undrafted.wait_for()
+        assert page.get_by_text("entries held of").count() == 1
+        assert page.get_by_text("read by drafts").count() == 0
+        check_scale({at: share(request, at) for at in tokens}, painted_tokens(page, request.tokens))
+        page.get_by_text("Settings of this conversation").click()
+        page.get_by_label("KV retention").select_option("1 – nothing dropped")
+        ask(page, "And item eight?")
+        page.get_by_text("entries read by drafts").wait_for()
+        assert undrafted.count() == 0
 
 
 def test_pointing_at_a_token_names_it(page: Any, asked: FakeRequest) -> None:
@@ -244,85 +267,6 @@ def test_the_steps_are_told(page: Any, asked: FakeRequest, fake: FakeServer) -> 
     last = fake.cache.steps[-1]
     page.get_by_text(f"Step {last['n']}: ").wait_for()
     page.get_by_text("1 decode rows with 1 tokens").wait_for()
-
-
-def test_two_settings_are_compared(page: Any, fake: FakeServer) -> None:
-    page.get_by_role("link", name="Compare").click()
-    page.get_by_label("Left").select_option(label="1 – nothing dropped")
-    page.get_by_label("Right").select_option(label="0.3 – keydiff")
-    page.get_by_label("Question").fill("What is dropped?")
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_text("They differ first at word 9.").wait_for()
-    assert page.locator("mark").all_inner_texts() == ["1.", "0.3."]
-    bodies = fake.bodies[-2:]
-    assert [body["kv_retention"] for body in bodies] == [RETENTIONS[0], RETENTIONS[2]]
-    assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
-    assert all(body["temperature"] == 0 for body in bodies)
-    assert page.get_by_text("(100 %)").count() == 2  # nothing is sealed yet
-
-
-def options_of(page: Any, label: str) -> list[str]:
-    return page.get_by_label(label).locator("option").all_inner_texts()
-
-
-def compare(page: Any, left: str, right: str, verdict: str) -> None:
-    """Ask both sides, and wait until the page says `verdict`."""
-    page.get_by_label("Left").select_option(label=left)
-    page.get_by_label("Right").select_option(label=right)
-    page.get_by_label("Question").fill("What is dropped?")
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_text(verdict, exact=True).wait_for()
-
-
-def test_two_scorers_of_one_ratio_are_compared(browser: Any) -> None:
-    ways = ((0.5, "keydiff"), (1.0, None), (0.5, "fastkvzip"), (0.3, "fastkvzip"))
-    with run_fake_page(ways=ways) as fake, open_page(browser, fake.url) as watched:
-        page = watched.page
-        page.get_by_role("link", name="Compare").click()
-        page.get_by_label("Left").wait_for()
-        named = ["0.5 – keydiff", "1 – nothing dropped", "0.5 – fastkvzip", "0.3 – fastkvzip"]
-        assert options_of(page, "Left") == options_of(page, "Right") == named
-        compare(page, named[0], named[2], "They differ first at word 9.")
-        assert page.locator("mark").all_inner_texts() == ["0.5.", "0.5 "]
-        fields = [
-            {name: body[name] for name in ("kv_retention", "kv_scorer") if name in body}
-            for body in fake.bodies
-        ]
-        assert fields == [{"kv_retention": 0.5}, {"kv_retention": 0.5, "kv_scorer": "fastkvzip"}]
-        assert all("speculative" not in body for body in fake.bodies)
-        page.get_by_role("link", name="Chat").click()
-        page.get_by_text("Settings of this conversation").click()
-        page.get_by_label("KV retention").select_option(label="0.5 – fastkvzip")
-        ask(page, "Who scores?")
-        assert (fake.bodies[-1]["kv_retention"], fake.bodies[-1]["kv_scorer"]) == (0.5, "fastkvzip")
-        page.get_by_label("KV retention").select_option(label="0.3 – fastkvzip")
-        ask(page, "And now?")
-        assert fake.bodies[-1]["kv_retention"] == 0.3 and "kv_scorer" not in fake.bodies[-1]
-
-
-def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> None:
-    ways = ((1.0, None), (0.5, "keydiff"))
-    phone = {"width": 360, "height": 740}
-    with (
-        run_fake_page(ways=ways, drafts=True) as fake,
-        open_page(browser, fake.url, viewport=phone) as watched,
-    ):
-        page = watched.page
-        page.get_by_role("link", name="Compare").click()
-        page.get_by_label("Left").wait_for()
-        whole = "1 – nothing dropped"
-        plain, drafted = f"{whole}, without drafts", f"{whole}, with drafts"
-        assert options_of(page, "Left") == [drafted, plain, "0.5 – keydiff"]
-        said = "Both answers are equal: drafts change the speed, and no word."
-        compare(page, plain, drafted, said)
-        assert page.locator("mark").count() == 0
-        # Drafts may come from earlier answers, so the side without them is asked last.
-        assert [body["speculative"] for body in fake.bodies] == [True, False]
-        counts = page.get_by_text("Drafts kept").locator("xpath=following-sibling::dd")
-        assert counts.all_inner_texts() == ["0 of 0", "7 of 9"]
-        compare(page, plain, plain, "Both answers are equal.")
-        wide = "() => document.documentElement.scrollWidth - innerWidth"
-        assert page.evaluate(wide) == 0
 
 
 def test_the_server_view_shows_the_last_hour(page: Any) -> None:

@@ -35,7 +35,7 @@ def page(
         page.context.set_default_timeout(120_000)
         page.get_by_role("link", name="Compare").click()
         page.get_by_label("Question").fill("What is this text about?")
-        page.get_by_label("Add text files").set_input_files(document)
+        page.get_by_label("Text files").set_input_files(document)
         page.get_by_label("Most tokens").fill("16")
         yield page
 

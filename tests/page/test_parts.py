@@ -132,3 +132,24 @@ def test_the_first_word_that_differs(module_page: Any, one: str, other: str, at:
         [one, other],
     )
     assert found == at
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "parts"),
+    [
+        ("a b  c\n", "a x", [("a ", "b", "  c\n"), ("a ", "x", "")]),
+        ("\n a b", "a", [("\n a ", "b", ""), ("a", "", "")]),
+        ("a  b ", "a b", [("a  b ", "", ""), ("a b", "", "")]),
+    ],
+)
+def test_the_mark_has_the_word_alone(
+    module_page: Any, one: str, other: str, parts: list[tuple[str, str, str]]
+) -> None:
+    found = module_page.evaluate(
+        """async (texts) => {
+          const { splitAtDifference } = await import("/page/app/compare/first_difference.js");
+          return splitAtDifference(...texts).map(({ same, word, rest }) => [same, word, rest]);
+        }""",
+        [one, other],
+    )
+    assert [tuple(each) for each in found] == parts

@@ -1,6 +1,6 @@
 /** Where a conversation's next question is written. */
 import { html, useRef, useState } from "../preact.js";
-import { QuestionForm } from "./question_form.js";
+import { QuestionForm, SubmitOrStop } from "./question_form.js";
 
 const MOST_HEIGHT_PX = 240;
 
@@ -18,9 +18,7 @@ export function Composer({ app, running }) {
   };
   const area = { ref: text, rows: 1, onInput: ({ target }) => fit(target) };
   return html`<${QuestionForm} name="composer" ...${{ app, documents, change, area }} onSubmit=${send}>
-    ${running
-      ? html`<button type="button" class="main" onClick=${() => app.stop()}>Stop</button>`
-      : html`<button class="main">Send</button>`}
+    <${SubmitOrStop} label="Send" running=${running} onStop=${() => app.stop()} />
   <//>`;
 }
 

@@ -64,6 +64,22 @@ export function QuestionForm({ app, name, documents, change, area, onSubmit, chi
   </form>`;
 }
 
+/** Submits the form, or stops what was asked; always one element, which keeps the focus. */
+export function SubmitOrStop({ label, running, onStop }) {
+  const stop = (event) => {
+    // What stops may render at once; the click would then submit.
+    event.preventDefault();
+    onStop();
+  };
+  return html`<button
+    class="main"
+    type=${running ? "button" : "submit"}
+    onClick=${running ? stop : undefined}
+  >
+    ${running ? "Stop" : label}
+  </button>`;
+}
+
 /** Enter submits, with Ctrl too; with Shift, or inside an input method, it stays a character. */
 function submitOnEnter(event, form) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -1,6 +1,6 @@
 /** One question, two settings, side by side. */
 import { draftsOf } from "../cache/turns.js";
-import { QuestionForm } from "../chat/question_form.js";
+import { QuestionForm, SubmitOrStop } from "../chat/question_form.js";
 import { bytes, count, percent, rate, seconds } from "../format.js";
 import { html } from "../preact.js";
 import { fieldsOf, nameRetention } from "../retentions.js";
@@ -69,9 +69,7 @@ function Comparing({ app, choices }) {
         const choose = (name) => store.set({ names: names.with(side, name) });
         return html`<${Choice} ...${{ side, choices, choose }} chosen=${sides[side].name} />`;
       })}
-      ${running
-        ? html`<button type="button" class="main" onClick=${() => comparison.stop()}>Stop</button>`
-        : html`<button class="main">Compare</button>`}
+      <${SubmitOrStop} label="Compare" running=${running} onStop=${() => comparison.stop()} />
     <//>
     ${asked !== null && html`<${Answers} answers=${answers} sides=${asked} running=${running} />`}
   </section>`;
