@@ -21,16 +21,20 @@ FAST, KEYDIFF = "0.5 – fastkvzip", "0.5 – keydiff"
 
 
 @pytest.fixture(scope="module")
-def page(
-    browser: Any, python: Sequence[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    document = tmp_path_factory.mktemp("compare") / "document.md"
+def url(python: Sequence[str]) -> Iterator[str]:
     given = [
         part for name in PROFILES for part in ("--profile", str(find_shipped_profiles() / name))
     ]
     given += ["--kv-cache-gib", "0.3", "--speculative-config", DRAFTS]
+    with run_real_server(*given, python=python) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    document = tmp_path_factory.mktemp("compare") / "document.md"
     document.write_text((ROOT / "docs" / "compression.md").read_text()[:2600])
-    with run_real_server(*given, python=python) as url, open_page(browser, url) as watched:
+    with open_page(browser, url) as watched:
         page = watched.page
         page.context.set_default_timeout(120_000)
         page.get_by_role("link", name="Compare").click()
@@ -95,3 +99,43 @@ def test_drafts_of_a_lossless_answer_change_no_word(page: Any) -> None:
     assert share(drafted) == share(plain) >= 100
     kept = int(drafted["Drafts kept"].split()[0])
     assert kept > 0 and plain["Drafts kept"] == "0 of 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("0.7 – keydiff", {"kv_retention": 0.7}),
+        ("0.5 – snapkv", {"kv_retention": 0.5, "kv_scorer": "snapkv"}),
+    ],
+)
+def test_what_the_server_refuses_stands_in_its_column(
+    browser: Any, url: str, name: str, fields: dict[str, Any]
+) -> None:
+    """A page may still offer what the server had before it was started again."""
+    ratio, _, scorer = name.partition(" – ")
+    former = {"kv_retention": float(ratio), "scorer": scorer, "budgets": [], "drafted": False}
+
+    def add_former(route: Any) -> None:
+        model = httpx.get(f"{url}/v1/kv/model").json()
+        model["retentions"].append({**former, "default": False})
+        route.fulfill(json=model)
+
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    asked = {"model": model, "messages": [{"role": "user", "content": "Who?"}], **fields}
+    refused = httpx.post(f"{url}/v1/chat/completions", json=asked)
+    assert refused.status_code == 400
+    with open_page(browser, url, ignores=("400",)) as watched:
+        page = watched.page
+        page.context.set_default_timeout(120_000)
+        page.route("**/v1/kv/model", add_former)
+        page.get_by_role("link", name="Compare").click()
+        page.reload()
+        page.get_by_label("Question").fill("Who?")
+        page.get_by_label("Most tokens").fill("4")
+        refusal, answer = compare(page, name, FAST)
+        assert refusal["Prompt + answer"] == "–" and "tokens" in answer["Prompt + answer"]
+        message = refused.json()["error"]["message"]
+        assert page.get_by_role("alert").all_inner_texts() == [message]
+        side = page.get_by_role("article", name=f"Answer with {name}", exact=True)
+        assert side.get_by_role("alert").count() == 1
+        assert page.locator(".verdict").count() == 0
