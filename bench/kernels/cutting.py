@@ -84,7 +84,7 @@ SMALL = (
 )
 
 
-class Batch:
+class LongRows:
     """Random queries and entries of a load, on pages in random order."""
 
     def __init__(self, load: Load, device: torch.device, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ def measure(load: Load, schedules: Sequence[str], device: torch.device) -> dict[
     """Tasks and µs of a layer by schedule, checked against the first; no times off a GPU."""
     timed = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if timed else 3
-    batch = Batch(load, device, torch.bfloat16 if timed else torch.float32)
+    batch = LongRows(load, device, torch.bfloat16 if timed else torch.float32)
     cells: dict[str, dict[str, Any]] = {}
     expected: Tensor | None = None
     for text in schedules:
