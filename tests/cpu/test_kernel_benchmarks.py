@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.kernels import ablations, dense, family, pat, persistent, ragged
+from bench.kernels import ablations, cutting, dense, family, pat, persistent, ragged
 from tangram.kernels import reference
 from tangram.lab.kernel_benchmarks import workloads as workloads_room
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
@@ -49,6 +49,14 @@ def test_a_dry_run_takes_the_kernels_along_where_they_can_be_interpreted(
         ["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive", "--dry-run"]
     )
     assert "kernels interpreted" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_long_rows_are_cut_finer_and_give_the_same_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cutting.main(["--small"])
+    assert "{'workqueue': 24, 'workqueue+ctas=3': 9}" in capsys.readouterr().out
 
 
 def test_a_plan_that_skips_entries_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
