@@ -16,7 +16,7 @@ export function Compare({ app }) {
 
 /**
  * What may stand on a side: each retention, with and without drafts where the server drafts for it.
- * @returns {Side[]} see comparison.js
+ * @returns {Setting[]} see comparison.js
  */
 function choicesOf(retentions) {
   return retentions.flatMap((retention) => {

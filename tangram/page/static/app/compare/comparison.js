@@ -9,7 +9,7 @@ const NO_ANSWER = { content: "", run: null, fault: null };
 const MOST_TOKENS = 200;
 
 /**
- * @typedef {object} Side what may stand on a side
+ * @typedef {object} Setting what may stand on a side
  * @property {string} name
  * @property {object} retention see retentions.js
  * @property {object} fields of a request, which choose it
@@ -36,7 +36,7 @@ export class Comparison {
     this.#app = app;
   }
 
-  /** Ask one side after the other. @param {Side[]} sides */
+  /** Ask one side after the other. @param {Setting[]} sides */
   async ask(sides) {
     const { question, documents, tokens, running } = this.store.value;
     if (running) return;
@@ -59,8 +59,8 @@ export class Comparison {
 
   async #askSide(side, body) {
     const tell = (changes) => {
-      const answers = this.store.value.answers.with(side, { ...this.store.value.answers[side], ...changes });
-      this.store.set({ answers });
+      const { answers } = this.store.value;
+      this.store.set({ answers: answers.with(side, { ...answers[side], ...changes }) });
     };
     try {
       // A salt of its own keeps it from finding pages of the other.
