@@ -210,7 +210,7 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
     page.get_by_role("link", name="Compare").click()
     document = tmp_path / "document.md"
     document.write_text(DOCUMENT)
-    page.get_by_label("Add text files").set_input_files(document)
+    page.get_by_label("Text files").set_input_files(document)
     page.get_by_label("Question").fill("What is this text about?")
     page.get_by_label("Most tokens").fill("24")
     page.get_by_label("Left").select_option(label="1 – nothing dropped")
