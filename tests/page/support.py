@@ -56,6 +56,12 @@ def _note(watched: Watched, message: Any) -> None:
         watched.errors.append(f"{message.text} ({message.location.get('url', '')})")
 
 
+def open_compare(page: Any) -> None:
+    """Open the Compare view, and wait for it: the chat's form has fields of the same names."""
+    page.get_by_role("link", name="Compare").click()
+    page.get_by_label("Left").wait_for()
+
+
 def ask(page: Any, question: str) -> None:
     """Send a question and wait until its answer has ended."""
     send(page, question)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.page.fake_server import FakeServer
-from tests.page.support import ask, open_page, paste
+from tests.page.support import ask, open_compare, open_page, paste
 
 pytestmark = pytest.mark.browser
 SERIOUS = ("serious", "critical")
@@ -44,7 +44,7 @@ def test_every_view_is_accessible(browser: Any, fake: FakeServer, theme: str) ->
         page.get_by_role("button", name="API key").click()
         assert faults(page) == []
         page.keyboard.press("Escape")
-        page.get_by_role("link", name="Compare").click()
+        open_compare(page)
         page.get_by_label("Question").fill("What is dropped?")
         page.get_by_role("button", name="Compare").click()
         page.get_by_text("They differ first").wait_for()

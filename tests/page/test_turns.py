@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
-from tests.page.support import ROOT, answers, ask, open_page, paste, send
+from tests.page.support import ROOT, answers, ask, open_compare, open_page, paste, send
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser
@@ -207,7 +207,7 @@ def test_stop_ends_the_request(streaming: Any) -> None:
 
 def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> None:
     page = talked.page
-    page.get_by_role("link", name="Compare").click()
+    open_compare(page)
     document = tmp_path / "document.md"
     document.write_text(DOCUMENT)
     page.get_by_label("Text files").set_input_files(document)
