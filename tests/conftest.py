@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -87,6 +89,10 @@ def _built_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def python() -> Iterator[list[str]]:
     """A command like `sys.executable` for tests whose subject is not the start of a process."""
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        # Torch starts OpenMP's other threads when it is imported, and a fork would lack them.
+        yield [sys.executable]
+        return
     with run_fork_server(
         "tangram.cli",
         "tangram.engine.llm",

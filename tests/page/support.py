@@ -56,10 +56,10 @@ def _note(watched: Watched, message: Any) -> None:
         watched.errors.append(f"{message.text} ({message.location.get('url', '')})")
 
 
-def open_compare(page: Any) -> None:
-    """Open the Compare view, and wait for it: the chat's form has fields of the same names."""
-    page.get_by_role("link", name="Compare").click()
-    page.get_by_label("Left").wait_for()
+def open_view(page: Any, name: str) -> None:
+    """Open a view, and wait for it: another one may have fields of the same names."""
+    page.get_by_role("link", name=name).click()
+    page.locator('nav [aria-current="page"]', has_text=name).wait_for()
 
 
 def ask(page: Any, question: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.page.fake_server import FakeServer
-from tests.page.support import ask, open_compare, open_page, paste
+from tests.page.support import ask, open_page, open_view, paste
 
 pytestmark = pytest.mark.browser
 SERIOUS = ("serious", "critical")
@@ -44,11 +44,11 @@ def test_every_view_is_accessible(browser: Any, fake: FakeServer, theme: str) ->
         page.get_by_role("button", name="API key").click()
         assert faults(page) == []
         page.keyboard.press("Escape")
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_label("Question").fill("What is dropped?")
         page.get_by_role("button", name="Compare").click()
         page.get_by_text("They differ first").wait_for()
         assert faults(page) == []
-        page.get_by_role("link", name="Server").click()
+        open_view(page, "Server")
         page.locator(".plot canvas").first.wait_for()
         assert faults(page) == []

@@ -17,7 +17,7 @@ from tests.page.fake_cache import (
 )
 from tests.page.fake_server import FakeServer, run_fake_page
 from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
-from tests.page.support import Watched, answers, ask, open_page, paste, send
+from tests.page.support import Watched, answers, ask, open_page, open_view, paste, send
 
 pytestmark = pytest.mark.browser
 # The colours that the map of pages has now.
@@ -270,7 +270,7 @@ def test_the_steps_are_told(page: Any, asked: FakeRequest, fake: FakeServer) -> 
 
 
 def test_the_server_view_shows_the_last_hour(page: Any) -> None:
-    page.get_by_role("link", name="Server").click()
+    open_view(page, "Server")
     page.get_by_role("img", name="Throughput, tokens/s over time").locator("canvas").wait_for()
     assert page.locator(".plot canvas").count() == 6
     assert page.locator('[data-field="queue"]').inner_text() == "0"
@@ -283,7 +283,7 @@ def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServ
     quiet = {name: [None] if name.startswith("t") else [0] for name in fields} | {"step_s": 1}
     answers = iter([empty | {"step_s": 1}, quiet | {"at": [10]}])
     page.route("**/v1/kv/history*", lambda route: route.fulfill(json=next(answers, quiet)))
-    page.get_by_role("link", name="Server").click()
+    open_view(page, "Server")
     page.locator('[data-field="running"]', has_text="–").wait_for()
     page.locator('[data-field="running"]', has_text="0").wait_for()
     assert page.locator('[data-field="ttft_p50"]').inner_text() == "–"
@@ -291,7 +291,7 @@ def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServ
 
 def test_the_server_view_ends_without_a_trace(page: Any) -> None:
     for name in ("Server", "Compare", "Server", "Chat"):
-        page.get_by_role("link", name=name).click()
+        open_view(page, name)
         page.wait_for_timeout(300)  # its charts are drawn, and cleaned up after the next frame
     page.get_by_label("Question", exact=True).wait_for()
 

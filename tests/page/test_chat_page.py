@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.support import Watched, answers, ask, open_page, paste, questions, send
+from tests.page.support import Watched, answers, ask, open_page, open_view, paste, questions, send
 
 pytestmark = pytest.mark.browser
 WORDS = " ".join(f"line{at}" for at in range(400))
@@ -284,7 +284,7 @@ def test_narrow_pages_need_no_sideways_scrolling(
             assert overflow(page) == 0
         assert page.get_by_role("heading", name="Text in the cache").is_visible()
         for view in ("Compare", "Server"):
-            page.get_by_role("link", name=view).click()
+            open_view(page, view)
             page.wait_for_timeout(300)
             assert overflow(page) == 0
 

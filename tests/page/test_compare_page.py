@@ -9,7 +9,7 @@ import pytest
 
 from tests.page.fake_cache import RETENTIONS
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.support import ask, open_compare, open_page, paste
+from tests.page.support import ask, open_page, open_view, paste
 
 pytestmark = pytest.mark.browser
 WORDS = "some words " * 200
@@ -21,7 +21,7 @@ def side(page: Any, name: str) -> Any:
 
 
 def test_two_settings_are_compared(page: Any, fake: FakeServer) -> None:
-    open_compare(page)
+    open_view(page, "Compare")
     page.get_by_label("Left").select_option(label="1 – nothing dropped")
     page.get_by_label("Right").select_option(label="0.3 – keydiff")
     page.get_by_label("Question").fill("What is dropped?")
@@ -52,7 +52,7 @@ def test_two_scorers_of_one_ratio_are_compared(browser: Any) -> None:
     ways = ((0.5, "keydiff"), (1.0, None), (0.5, "fastkvzip"), (0.3, "fastkvzip"))
     with run_fake_page(ways=ways) as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         named = ["0.5 – keydiff", "1 – nothing dropped", "0.5 – fastkvzip", "0.3 – fastkvzip"]
         assert options_of(page, "Left") == options_of(page, "Right") == named
         compare(page, named[0], named[2], "They differ first at word 9.")
@@ -63,7 +63,7 @@ def test_two_scorers_of_one_ratio_are_compared(browser: Any) -> None:
         ]
         assert fields == [{"kv_retention": 0.5}, {"kv_retention": 0.5, "kv_scorer": "fastkvzip"}]
         assert all("speculative" not in body for body in fake.bodies)
-        page.get_by_role("link", name="Chat").click()
+        open_view(page, "Chat")
         page.get_by_text("Settings of this conversation").click()
         page.get_by_label("KV retention").select_option(label="0.5 – fastkvzip")
         ask(page, "Who scores?")
@@ -81,7 +81,7 @@ def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> 
         open_page(browser, fake.url, viewport=phone) as watched,
     ):
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         whole = "1 – nothing dropped"
         plain, drafted = f"{whole}, without drafts", f"{whole}, with drafts"
         assert options_of(page, "Left") == [drafted, plain, "0.5 – keydiff"]
@@ -101,7 +101,7 @@ def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> 
 def test_the_fields_stand_on_one_line(browser: Any, fake: FakeServer, theme: str) -> None:
     with open_page(browser, fake.url, color_scheme=theme) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         fields = page.locator(".compare .row :is(button, input, select):visible")
         boxes = [field.bounding_box() for field in fields.all()]
         assert len(boxes) == 5
@@ -111,7 +111,7 @@ def test_the_fields_stand_on_one_line(browser: Any, fake: FakeServer, theme: str
 def test_documents_are_given_as_in_the_chat(page: Any, fake: FakeServer, tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("A note.")
-    open_compare(page)
+    open_view(page, "Compare")
     paste(page, WORDS)
     page.get_by_text("pasted text 1").wait_for()
     assert page.get_by_label("Question").input_value() == ""
@@ -132,17 +132,17 @@ def test_documents_are_given_as_in_the_chat(page: Any, fake: FakeServer, tmp_pat
 
 
 def test_the_answers_stay_when_the_view_is_left(page: Any, fake: FakeServer) -> None:
-    open_compare(page)
+    open_view(page, "Compare")
     page.get_by_label("Most tokens").fill("150")
     paste(page, WORDS)
     compare(page, SMALL, WHOLE, "They differ first at word 14.")
     shown = page.locator(".compare").inner_text()
     marked = page.locator("mark").all_inner_texts()
-    page.get_by_role("link", name="Chat").click()
+    open_view(page, "Chat")
     ask(page, "What is a page?")
-    page.get_by_role("link", name="Server").click()
+    open_view(page, "Server")
     page.locator(".plot canvas").first.wait_for()
-    open_compare(page)
+    open_view(page, "Compare")
     page.locator(".verdict").wait_for()
     assert page.locator(".compare").inner_text() == shown
     assert page.locator("mark").all_inner_texts() == marked == ["0.3.", "1."]
@@ -154,14 +154,14 @@ def test_the_answers_stay_when_the_view_is_left(page: Any, fake: FakeServer) -> 
 def test_the_answers_grow_while_the_view_is_left(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_label("Question").fill("This is slow")
         page.get_by_role("button", name="Compare").click()
         page.get_by_role("button", name="Stop").wait_for()
-        page.get_by_role("link", name="Chat").click()
+        open_view(page, "Chat")
         page.get_by_role("button", name="Send").wait_for()
         fake.computed.set()
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_text("They differ first").wait_for()
         assert len(fake.bodies) == 2
 
@@ -169,7 +169,7 @@ def test_the_answers_grow_while_the_view_is_left(browser: Any) -> None:
 def test_stop_stops_both(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_label("Question").fill("an endless answer")
         page.get_by_label("Most tokens").fill("4096")
         page.get_by_role("button", name="Compare").click()
@@ -185,7 +185,7 @@ def test_stop_stops_both(browser: Any) -> None:
 def test_escape_stops_the_second_and_the_first_stays(browser: Any) -> None:
     with run_fake_page(token_s=0.1) as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_label("Question").fill("an endless answer")
         page.get_by_label("Most tokens").fill("12")
         page.get_by_role("button", name="Compare").click()
@@ -210,7 +210,7 @@ def test_a_setting_that_is_served_no_more(browser: Any) -> None:
     """The page may not know yet that the server was started with other profiles."""
     with run_fake_page() as fake, open_page(browser, fake.url, ignores=("400",)) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         compare(page, SMALL, WHOLE, "They differ first at word 9.")
         fake.cache.ways = ((1.0, None), (0.5, "keydiff"))
         page.get_by_role("button", name="Compare").click()
@@ -229,7 +229,7 @@ def test_a_setting_that_is_served_no_more(browser: Any) -> None:
 def test_a_key_that_is_wanted_is_asked_for(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url, ignores=("401",)) as watched:
         page = watched.page
-        open_compare(page)
+        open_view(page, "Compare")
         page.get_by_label("Question").fill("What is dropped?")
         fake.key = "sesame"
         page.get_by_role("button", name="Compare").click()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
-from tests.page.support import ROOT, answers, ask, open_compare, open_page, paste, send
+from tests.page.support import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser
@@ -207,7 +207,7 @@ def test_stop_ends_the_request(streaming: Any) -> None:
 
 def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> None:
     page = talked.page
-    open_compare(page)
+    open_view(page, "Compare")
     document = tmp_path / "document.md"
     document.write_text(DOCUMENT)
     page.get_by_label("Text files").set_input_files(document)
@@ -224,7 +224,7 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
 
 def test_the_server_view_has_the_engine_s_numbers(talked: Conversation) -> None:
     page = talked.page
-    page.get_by_role("link", name="Server").click()
+    open_view(page, "Server")
     history = talked.get("history?seconds=3600")
     assert max(history["running"]) >= 0 and len(history["at"]) > 0
     page.locator(".plot canvas").first.wait_for()
