@@ -69,6 +69,8 @@ class Pattern:
     def record(self, *measured: object) -> None:
         """Nothing is measured."""
 
+    record_unfound = record
+
 
 def draft_always(engine: Engine, *counts: int) -> Engine:
     """`engine`, which drafts `counts` tokens in turn, or always as many as it may."""

@@ -20,7 +20,8 @@ class SpeculationCase:
     """A load, and the methods that are compared under it.
 
     `apart`: pools do not fit side by side. `cached`: every prompt is in the prefix cache before a
-    measured run, so that a run is all decode. `acceptance` is forced.
+    measured run, so that a run is all decode. `acceptance` is forced. With `places` so many answers
+    run at a time, and the next prompt takes the place of one that has ended.
     """
 
     title: str
@@ -32,6 +33,12 @@ class SpeculationCase:
     apart: bool = False
     cached: bool = False
     acceptance: float | None = None
+    places: int | None = None
+
+    @property
+    def running(self) -> int:
+        """The most sequences that run at a time."""
+        return self.places or self.count
 
     @property
     def longest(self) -> int:
@@ -53,6 +60,9 @@ CASES: Mapping[str, SpeculationCase] = {
     "shape-8x1k": SpeculationCase("Qwen3-4B shape, 8 × 1K", 8, 1024, **_SHAPE),
     "real-1x1k": SpeculationCase("SmolLM2-135M, 1 × 1K", 1, 1024, methods=_EVERY),
     "real-8x1k": SpeculationCase("SmolLM2-135M, 8 × 1K", 8, 1024, methods=_EVERY),
+    "flow-8x1k": SpeculationCase(
+        "SmolLM2-135M, 32 × 1K, 8 at a time", 32, 1024, methods=_EVERY, places=8
+    ),
     "repeat-1x1k": SpeculationCase(
         "SmolLM2-135M, a text that repeats, 1 × 1K",
         1,
@@ -72,4 +82,7 @@ CASES: Mapping[str, SpeculationCase] = {
 
 def shrink(case: SpeculationCase) -> SpeculationCase:
     """The case in a form that takes seconds."""
-    return replace(case, count=min(case.count, 2), context_tokens=600, output_tokens=24)
+    places = None if case.places is None else 1
+    return replace(
+        case, count=min(case.count, 2), context_tokens=600, output_tokens=24, places=places
+    )

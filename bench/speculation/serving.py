@@ -122,6 +122,8 @@ class CaseRun:
         number = 0 if self._case.cached else number
         prompts = self._prompts(number)
         found, answers = measure_run(measured, prompts, self._case.output_tokens, to_the_end=True)
+        if self._case.places is not None:  # some are prefilled while others decode
+            found["decode_tokens_per_s"] = found["tokens_per_s"]
         reference = self._answers.setdefault(number, answers)
         found["differences"] = find_differences(reference, answers)
         self.figures[name]["runs"].append(found)
@@ -160,9 +162,9 @@ def make_config(case: SpeculationCase, loaded: LoadedModel, chunk_tokens: int) -
         scope="model" if case.of_shape() else None,
         chunk_tokens=chunk_tokens,
         max_model_len=case.longest,
-        max_num_seqs=case.count,
+        max_num_seqs=case.running,
         max_num_batched_tokens=most if loaded.device.type == "cuda" else chunk_tokens + 256,
-        kv_cache_gib=pool_gib(loaded, case.count, tokens),
+        kv_cache_gib=pool_gib(loaded, case.running, tokens),
     )
 
 

@@ -260,12 +260,12 @@ class Engine:
         if speculation is None:
             return
         decoding = self._scheduler.decoding
+        speculation.begin_step()
         if self._scheduler.prefilling or not speculation.plan(decoding):
             speculation.skip(decoding)
         else:
             self._land()
             speculation.prepare(self._scheduler.decoding)
-        speculation.begin_step()
 
     def _end_step(self, step: Step) -> None:
         if self._speculation is not None and step.decode_rows == len(step.rows):

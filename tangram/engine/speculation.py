@@ -26,11 +26,10 @@ from tangram.engine.sampling import SampleRow
 from tangram.engine.token_sequence import TokenSequence
 from tangram.metrics import SpeculationStats
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
-from tangram.speculate.pace import Acceptance, Pace
+from tangram.speculate.pace import REST_STEPS, Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import DraftedTokens, Int64, TokenLogprob
 
-REST_STEPS = 8  # without a new choice, where drafts do not pay: choosing costs some 50 µs
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
 _TOKENS_OF_AN_ANSWER = 512
@@ -172,6 +171,10 @@ class Speculation:
         self._courses: WeakKeyDictionary[TokenSequence, _Course] = WeakKeyDictionary()
         self._load: tuple[int, int] = 0, 0
         self._drafted, self._begin_s = 0, 0.0
+        self._wanted = False
+        # Whether drafts were wanted in the two last steps; None where one did not only decode.
+        self._before: bool | None = None
+        self._last: bool | None = None
         self._rest, self._rows = 0, 0
 
     @property
@@ -185,6 +188,11 @@ class Speculation:
         return None if self.drafter is None else self.drafter.cache
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step begins; drafts are wanted in it if `plan` says so."""
+        self._drafted, self._begin_s, self._wanted = 0, self._now(), False
+        self._before, self._last = self._last, None
 
     def plan(self, sequences: Sequence[TokenSequence]) -> bool:
         """Choose how many tokens to draft for each of the decoding `sequences`.
@@ -205,8 +213,9 @@ class Speculation:
         counts = self._pace.choose(self._load, acceptances, len(sequences) - len(courses))
         for course, count in zip(courses, counts, strict=True):
             course.chosen = count
-        self._rest = 0 if any(counts) else REST_STEPS
-        return any(counts)
+        self._wanted = any(counts)
+        self._rest = 0 if self._wanted else REST_STEPS
+        return self._wanted
 
     def _serves(self, sequence: TokenSequence) -> bool:
         serves = self.drafter is None or self.drafter.serves(sequence)
@@ -231,10 +240,6 @@ class Speculation:
             course = self._course(sequence)
             course.chosen = 0
             course.acceptance.count_found(False)
-
-    def begin_step(self) -> None:
-        """A step is scheduled next."""
-        self._drafted, self._begin_s = 0, self._now()
 
     def offer(self, sequence: TokenSequence, most: int) -> Int64:
         """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
@@ -271,8 +276,18 @@ class Speculation:
                 self.drafter.settle(sequence)
 
     def end_step(self) -> None:
-        """The step has ended, and it did nothing but decode."""
-        self._pace.record(self._load, self._drafted, self._now() - self._begin_s)
+        """The step has ended, and it did nothing but decode.
+
+        Its time counts if the step before was of its kind: otherwise it has waited for that one.
+        """
+        self._last = self._wanted
+        if self._before is not self._wanted:
+            return
+        seconds = self._now() - self._begin_s
+        if self._wanted and not self._drafted:
+            self._pace.record_unfound(self._load, seconds)
+        else:
+            self._pace.record(self._load, self._drafted, seconds)
 
     # -- a sequence --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tangram.types import Int64
 
@@ -18,8 +18,7 @@ _PAIR_SHIFT = 32  # a pair of tokens is one integer
 _NONE = -1  # inside the chains only: no older position
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """An earlier occurrence of the end of a context: `matched` tokens before position `next` equal
     the last `matched` of the context.
     """
@@ -69,10 +68,11 @@ class TokenHistory:
         if len(context) < 2:
             return []
         position = self._newest.get(context[-2] << _PAIR_SHIFT | context[-1], _NONE)
+        whole = array("q", context)
         found: list[Place] = []
         while position != _NONE and len(found) < most:
             if position + 1 < self._end_of_text(position):
-                found.append(Place(position + 1, self._count_matched(context, position)))
+                found.append(Place(position + 1, self._count_matched(whole, position)))
             position = self._older[position]
         return found
 
@@ -82,12 +82,16 @@ class TokenHistory:
         return self._tokens[place.next : end].tolist()
 
     def _end_of_text(self, position: int) -> int:
-        text = bisect_right(self._starts, position)
-        return self._starts[text] if text < len(self._starts) else len(self)
+        if position >= self._starts[-1]:
+            return len(self._tokens)
+        return self._starts[bisect_right(self._starts, position)]
 
-    def _count_matched(self, context: Sequence[int], position: int) -> int:
+    def _count_matched(self, context: array[int], position: int) -> int:
         """How many tokens up to `position` equal the end of `context`."""
-        count, most = 0, min(len(context), position + 1)
+        end = position + 1
+        if self._tokens[max(0, end - len(context)) : end] == context:
+            return len(context)
+        most, count = min(len(context), end), 2  # a pair in a chain is equal
         while count < most and self._tokens[position - count] == context[-1 - count]:
             count += 1
         return count

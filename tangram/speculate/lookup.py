@@ -95,6 +95,8 @@ class SuffixDrafter:
         best, best_score = list[int](), 0.0
         for length in sorted({place.matched for place, _ in found}, reverse=True):
             longest = min(most, int(self.factor * length))
+            if longest <= best_score:
+                break  # no draft expects more tokens than it has
             continuations = [tokens for place, tokens in found if place.matched >= length]
             path, score = self._follow(continuations, longest)
             if score > best_score:
@@ -110,11 +112,15 @@ class SuffixDrafter:
             nexts = [tokens[at] for tokens in continuations if len(tokens) > at]
             if not nexts:
                 break
-            token = max(nexts, key=nexts.count)  # of equal counts the newest
-            share = nexts.count(token) / total
+            token = nexts[0]
+            if nexts.count(token) < len(nexts):
+                token = max(nexts, key=nexts.count)  # of equal counts the newest
+            agreeing = nexts.count(token)
+            share = agreeing / total
             if share < self.least_share:
                 break
             path.append(token)
             score += share
-            continuations = [one for one in continuations if len(one) > at and one[at] == token]
+            if agreeing < len(continuations):
+                continuations = [one for one in continuations if len(one) > at and one[at] == token]
         return path, score

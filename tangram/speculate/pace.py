@@ -2,15 +2,17 @@
 
 An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
 (Leviathan et al., arXiv 2211.17192, section 3). It takes the time of its drafts and of one
-verification. Times are medians of recent iterations at a like load.
+verification. Times are medians of recent iterations at a like load. An iteration after one of the
+other kind, with drafts or without, waits for what that one left on the device: its time is not
+told to a `Pace`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 from statistics import fmean, median_low
 
 _KEPT_TIMES = 16
@@ -19,6 +21,9 @@ _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remember
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
 TRIES = 3  # of each number that a load begins with
+_MOST_ASKED = 4 * TRIES  # of such a number, where no time of it comes
+REST_STEPS = 8  # a choice of no drafts holds for so many more: choosing costs some 50 µs
+_TRIAL_STEPS = 2  # with drafts: the first one follows a plain step, so its time does not count
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
@@ -39,6 +44,11 @@ class Acceptance:
     def share(self) -> float:
         """Between 0 and 1, both excluded."""
         return self._accepted / self._tried
+
+    @property
+    def found(self) -> float:
+        """The share of the times when a drafter that was asked had something to draft."""
+        return self._found
 
     def count(self, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens the first `accepted` were; the one after those was refused."""
@@ -77,11 +87,17 @@ def _rate(drafted: int, acceptances: Sequence[Acceptance], others: int) -> float
 class _Load:
     """What is known of iterations of one load: seconds by number of drafts, how many there were,
     what they took, and what trials have lost. `usual` are the usual times, by number, of those that
-    were tried often enough.
+    were tried often enough. `unfound` are seconds of iterations that found nothing to draft.
+
+    `asked` counts the choices of a number that the load begins with. `trial` is to be tried again.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     usual: dict[int, float] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)  # the last iteration of a number
+    unfound: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    asked: Counter[int] = field(default_factory=Counter)
+    trial: int | None = None
     iterations: int = 0
     probed_at: int = 0
     total_s: float = 0.0
@@ -92,8 +108,30 @@ class _Load:
         times.append(seconds)
         if len(times) >= TRIES:
             self.usual[drafted] = median_low(times)  # a first pass may take twice as long
+        self._count(seconds)
+        self.newest[drafted] = self.iterations
+
+    def add_unfound(self, seconds: float) -> None:
+        self.unfound.append(seconds)
+        self._count(seconds)
+
+    def _count(self, seconds: float) -> None:
         self.iterations += 1
         self.total_s += seconds
+
+    def is_tried(self, count: int) -> bool:
+        """Whether enough is known of a number that the load begins with, or may not come."""
+        tries = len(self.seconds.get(count, ())) + (len(self.unfound) if count else 0)
+        return tries >= TRIES or self.asked[count] >= _MOST_ASKED
+
+    def expect(self, seconds: float, nothing: float) -> float:
+        """What takes `seconds` where something is found to draft, in the mean.
+
+        `nothing` is the probability that nothing is.
+        """
+        if not self.unfound:
+            return seconds
+        return (1.0 - nothing) * seconds + nothing * median_low(self.unfound)
 
     def may_probe(self) -> bool:
         """Whether it is time for a trial; the next one is `PROBE_EVERY` iterations later."""
@@ -150,9 +188,10 @@ class Pace:
     """Chooses how many tokens to draft, 0 to `most`, for each load of the engine.
 
     A load is what iterations of equal cost have in common, as integers; near loads have near
-    numbers. A load that is not near a known one is tried without drafts and with some first. Later
-    one iteration of `PROBE_EVERY` may try a neighbour of the best, as long as trials have lost no
-    more than `PROBE_SHARE` of the time.
+    numbers. A load that is not near a known one is tried with some drafts and without first. Later
+    one iteration of `PROBE_EVERY` may begin a trial of a neighbour of the best or of no drafts, as
+    long as trials have lost no more than `PROBE_SHARE` of the time. A choice of no drafts is meant
+    to hold for `REST_STEPS` more iterations.
     """
 
     def __init__(self, most: int) -> None:
@@ -178,12 +217,16 @@ class Pace:
         if not acceptances:
             return []
         known = self._loads.setdefault(load, _Load())
-        untried = self._find_untried(known)
-        like = self._find_near(load) if untried else known
+        begin = self._begin(load, known)
+        if begin is not None:
+            return [begin] * len(acceptances)
+        like = known if self._is_known(known) else self._find_near(load)
         if like is None:
-            begun = bool(known.seconds)
-            return [untried[-1] if begun else self._first] * len(acceptances)
+            return [0] * len(acceptances)
+        nothing = prod(1.0 - own.found for own in acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
+        for count in self._counts[1:]:
+            seconds[count] = known.expect(seconds[count], nothing)
         rates = {count: _rate(count, acceptances, others) / seconds[count] for count in seconds}
         best = max(rates, key=lambda count: rates[count])
         trial = self._trial(known, seconds, rates, best) if known.may_probe() else None
@@ -191,39 +234,58 @@ class Pace:
             return [trial] * len(acceptances)
         return [self._find_enough(own, best) for own in acceptances]
 
+    def _begin(self, load: tuple[int, ...], known: _Load) -> int | None:
+        """What to draft because little is known of `load`, or because a trial goes on."""
+        if known.trial is not None:
+            trial, known.trial = known.trial, None
+            return trial
+        if self._is_known(known) or self._find_near(load) is not None:
+            return None
+        untried = [count for count in (self._first, 0) if not known.is_tried(count)]
+        if not untried:
+            return None
+        known.asked[untried[0]] += 1
+        return untried[0]
+
+    def _is_known(self, known: _Load) -> bool:
+        begin = all(known.is_tried(count) for count in (0, self._first))
+        return begin and bool(known.usual)
+
     def _find_enough(self, acceptance: Acceptance, most: int) -> int:
         enough = _ENOUGH * acceptance.expected_tokens(most)
         return next(count for count in self._counts if acceptance.expected_tokens(count) >= enough)
-
-    def _find_untried(self, known: _Load) -> list[int]:
-        """Of the numbers that a load begins with, those that were not tried often enough."""
-        begin = (0, self._first)
-        return [count for count in begin if len(known.seconds.get(count, ())) < TRIES]
 
     def _find_near(self, load: tuple[int, ...]) -> _Load | None:
         """What is known of the nearest load that was tried."""
         near = [
             (distance, known)
             for other, known in self._loads.items()
-            if (distance := _count_steps(load, other)) <= NEAR and not self._find_untried(known)
+            if (distance := _count_steps(load, other)) <= NEAR and self._is_known(known)
         ]
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
     def _trial(
         self, known: _Load, seconds: Mapping[int, float], rates: Mapping[int, float], best: int
     ) -> int | None:
-        """A neighbour of `best`, if its loss can be afforded."""
-        other = self._neighbour(best, known)
-        lost_s = seconds[other] * (1.0 - rates[other] / rates[best])
-        return other if known.may_lose(lost_s) else None
+        """A number beside `best`, if its loss can be afforded."""
+        other = self._find_beside(best, known)
+        steps = _TRIAL_STEPS if other else 1 + REST_STEPS
+        if not known.may_lose(steps * seconds[other] * (1.0 - rates[other] / rates[best])):
+            return None
+        known.trial = other if other else None
+        return other
+
+    def _find_beside(self, best: int, known: _Load) -> int:
+        """A neighbour of the best, or no drafts: what was measured longest ago."""
+        at = self._counts.index(best)
+        near = {*self._counts[max(0, at - 1) : at + 2], 0} - {best}
+        return min(sorted(near), key=lambda count: known.newest.get(count, 0))
 
     def record(self, load: tuple[int, ...], drafted: int, seconds: float) -> None:
         """An iteration of `load` that drafted up to so many tokens a sequence took `seconds`."""
         drafted = min(self._counts, key=lambda count: abs(count - drafted))
         self._loads.setdefault(load, _Load()).add(drafted, seconds)
 
-    def _neighbour(self, best: int, known: _Load) -> int:
-        """The one next to the best that was measured less often."""
-        at = self._counts.index(best)
-        near = self._counts[max(0, at - 1) : at] + self._counts[at + 1 : at + 2]
-        return min(near, key=lambda count: len(known.seconds.get(count, ())))
+    def record_unfound(self, load: tuple[int, ...], seconds: float) -> None:
+        """An iteration of `load` was to have drafts, found none and took `seconds`."""
+        self._loads.setdefault(load, _Load()).add_unfound(seconds)
