@@ -20,6 +20,7 @@ _KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
 _LEAST_S = 1e-6
+_FIRST = 2  # place in the counts of the number that a load is tried with: few drafts cost little
 TRIES = 3  # of each number that a load begins with
 _MOST_ASKED = 4 * TRIES  # of such a number, where no time of it comes
 REST_STEPS = 8  # a choice of no drafts holds for so many more: choosing costs some 50 µs
@@ -196,7 +197,7 @@ class Pace:
 
     def __init__(self, most: int) -> None:
         self._counts = counts_up_to(most)
-        self._first = self._counts[len(self._counts) // 2]
+        self._first = self._counts[min(_FIRST, len(self._counts) - 1)]
         self._loads: dict[tuple[int, ...], _Load] = {}
 
     @property

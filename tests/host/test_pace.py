@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.speculate.pace import PROBE_EVERY, Acceptance, Pace, expected_tokens
+from tangram.speculate.pace import PROBE_EVERY, REST_STEPS, Acceptance, Pace, expected_tokens
 
 LOAD, FAR = (4, 12), (9, 20)
 
@@ -128,6 +128,48 @@ def test_a_slow_first_pass_of_a_number_does_not_rule_it_out() -> None:
         pace.record(LOAD, count, seconds if count in seen else 5.0 * seconds)
         seen.add(count)
     assert choose(pace, LOAD, 0.95) == 8
+
+
+def test_no_drafts_are_tried_again_wherever_the_best_number_is() -> None:
+    """A number is never kept because no drafts were once measured at a bad time."""
+    pace = Pace(8)
+    for count in (0, 3, 7, 8) * 3:
+        pace.record(LOAD, count, 1.0 + count if count else 2.0)
+    assert choose(pace, LOAD, 0.9) > 0
+    last = []
+    for _ in range(20 * PROBE_EVERY):
+        last.append(run(pace, 1.0, 1.0, 0.9, 1)[0])
+        for _ in range(0 if last[-1] else REST_STEPS):
+            pace.record(LOAD, 0, 1.0)
+    assert last[-PROBE_EVERY:].count(0) > PROBE_EVERY // 2
+
+
+def test_a_trial_with_drafts_takes_two_iterations() -> None:
+    """The first one follows a plain step, so its time is not told."""
+    pace = Pace(8)
+    run(pace, 1.0, 2.0, 0.9, 20)
+    chosen = run(pace, 1.0, 2.0, 0.9, 40 * PROBE_EVERY)
+    trials = "".join("d" if count else "." for count in chosen).split(".")
+    assert {len(trial) for trial in trials if trial} == {2}
+
+
+def test_what_finds_nothing_to_draft_is_asked_less() -> None:
+    """Being asked costs time of its own: a step cannot begin before the one before has ended."""
+    pace, own, asked = Pace(8), Acceptance(), 0
+    for _ in range(200):
+        if max(pace.choose(LOAD, [own])):
+            asked += 1
+            own.count_found(False)
+            pace.record_unfound(LOAD, 1.6)
+        else:
+            pace.record(LOAD, 0, 1.0)
+    assert asked < 30
+
+
+def test_a_load_without_times_ends_without_drafts() -> None:
+    """Where every other step prefills, no step follows one of its kind."""
+    pace = Pace(8)
+    assert [choose(pace, LOAD, 0.9) for _ in range(100)][-50:] == [0] * 50
 
 
 def test_a_single_slow_iteration_changes_nothing() -> None:
