@@ -28,6 +28,7 @@ _TRIAL_STEPS = 2  # with drafts: the first one follows a plain step, so its time
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
+_LEAST_GAIN = 1.05  # of drafts over none: less is within the errors of what is measured
 _ENOUGH = 0.999  # of the tokens that a sequence can expect: for the rest it gets no more drafts
 
 
@@ -229,7 +230,8 @@ class Pace:
         for count in self._counts[1:]:
             seconds[count] = known.expect(seconds[count], nothing)
         rates = {count: _rate(count, acceptances, others) / seconds[count] for count in seconds}
-        best = max(rates, key=lambda count: rates[count])
+        gain = {count: rate if count else _LEAST_GAIN * rate for count, rate in rates.items()}
+        best = max(gain, key=lambda count: gain[count])
         trial = self._trial(known, seconds, rates, best) if known.may_probe() else None
         if trial is not None:
             return [trial] * len(acceptances)
@@ -271,7 +273,7 @@ class Pace:
         """A number beside `best`, if its loss can be afforded."""
         other = self._find_beside(best, known)
         steps = _TRIAL_STEPS if other else 1 + REST_STEPS
-        if not known.may_lose(steps * seconds[other] * (1.0 - rates[other] / rates[best])):
+        if not known.may_lose(steps * seconds[other] * max(0.0, 1.0 - rates[other] / rates[best])):
             return None
         known.trial = other if other else None
         return other

@@ -39,7 +39,8 @@ def test_what_is_chosen_pays_most(most: int, fixed: float, draft: float, accepta
     pace = Pace(most)
     chosen = run(pace, fixed, draft, acceptance, PROBE_EVERY - 1)[-1]
     best = max(rate(count, fixed, draft, acceptance) for count in pace.counts)
-    assert rate(chosen, fixed, draft, acceptance) >= best * 0.999
+    least = 0.999 if chosen else 0.95  # drafts that gain little are not worth their risk
+    assert rate(chosen, fixed, draft, acceptance) >= best * least
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.001, 1.0), st.floats(0.01, 0.6))

@@ -62,6 +62,7 @@ class FakeServer:
     drafts: bool = False
     computed: threading.Event = field(default_factory=threading.Event)
     cache: FakeCache = field(init=False)
+    model: str = MODEL
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
@@ -113,7 +114,7 @@ def make_app(server: FakeServer) -> FastAPI:
 def _add_chat(app: FastAPI, server: FakeServer) -> None:
     @app.get("/v1/models")
     def models() -> Any:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        return {"object": "list", "data": [{"id": server.model, "object": "model"}]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -181,7 +182,7 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
 
     @app.get("/v1/kv/model")
     def model() -> Any:
-        return cache.model(MODEL)
+        return cache.model(server.model)
 
     @app.get("/v1/kv/pool")
     def pool() -> Any:

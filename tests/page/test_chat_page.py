@@ -270,6 +270,17 @@ def test_a_failure_is_told_and_asked_again(watched: Watched) -> None:
     page.get_by_text("Answer 1 to: Anyone?").wait_for()
 
 
+def test_a_server_that_comes_back_with_another_model_is_asked_for_that(
+    watched: Watched, fake: FakeServer
+) -> None:
+    page = watched.page
+    fake.model = "another-model"
+    fake.tell("end", {})
+    page.get_by_text("another-model, connected").wait_for()
+    ask(page, "Who are you?")
+    assert fake.bodies[-1]["model"] == "another-model"
+
+
 @pytest.mark.parametrize("width", [360, 768])
 def test_narrow_pages_need_no_sideways_scrolling(
     browser: Any, fake: FakeServer, width: int

@@ -49,6 +49,13 @@ export class App {
       needsKey: false,
       notice: database === null ? "This browser keeps no conversations: export them." : null,
     });
+    this.watch.status.subscribe(({ model }) => this.#takeModel(model));
+  }
+
+  /** The server may have restarted with another model. */
+  #takeModel(described) {
+    const name = described?.model ?? null;
+    if (name !== null && name !== this.store.value.modelName) this.store.set({ modelName: name });
   }
 
   /** Read what is kept, and ask the server what it serves. */
