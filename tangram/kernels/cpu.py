@@ -89,7 +89,8 @@ class CpuPlan:
 
 def runs_compiled(pool: Tensor) -> bool:
     """True if `decode_step` over `pool` runs compiled code, False if the reference."""
-    return pool.dtype is torch.float32 and pool.device.type == "cpu"
+    pairs = pool.shape[2] == 2
+    return pairs and pool.dtype is torch.float32 and pool.device.type == "cpu"
 
 
 def warm_up() -> None:
@@ -124,10 +125,10 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, D].
+    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
-    k, v are [T, H, D]. `counts` are the tokens of each row; None means one. Compiled code computes
-    in float32; pools of other dtypes go to the reference.
+    k is [T, H, D], v [T, H, V]. `counts` are the tokens of each row; None means one. Compiled code
+    computes in float32; pools of other dtypes go to the reference.
     """
     if counts is None:
         counts = np.ones(plan.address.shape[1], np.int32)
@@ -135,7 +136,9 @@ def decode_step(
         table, column, index = np.moveaxis(plan.address[layer], -1, 0)
         reference.append(k, v, pool, tables, lengths, table, column, index, counts)
         decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-        return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts)
+        return decode(
+            q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
+        )
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
     out = torch.empty(q.shape, dtype=torch.float32)

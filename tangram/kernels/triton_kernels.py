@@ -17,7 +17,7 @@ from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
-from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
+from tangram.kernels.interface import MOST_BYTES, Expansion, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
 from tangram.kernels.transfer import advance, stage, upload
@@ -324,6 +324,7 @@ class TritonKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         rows, address, spans = self._rows, self._address[layer], self._spans

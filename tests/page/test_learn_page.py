@@ -165,7 +165,10 @@ def test_what_it_costs(page: Any) -> None:
     choose(widget, "Cache elements", "4-bit")
     assert figure(widget, "A token") == f"{2 * size.bytes_per_token:,} bytes"
     choose(widget, "Model", "kimi-k2")
-    assert figure(widget, "A page") == "MLA is not paged"
+    assert (
+        figure(widget, "A page")
+        == f"{kv_size('kimi-k2', 32_768, retention=0.25).page_bytes:,} bytes"
+    )
 
 
 def read_parameters(model: str) -> int:
