@@ -68,6 +68,8 @@ class Runner:
         entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
         shape = (pages, layout.heads_per_page, *entries)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
+        for scorer in scorers.values():
+            scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
         rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
         serving = kernels(self.pool, geometry.group_size)
