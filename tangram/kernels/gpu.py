@@ -22,7 +22,7 @@ from tangram.kernels.decode import decode_tasks
 from tangram.kernels.e4m3 import address
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, PackedPlan, pack
-from tangram.kernels.tiling import Operands, Tile, fit_tile
+from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -52,9 +52,9 @@ class GpuDecode:
 
     This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
     buffers; with `slack` the sizes are rounded up to powers of two, and doubled without `least`.
-    `group` is G. A row has up to `queries` tokens. An FP8 pool needs `scales`, float32 [L, H, 2],
-    the factors of stored keys and values. `card` None is the pool's own, and `buffers` None are the
-    decoder's own. Raises `ConfigError` if a plan does not fit.
+    `group` is G, `head_dim` D. A row has up to `queries` tokens. An FP8 pool needs `scales`,
+    float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's own, and
+    `buffers` None are the decoder's own. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class GpuDecode:
         if queries > 1:
             self._options = self._options.for_drafts
         self._group, self._head_dim, self._scales = group, head_dim, scales
+        self._latent = pool.shape[2] == 1
         self._queries = queries
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
@@ -157,10 +158,11 @@ class GpuDecode:
         out: Tensor | None = None,
         first_tokens: Tensor | None = None,
     ) -> Tensor:
-        """One layer of the loaded plan: q [T, Q, D] → [T, Q, D], contiguous.
+        """One layer of the loaded plan: q [T, Q, D] → [T, Q, V], contiguous.
 
-        The contract of `reference.decode`. `first_tokens` int32 [R + 1] on the device: where the
-        tokens of each row begin; needed with several queries.
+        The contract of `reference.decode`. The width of `out` is V; None means D. `first_tokens`
+        int32 [R + 1] on the device: where the tokens of each row begin; needed with several
+        queries.
         """
         first = self._part_lse if first_tokens is None else first_tokens
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -187,8 +189,10 @@ class GpuDecode:
         sinks: Tensor | None,
     ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
-        block_dim, tile = triton.next_power_of_2(self._head_dim), self._tiles_for(q)[kind]
-        decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
+        value_dim = out.shape[-1]
+        tile, rotary = self._tiles_for(q, value_dim)[kind], self._rotary_block(value_dim)
+        programs = min(self.capacity.tasks[kind], options.programs)
+        decode_tasks[(programs, triton.cdiv(options.kinds[kind].queries, tile.queries))](
             q,
             pool,
             tables,
@@ -215,12 +219,15 @@ class GpuDecode:
             KIND=kind,
             KINDS=len(options.kinds),
             **self._sizes,
+            D=self._head_dim,
+            V=value_dim,
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.entries,
-            BLOCK_D=block_dim,
+            BLOCK_D=triton.next_power_of_2(value_dim),
+            BLOCK_R=rotary,
             SOFTCAP=softcap is not None,
             SINKS=sinks is not None,
             SCALED=self._scales is not None,
@@ -233,13 +240,14 @@ class GpuDecode:
             **self._launch_options,
         )
 
-    def _tiles_for(self, q: Tensor) -> list[Tile]:
+    def _tiles_for(self, q: Tensor, value_dim: int) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
         if q.dtype not in self._tiles:
-            operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
-            self._tiles[q.dtype] = [
-                fit_tile(tile, operands, self._card) for tile in self._options.kinds
-            ]
+            width = triton.next_power_of_2(value_dim) + self._rotary_block(value_dim)
+            vectors = self._pool.shape[2]
+            operands = Operands(width, q.element_size(), hops=2, vectors=vectors)
+            kinds = [tile.for_latents if self._latent else tile for tile in self._options.kinds]
+            self._tiles[q.dtype] = [fit_tile(tile, operands, self._card) for tile in kinds]
         return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, first: Tensor, sinks: Tensor | None) -> None:
@@ -252,7 +260,8 @@ class GpuDecode:
             next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS),
         )
         total = group * self._queries
-        block_group = triton.next_power_of_2(group) if parts <= 4 else 1
+        # All heads' parts of latents fit into no register file.
+        block_group = triton.next_power_of_2(group) if parts <= 4 and not self._latent else 1
         grid = (
             min(self.capacity.segments, self._options.programs),
             triton.cdiv(total, block_group),
@@ -268,17 +277,23 @@ class GpuDecode:
             layer,
             **self._sizes,
             BLOCK_G=block_group,
-            BLOCK_D=triton.next_power_of_2(self._head_dim),
+            V=out.shape[-1],
+            BLOCK_D=triton.next_power_of_2(out.shape[-1]),
             BLOCK_PARTS=parts,
             SINKS=sinks is not None,
             CHAINED=self._chained,
-            num_warps=1 if parts <= 8 else 4,
+            num_warps=8 if self._latent else 1 if parts <= 8 else 4,
             **self._launch_options,
         )
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"H": self._kv_heads, "G": self._group, "D": self._head_dim, "NQ": self._queries}
+        return {"H": self._kv_heads, "G": self._group, "NQ": self._queries}
+
+    def _rotary_block(self, value_dim: int) -> int:
+        """The block of a latent's rotary elements, at least what matrix instructions take."""
+        rotary = self._head_dim - value_dim
+        return max(LEAST_ENTRIES, triton.next_power_of_2(rotary)) if self._latent else 0
 
     @property
     def _launch_options(self) -> dict[str, bool]:
