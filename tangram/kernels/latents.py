@@ -16,6 +16,8 @@ from torch.nn import functional
 from tangram.kernels.interface import MOST_BYTES, Expansion
 from tangram.kernels.reference import Part, gather, merge_parts
 
+EXPANDED_BYTES = MOST_BYTES // 4  # of keys and values at a time: the model and torch copy them
+
 
 def prefill(
     q: Tensor,
@@ -31,13 +33,13 @@ def prefill(
 
     `latents` [m, D] of m ≥ n new tokens are not yet in the pool, and the queries belong to the last
     n of them. `address` is table offset, column and length of the past, all of which is seen. It is
-    expanded in parts of at most `MOST_BYTES`. The result depends on this request alone.
+    expanded in parts of at most `EXPANDED_BYTES`. The result depends on this request alone.
     """
     table, column, length = address
     queries, lead = q.transpose(0, 1), len(latents) - len(q)
     keys, values = expand(latents)
     entry_bytes = (keys[:, 0].numel() + values[:, 0].numel()) * q.element_size()
-    step = max(1, MOST_BYTES // entry_bytes)
+    step = max(1, EXPANDED_BYTES // entry_bytes)
     parts = [_attend(queries, keys[:, lead:], values[:, lead:], scaling, causal=True)]
     if lead:
         parts.append(_attend(queries, keys[:, :lead], values[:, :lead], scaling))
@@ -50,7 +52,10 @@ def prefill(
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool = False) -> Part:
     """Attention of q [Q, n, D] over k [Q, m, D] and v [Q, m, V] by torch, as a mergeable part."""
     width = max(q.shape[-1], v.shape[-1])
-    padded = [functional.pad(x, (0, width - x.shape[-1]))[None] for x in (q, k, v)]
+    padded = [
+        (x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1])))[None]
+        for x in (q, k, v)
+    ]
     aten = torch.ops.aten
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(

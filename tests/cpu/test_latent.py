@@ -13,7 +13,10 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, PretrainedConfig
 
 from tangram.compress.scorers import SCORERS, ChunkView, make_scorer
+from tangram.compress.scorers.gate import save_gate
 from tangram.errors import ConfigError, ModelError
+from tangram.gate_training.fit import Recipe
+from tangram.gate_training.teacher import distil_gate
 from tangram.kernels import latents
 from tangram.kernels.reference import append
 from tangram.model.latent import join_entries, latent_heads
@@ -21,6 +24,7 @@ from tangram.model.load import LoadedModel, adopt
 from tangram.size import kv_size
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import TINY_LATENT
+from tests.cpu.test_train_gate import TEXTS
 from tests.paged import make_batch
 from tests.speculation import draft_always
 from tests.support import GREEDY, drain, profile_file, run, small_engine
@@ -92,6 +96,23 @@ def test_a_scorer_that_reads_each_head_is_refused(tiny: LoadedModel, tmp_path: P
         profile_file(tiny, tmp_path, scorer="expected_attention")
 
 
+def test_a_gate_learns_from_kvzip_and_serves_latents(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+) -> None:
+    """KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there."""
+    loaded = adopt_tiny(DeepseekV3Config(**(TINY_LATENT.to_dict() | {"vocab_size": 49_152})))
+    recipe = Recipe(epochs=1, batch_tokens=64, head_dim=8, sinks=4)
+    gate, _ = distil_gate(loaded, TEXTS[:4], chunk_tokens=32, source="texts", recipe=recipe)
+    assert (gate.shape.kv_heads, gate.shape.group_size) == (1, 4)
+    path = tmp_path / "gate.safetensors"
+    save_gate(path, gate)
+    profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=path)
+    engine = small_engine(
+        loaded, kv_retention=0.5, scorer="fastkvzip", gate=str(path), profile=(profile,)
+    )
+    assert run(engine, PROMPTS) != run(small_engine(loaded), PROMPTS)
+
+
 @pytest.mark.parametrize("scorer", ["tova", "snapkv"])
 def test_scores_by_attention_are_those_of_the_expanded_heads(
     tiny: LoadedModel, scorer: str
@@ -137,7 +158,7 @@ def test_a_past_expanded_in_parts_is_attended_to_as_a_whole(
         asked.transpose(0, 1), keys, values, attn_mask=mask, scale=0.2
     ).transpose(0, 1)
     for most_bytes in (1 << 29, 7 * 6 * 44 * 4, 1):
-        monkeypatch.setattr(latents, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(latents, "EXPANDED_BYTES", most_bytes)
         out = latents.prefill(
             asked, new, batch.pool, batch.tables, address, expand=expand, scaling=0.2
         )
