@@ -94,11 +94,7 @@ def make_batch(
     vectors = 2 if value_dim is None else 1
     pool = torch.full((count + 1, per_page, vectors, page, d), torch.nan, dtype=dtype)
     kv = [
-        [
-            [torch.randn(vectors, int(n), d).to(dtype).expand(2, -1, -1).clone() for n in heads]
-            for heads in layers
-        ]
-        for layers in lengths
+        [[_entries(vectors, n, d, dtype) for n in heads] for heads in layers] for layers in lengths
     ]
     for cell in np.ndindex(shape):
         own = tokens[cell[0]]
@@ -116,6 +112,11 @@ def make_batch(
     flat = torch.from_numpy(flat_lengths)
     v = v[..., :value_dim]
     return Batch(rows, pool, torch.from_numpy(tables), flat, kv, q, k, v, sinks, tokens)
+
+
+def _entries(vectors: int, n: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Keys and values [2, n, D], the same where an entry is one vector."""
+    return torch.randn(vectors, int(n), d).to(dtype).expand(2, -1, -1).clone()
 
 
 def _newest(kv: Sequence[Sequence[Sequence[Tensor]]], tokens: np.ndarray, side: int) -> Tensor:

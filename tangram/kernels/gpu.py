@@ -189,8 +189,8 @@ class GpuDecode:
         sinks: Tensor | None,
     ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
-        value_dim = out.shape[-1]
-        tile, rotary = self._tiles_for(q, value_dim)[kind], self._rotary_block(value_dim)
+        widths = self._widths(out.shape[-1])
+        tile = self._tiles_for(q, widths)[kind]
         programs = min(self.capacity.tasks[kind], options.programs)
         decode_tasks[(programs, triton.cdiv(options.kinds[kind].queries, tile.queries))](
             q,
@@ -219,15 +219,12 @@ class GpuDecode:
             KIND=kind,
             KINDS=len(options.kinds),
             **self._sizes,
-            D=self._head_dim,
-            V=value_dim,
+            **widths,
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.entries,
-            BLOCK_D=triton.next_power_of_2(value_dim),
-            BLOCK_R=rotary,
             SOFTCAP=softcap is not None,
             SINKS=sinks is not None,
             SCALED=self._scales is not None,
@@ -240,12 +237,15 @@ class GpuDecode:
             **self._launch_options,
         )
 
-    def _tiles_for(self, q: Tensor, value_dim: int) -> list[Tile]:
+    def _tiles_for(self, q: Tensor, widths: dict[str, int]) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
         if q.dtype not in self._tiles:
-            width = triton.next_power_of_2(value_dim) + self._rotary_block(value_dim)
-            vectors = self._pool.shape[2]
-            operands = Operands(width, q.element_size(), hops=2, vectors=vectors)
+            operands = Operands(
+                widths["BLOCK_D"] + widths["BLOCK_R"],
+                q.element_size(),
+                hops=2,
+                vectors=self._pool.shape[2],
+            )
             kinds = [tile.for_latents if self._latent else tile for tile in self._options.kinds]
             self._tiles[q.dtype] = [fit_tile(tile, operands, self._card) for tile in kinds]
         return self._tiles[q.dtype]
@@ -290,10 +290,18 @@ class GpuDecode:
     def _sizes(self) -> dict[str, int]:
         return {"H": self._kv_heads, "G": self._group, "NQ": self._queries}
 
-    def _rotary_block(self, value_dim: int) -> int:
-        """The block of a latent's rotary elements, at least what matrix instructions take."""
-        rotary = self._head_dim - value_dim
-        return max(LEAST_ENTRIES, triton.next_power_of_2(rotary)) if self._latent else 0
+    def _widths(self, value_dim: int) -> dict[str, int]:
+        """D, V and their blocks; that of rotary elements is at least what matrix instructions take.
+
+        It is 0 without latents.
+        """
+        rotary = triton.next_power_of_2(self._head_dim - value_dim) if self._latent else 0
+        return {
+            "D": self._head_dim,
+            "V": value_dim,
+            "BLOCK_D": triton.next_power_of_2(value_dim),
+            "BLOCK_R": max(LEAST_ENTRIES, rotary) if self._latent else 0,
+        }
 
     @property
     def _launch_options(self) -> dict[str, bool]:
