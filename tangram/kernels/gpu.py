@@ -189,10 +189,8 @@ class GpuDecode:
         sinks: Tensor | None,
     ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
-        widths = self._widths(out.shape[-1])
-        tile = self._tiles_for(q, widths)[kind]
-        programs = min(self.capacity.tasks[kind], options.programs)
-        decode_tasks[(programs, triton.cdiv(options.kinds[kind].queries, tile.queries))](
+        tile, grid = self._fit(kind, q, out)
+        decode_tasks[grid](
             q,
             pool,
             tables,
@@ -219,7 +217,7 @@ class GpuDecode:
             KIND=kind,
             KINDS=len(options.kinds),
             **self._sizes,
-            **widths,
+            **self._widths(out.shape[-1]),
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
@@ -237,9 +235,16 @@ class GpuDecode:
             **self._launch_options,
         )
 
-    def _tiles_for(self, q: Tensor, widths: dict[str, int]) -> list[Tile]:
+    def _fit(self, kind: int, q: Tensor, out: Tensor) -> tuple[Tile, tuple[int, int]]:
+        """The tile of a kind of tasks; programs over the tasks and over the queries of one."""
+        tile = self._tiles_for(q, out)[kind]
+        tasks = min(self.capacity.tasks[kind], self._options.programs)
+        return tile, (tasks, triton.cdiv(self._options.kinds[kind].queries, tile.queries))
+
+    def _tiles_for(self, q: Tensor, out: Tensor) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
         if q.dtype not in self._tiles:
+            widths = self._widths(out.shape[-1])
             operands = Operands(
                 widths["BLOCK_D"] + widths["BLOCK_R"],
                 q.element_size(),
