@@ -31,8 +31,8 @@ class _NoAttention:
     """Replaces a step's attention."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return the output of attention, of any values."""
-        return output_like(module, q)
+        """Zeros, as large as the output of attention."""
+        return output_like(module, q).zero_()
 
 
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:

@@ -92,7 +92,7 @@ class _Probe:
         if not getattr(module, "is_causal", True):
             self.problems.append(f"layer {layer} is not causal")
         heads = latent_heads(module)
-        out = output_like(module, q)
+        out = output_like(module, q).zero_()
         if heads is not None:
             self.value_dim = heads.rank
             k, v = join_entries(k, v)
@@ -104,10 +104,12 @@ class _Probe:
     def _check_latents(
         self, layer: int, heads: LatentHeads, q: torch.Tensor, k: torch.Tensor, options: Any
     ) -> None:
-        """Note what decode would compute wrongly: it absorbs the expansion of latents."""
+        """Note what decode would compute wrongly: it absorbs the expansion of any latents."""
         for name in ("sliding_window", "softcap", "s_aux"):
             if options.get(name) is not None:
                 self.problems.append(f"layer {layer} has latents and {name}")
+        random = torch.Generator(q.device).manual_seed(0)
+        q, k = (torch.randn(x.shape, generator=random, device=q.device).to(q) for x in (q, k))
         keys, values = heads.expand(k[:, 0])
         expanded = torch.einsum("tqd,qnd->tqn", q, keys), values.transpose(0, 1)
         latents = k[:, 0].expand(q.shape[1], -1, -1).transpose(0, 1)
