@@ -286,9 +286,16 @@ def test_rows_that_share_a_prefix_read_it_together(
 @pytest.mark.parametrize(
     "case",
     interpreter_few(
-        ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"],
+        [
+            "llama",
+            "llama, uncompressed",
+            "llama, second pass",
+            "gpt-oss, windows and sinks",
+            "latents",
+        ],
         "llama, second pass",
         "gpt-oss, windows and sinks",
+        "latents",
     ),
 )
 def test_an_fp8_cache_holds_what_the_specification_holds(
