@@ -35,7 +35,13 @@ from bench.cpu_peers.cells import (
     make_cells,
 )
 from bench.cpu_peers.figures import SAME, table_rows
-from bench.cpu_peers.process import BUILD, PeerSystem, SystemProcess, start_systems
+from bench.cpu_peers.process import (
+    BUILD,
+    MissingPeerError,
+    PeerSystem,
+    SystemProcess,
+    start_systems,
+)
 from bench.cpu_peers.systems import REFERENCE, make_systems
 from tangram.calibrate.texts import make_texts
 from tangram.lab.environment import environment
@@ -89,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         content["rows"] = {}
         turns = [cell for cell in chosen.values() for _ in range(options.repeats)]
         for cell in show_progress(turns, "Measuring"):
-            measure(running, cell, texts, content["rows"])
+            rows, failed = run_cell(running, cell, texts)
+            content["skipped"] |= failed
+            add_figures(content["rows"], rows)
             keep(content, options.output)
     Console().print(make_table(content))
 
@@ -138,9 +146,24 @@ def check_answers(
     return differences
 
 
-def measure(running: Mapping[str, SystemProcess], cell: PeerCell, texts: Texts, kept: Rows) -> None:
-    """Run `cell` once in each system, and add its figures to those that are kept."""
-    rows = {name: list(cell.run(texts, each.answer)) for name, each in running.items()}
+def run_cell(
+    running: dict[str, SystemProcess], cell: PeerCell, texts: Texts
+) -> tuple[dict[str, list[PeerRow]], dict[str, str]]:
+    """The rows of each system, and why a system failed; that one runs no more."""
+    rows: dict[str, list[PeerRow]] = {}
+    failed: dict[str, str] = {}
+    for name, process in list(running.items()):
+        try:
+            rows[name] = list(cell.run(texts, process.answer))
+        except MissingPeerError as error:
+            failed[name] = str(error)
+            del running[name]
+            print(f"left out from here on: {error}", flush=True)
+    return rows, failed
+
+
+def add_figures(kept: Rows, rows: Mapping[str, Sequence[PeerRow]]) -> None:
+    """Add the figures of `rows`, by system, to those of earlier repeats."""
     for name, of_system in rows.items():
         for number, row in enumerate(of_system):
             figures = row.figures()
@@ -199,9 +222,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--repeats is {options.repeats} and --threads is {options.threads}: both must be at "
             "least 1"
         )
-    options.output = options.output or (
-        BUILD / RESULTS.name if options.size == "small" else RESULTS
-    )
+    options.output = options.output or (BUILD if options.size == "small" else RESULTS) / FILE
     return options
 
 

@@ -48,7 +48,6 @@ class PeerRow:
 class PeerCell:
     """A load. `run` takes the texts and an asker; the token counts are for the estimate of time."""
 
-    title: str
     run: Callable[[Texts, Asker], Iterator[PeerRow]]
     prefill_tokens: int
     steps: int
@@ -105,7 +104,7 @@ def at_once(batch: int, context: int, output_tokens: int = 64) -> PeerCell:
         yield PeerRow(title, TIMES, asks, answer(asks, True))
 
     tokens = batch * context
-    return PeerCell(title, run, tokens, output_tokens, tokens + batch * output_tokens)
+    return PeerCell(run, tokens, output_tokens, tokens + batch * output_tokens)
 
 
 def sharing(batch: int, context: int, own: int = 32, output_tokens: int = 64) -> PeerCell:
@@ -119,7 +118,7 @@ def sharing(batch: int, context: int, own: int = 32, output_tokens: int = 64) ->
         yield PeerRow(title, shown, asks, answer(asks, True))
 
     kv_tokens = batch * (context + own + output_tokens)
-    return PeerCell(title, run, batch * (context + own), output_tokens, kv_tokens)
+    return PeerCell(run, batch * (context + own), output_tokens, kv_tokens)
 
 
 def chat(context: int, new: int = 30, output_tokens: int = 32) -> PeerCell:
@@ -136,8 +135,7 @@ def chat(context: int, new: int = 30, output_tokens: int = 32) -> PeerCell:
             yield PeerRow(title, ("first_token_s",), second, answer(second, False))
 
     kv_tokens = context + new + 2 * output_tokens
-    title = f"chat of {context:,} tokens"
-    return PeerCell(title, run, context + new, 3 * output_tokens, kv_tokens)
+    return PeerCell(run, context + new, 3 * output_tokens, kv_tokens)
 
 
 def make_cells(scale: int = 1) -> dict[str, PeerCell]:

@@ -75,9 +75,12 @@ class LlamaPeer:
         def take(event: dict[str, Any]) -> None:
             if "error" in event or "code" in event:
                 raise RuntimeError(f"llama.cpp refused a request: {event}")
-            tokens = event["__verbose"]["tokens"]
-            answer.times_s += [time.perf_counter() - begin] * len(tokens)
-            answer.token_ids += tokens
+            told = event["__verbose"]
+            # A token that ends within a letter has no event: its id is not told, its time is that
+            # of the next event.
+            new = told["tokens_predicted"] - len(answer.times_s)
+            answer.times_s += [time.perf_counter() - begin] * new
+            answer.token_ids += told["tokens"]
             if usage := event.get("usage"):
                 answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 

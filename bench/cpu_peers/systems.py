@@ -50,17 +50,15 @@ def make_systems(threads: int, kv_tokens: int) -> dict[str, PeerSystem]:
 
 def _tangram(threads: int, gib: float) -> dict[str, PeerSystem]:
     """The named variants of Tangram; add one here."""
-    variants: dict[str, tuple[str, dict[str, Any]]] = {
-        "tangram": ("Tangram, ρ 0.5", {}),
-        "tangram-keydiff": ("Tangram, ρ 0.5, keydiff", {"scorer": "keydiff"}),
-        "tangram-full": ("Tangram, ρ 1.0", {"kv_retention": 1.0}),
+    variants: dict[str, tuple[str, dict[str, Any], bool]] = {
+        "tangram": ("Tangram, ρ 0.5", {}, False),
+        "tangram-keydiff": ("Tangram, ρ 0.5, keydiff", {"scorer": "keydiff"}, False),
+        "tangram-full": ("Tangram, ρ 1.0", {"kv_retention": 1.0}, True),
     }
     shared = {"threads": threads, "kv_cache_gib": gib, "device": "cpu"}
     return {
-        name: PeerSystem(
-            title, "tangram_peer", OURS, shared | own, exact=own == {"kv_retention": 1.0}
-        )
-        for name, (title, own) in variants.items()
+        name: PeerSystem(title, "tangram_peer", OURS, shared | own, exact)
+        for name, (title, own, exact) in variants.items()
     }
 
 
