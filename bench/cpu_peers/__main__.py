@@ -43,13 +43,13 @@ from bench.cpu_peers.process import (
     start_systems,
 )
 from bench.cpu_peers.systems import REFERENCE, make_systems
+from bench.stress.server import surroundings
 from tangram.calibrate.texts import make_texts
-from tangram.lab.environment import environment
 from tangram.progress import show_progress
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILE = "cpu_peers.json"
-SMALL_SCALE = 16
+SMALL_SCALE, SMALL_OUTPUT_TOKENS = 16, 12
 # The cells and repeats of each size.
 SIZES = {
     "whole": (("0x1", "0x8", "2kx1", "chat", "shared", "2kx8", "8kx1"), 3),
@@ -66,7 +66,7 @@ Rows = dict[str, dict[str, dict[str, list[float]]]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check, measure, keep the raw figures, print the table."""
     options = _parse(arguments)
-    cells = make_cells(SMALL_SCALE if options.size == "small" else 1)
+    cells = make_cells(*((SMALL_SCALE, SMALL_OUTPUT_TOKENS) if options.size == "small" else ()))
     chosen = {name: cells[name] for name in options.cells}
     kv_tokens = max(cell.kv_tokens for cell in chosen.values())
     systems = make_systems(options.threads, kv_tokens)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "command": shlex.join(["python", "-m", "bench.cpu_peers", *sys.argv[1:]]),
         "size": options.size,
         "repeats": options.repeats,
-        "environment": environment() | {"threads": options.threads, "cores": os.cpu_count()},
+        "environment": surroundings() | {"threads": options.threads, "cores": os.cpu_count()},
     }
     with ExitStack() as stack:
         running, content["skipped"] = start_systems(systems, options.threads, stack)

@@ -95,7 +95,7 @@ def count_same(ours: PeerRow, theirs: PeerRow) -> int | None:
     )
 
 
-def at_once(batch: int, context: int, output_tokens: int = 64) -> PeerCell:
+def at_once(batch: int, context: int, output_tokens: int) -> PeerCell:
     """`batch` requests of `context` tokens, no two with a common prefix."""
     title = f"batch {batch}, {context:,} tokens of context"
 
@@ -138,15 +138,15 @@ def chat(context: int, new: int = 30, output_tokens: int = 32) -> PeerCell:
     return PeerCell(run, context + new, 3 * output_tokens, kv_tokens)
 
 
-def make_cells(scale: int = 1) -> dict[str, PeerCell]:
+def make_cells(scale: int = 1, output_tokens: int = 64) -> dict[str, PeerCell]:
     """All cells by name, contexts divided by `scale`. A context of 0 is a prompt of 16 tokens."""
     return {
-        "0x1": at_once(1, 16),
-        "0x8": at_once(8, 16),
-        "2kx1": at_once(1, 2000 // scale),
+        "0x1": at_once(1, 16, output_tokens),
+        "0x8": at_once(8, 16, output_tokens),
+        "2kx1": at_once(1, 2000 // scale, output_tokens),
         "chat": chat(3000 // scale),
-        "shared": sharing(8, 2000 // scale),
-        "2kx8": at_once(8, 2000 // scale),
-        "8kx1": at_once(1, 8000 // scale),
-        "8kx8": at_once(8, 8000 // scale),
+        "shared": sharing(8, 2000 // scale, output_tokens=output_tokens),
+        "2kx8": at_once(8, 2000 // scale, output_tokens),
+        "8kx1": at_once(1, 8000 // scale, output_tokens),
+        "8kx8": at_once(8, 8000 // scale, output_tokens),
     }

