@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -80,9 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _built_once() -> Iterator[None]:
-    """Typer's runner builds all commands for every invocation, which takes longer than most run."""
+    """Typer's runner builds all commands for every invocation, and each HTTP client reads all
+    certificates, which takes longer than most tests run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 
