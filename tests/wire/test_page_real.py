@@ -37,9 +37,10 @@ def kept(client: httpx.Client, name: str, chunk: int) -> np.ndarray[Any, Any]:
     return bits[: np.prod(shape)].reshape(shape).astype(bool)
 
 
-def states_of_pages(client: httpx.Client) -> np.ndarray[Any, Any]:
-    """uint8 [pages]: free, cached, or what a running request holds."""
-    return np.frombuffer(b64decode(client.get("/v1/kv/pool").json()["states"]), np.uint8)
+def rests(client: httpx.Client) -> bool:
+    """Whether every page is free or kept for nobody."""
+    states = np.frombuffer(b64decode(client.get("/v1/kv/pool").json()["states"]), np.uint8)
+    return bool(np.isin(states, (0, 5)).all())
 
 
 def test_turns_show_what_their_usage_says(server_url: str) -> None:
@@ -55,7 +56,7 @@ def test_turns_show_what_their_usage_says(server_url: str) -> None:
             said = answer["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
         (first, one), (second, two) = told
-        wait_until(lambda: np.isin(states_of_pages(client), (0, 5)).all(), "pages are still held")
+        wait_until(lambda: rests(client), "a pool in which nothing runs")
         bits = [kept(client, answer["id"], 0) for answer in (first, second)]
         one_later = client.get(f"/v1/kv/requests/{first['id']}").json()
     for answer, shown in told:
