@@ -312,7 +312,7 @@ def test_decoders_that_share_buffers_answer_as_alone(merge: str, device: torch.d
     """Each has its plan loaded again before it attends, as an engine does between widths."""
     from tangram.kernels import gpu
 
-    batch = make_batch(2, 2, 2, 64, longest=100)
+    batch = make_batch(2, 2, 4, 64, longest=100)
     pool, q, tables, lengths = (
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
