@@ -18,7 +18,7 @@ from bench.stress.guidellm_load import GUIDELLM, ROOT
 @pytest.mark.parametrize(
     "options",
     [
-        # Two turns of two conversations, of which the second fills a chunk.
+        # Two turns of two conversations.
         ("--seconds", "120", "--requests", "4", "--streams", "2", "--output-tokens", "8"),
         pytest.param(("--seconds", "120", "--requests", "8"), marks=pytest.mark.nightly),
         pytest.param(("--seconds", "60"), marks=pytest.mark.nightly),
