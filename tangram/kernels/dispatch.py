@@ -14,7 +14,7 @@ from tangram.plan.schedule import Schedule
 def pool_kernels(
     pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
 ) -> PoolKernels:
-    """The fastest kernels for `pool` [N_pages, Hp, 2, P, D] and G = `group` query heads a KV head.
+    """The fastest kernels for `pool` [N_pages, Hp, S, P, D] and G = `group` query heads a KV head.
 
     `policy` says how to decode on a GPU, and applies to no other device. `schedule` is that of
     every batch, whatever the policy. Compiles the kernels that are known before the first step.
@@ -28,7 +28,7 @@ def pool_kernels(
 
 
 def host_memory(pool: Tensor, pages: int) -> HostMemory:
-    """`pages` host pages behind `pool` [N_pages, Hp, 2, P, D]; 0 pages take no memory."""
+    """`pages` host pages behind `pool` [N_pages, Hp, S, P, D]; 0 pages take no memory."""
     if pool.is_cuda and pages:
         from tangram.kernels.gpu_offload import GpuHostMemory
 

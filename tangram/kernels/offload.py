@@ -14,7 +14,7 @@ STAGING_BYTES = 256 << 20  # the most that is being copied out of a GPU, in devi
 
 
 class HostMemory(Protocol):
-    """Host pages as large as those of one pool [N, Hp, 2, P, D]; `PageMove.slots` numbers them."""
+    """Host pages as large as those of one pool [N, Hp, S, P, D]; `PageMove.slots` numbers them."""
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """Copy in order, before any later work on the pool's device.
@@ -45,7 +45,7 @@ class PlainHostMemory:
 
 
 def words(pool: Tensor) -> Tensor:
-    """`pool` [N, Hp, 2, P, D] as int32 [N, words of a page]: copies do not depend on the dtype."""
+    """`pool` [N, Hp, S, P, D] as int32 [N, words of a page]: copies do not depend on the dtype."""
     return pool.view(len(pool), -1).view(torch.int32)
 
 
