@@ -29,7 +29,7 @@ from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.place import find_device
-from tangram.model.quantized import check_quantization, quantize
+from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.model.weight_files import check_index, check_safetensors
@@ -60,8 +60,13 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV cache."""
+        """The dtype of weights that are not rounded, and of the KV cache."""
         return self.model.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory."""
+        return held_bytes(self.model)
 
 
 def memory_ran_out(error: Exception) -> bool:

@@ -97,24 +97,26 @@ def round_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize(model: PreTrainedModel, form: str) -> None:
     """Round the linear maps of `model` to `form` (int8, int4 or fp8), in place.
 
-    Embeddings, norms and biases stay. Raises `ConfigError` if the device has no such product, and
-    `ModelError` if the model's weights do not fit it.
+    Embeddings, norms and biases stay. On a CPU int4 leaves the head in 8 bits. Raises `ConfigError`
+    if the device has no such product, and `ModelError` if the model's weights do not fit it.
     """
     _refuse_experts(model, form)
     join_projections(model)
     if model.device.type == "cuda":
         _quantize_on_gpu(model, form)
         return
-    made = _cpu_maps(form)
+    head = model.get_output_embeddings()
     maps = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     for name, source in maps.items():
-        if made is Int4Linear and (source.in_features % GROUP or source.out_features % _TILE):
+        # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
+        four = form == "int4" and source is not head
+        if four and (source.in_features % GROUP or source.out_features % _TILE):
             raise ModelError(
                 f"quantization is {form!r}, but {name} has {source.in_features} inputs and "
                 f"{source.out_features} outputs, which must be multiples of {GROUP} and {_TILE}: "
                 "use int8"
             )
-        model.set_submodule(name, made(source))
+        model.set_submodule(name, Int4Linear(source) if four else Int8Linear(source))
 
 
 def check_quantization(form: str, device: torch.device) -> None:
@@ -135,15 +137,17 @@ def check_quantization(form: str, device: torch.device) -> None:
     if form == "fp8":
         raise ConfigError(f"quantization is {form!r}, of which CPUs have no product: use int8")
     # Without these instructions the sums of pairs of products saturate in 16 bits.
-    if form == "int8" and not torch.cpu._is_vnni_supported():
+    if not torch.cpu._is_vnni_supported():
         raise ConfigError(
             f"quantization is {form!r}, but this CPU lacks AVX512-VNNI, without which products of "
-            "8 bits overflow: use int4, or leave it out"
+            "8 bits overflow: leave it out"
         )
 
 
-def _cpu_maps(form: str) -> type[Int8Linear] | type[Int4Linear]:
-    return Int4Linear if form == "int4" else Int8Linear
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of `model`, rounded or not."""
+    plain = sum(entry.nbytes for entry in (*model.parameters(), *model.buffers()))
+    return plain + sum(part.packed.nbytes for part in model.modules() if type(part) is Int8Linear)
 
 
 def _refuse_experts(model: PreTrainedModel, form: str) -> None:
