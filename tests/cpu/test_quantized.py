@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from tangram.config import EngineConfig
+from tangram.config_json import read_config
 from tangram.errors import ConfigError, ModelError
 from tangram.model import quantized
-from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.load import LoadedModel, load_model
 from tangram.model.quantized import GROUP, Int4Linear, Int8Linear, quantize, round_to_4_bits
+from tangram.weights import read_weights
 from tests.support import profile_file, run, sealed_state, small_engine
 
 FORMS = ("int8", "int4")
@@ -36,6 +38,17 @@ PROMPTS = [[3 + number % 90 for number in range(length)] for length in (1, 40, 1
 needs_vnni = pytest.mark.skipif(
     not torch.cpu._is_vnni_supported(), reason="products of 8 bits need AVX512-VNNI"
 )
+
+
+@pytest.fixture(scope="module")
+def rounded() -> Callable[[str], LoadedModel]:
+    """The embedded model in a form."""
+
+    @cache
+    def load(form: str) -> LoadedModel:
+        return load_model("smollm2", quantization=form, device="cpu")
+
+    return load
 
 
 def widened(weight: Tensor, form: str) -> Tensor:
@@ -106,10 +119,10 @@ def test_a_group_of_one_value_keeps_it() -> None:
 @needs_vnni
 @pytest.mark.parametrize("form", FORMS)
 def test_the_embedded_model_says_what_transformers_says_with_these_weights(
-    form: str, loaded: LoadedModel
+    form: str, loaded: LoadedModel, rounded: Callable[[str], LoadedModel]
 ) -> None:
     """Where Transformers is sure of a token, the rounded activations do not change it."""
-    served = load_configured(EngineConfig(quantization=form, device="cpu"))
+    served = rounded(form)
     text = "The sky is blue because sunlight is scattered by the molecules of the air. " * 8
     ids = torch.tensor([served.tokenizer(text).input_ids])
     with torch.inference_mode():
@@ -123,7 +136,7 @@ def test_the_embedded_model_says_what_transformers_says_with_these_weights(
     divergence = nn.functional.kl_div(
         found.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean"
     )
-    assert divergence < 0.02
+    assert divergence < 0.05
 
 
 @needs_vnni
@@ -148,12 +161,15 @@ def test_the_law_holds_with_rounded_weights(
 
 
 @needs_vnni
-def test_the_profile_of_plain_weights_fits_rounded_ones() -> None:
-    options = {"device": "cpu"}
-    plain, rounded = (
-        load_model("smollm2", quantization=form, **options) for form in (None, "int8")
-    )
-    assert plain.fingerprint == rounded.fingerprint and plain.dtype == rounded.dtype
+@pytest.mark.parametrize("form", FORMS)
+def test_rounded_weights_take_what_size_says_and_keep_their_profiles(
+    form: str, loaded: LoadedModel, rounded: Callable[[str], LoadedModel]
+) -> None:
+    found = rounded(form)
+    said = read_weights(read_config("smollm2"), "float32", form).bytes
+    assert found.weight_bytes == pytest.approx(said, rel=0.02)
+    assert found.weight_bytes < 0.6 * loaded.weight_bytes
+    assert found.fingerprint == loaded.fingerprint and found.dtype == loaded.dtype
 
 
 def test_fp8_on_a_cpu_is_refused() -> None:
@@ -177,6 +193,8 @@ def test_weights_that_no_whole_block_holds_are_refused(
 
 def test_experts_are_refused(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> None:
     small = {name: value for name, value in SMALL.to_dict().items() if name != "model_type"}
-    experts = Qwen3MoeConfig(**small, num_experts=4, moe_intermediate_size=32)
+    experts = Qwen3MoeConfig(
+        **small, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
     with pytest.raises(ModelError, match="weights of experts are not quantised"):
         quantize(adopt_tiny(experts).model, "int8")
