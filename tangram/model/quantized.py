@@ -146,8 +146,16 @@ def check_quantization(form: str, device: torch.device) -> None:
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of the weights of `model`, rounded or not."""
-    plain = sum(entry.nbytes for entry in (*model.parameters(), *model.buffers()))
-    return plain + sum(part.packed.nbytes for part in model.modules() if type(part) is Int8Linear)
+    kept = sum(_stored_bytes(entry) for entry in (*model.parameters(), *model.buffers()))
+    return kept + sum(part.packed.nbytes for part in model.modules() if type(part) is Int8Linear)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Of the tensors inside, if it is one of torchao's, which report what they stand for."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    return sum(_stored_bytes(getattr(tensor, name)) for name in flatten()[0])
 
 
 def _refuse_experts(model: PreTrainedModel, form: str) -> None:
