@@ -26,6 +26,7 @@ from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.engine.text import TextCodec
 from tangram.lab.accuracy.passages import RealText
+from tangram.lab.accuracy.prompts import Alignment, filler_token
 from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_configured
 from tangram.types import Event, Request, SamplingParams
@@ -106,7 +107,9 @@ def main() -> None:
         loaded = load_configured(config)
         if form == PLAIN:
             text = RealText(options.passages, options.passage_tokens)
-            passages = list(text.prompts(TextCodec(loaded.tokenizer), None).pieces)
+            codec = TextCodec(loaded.tokenizer)
+            aligned = Alignment(options.passage_tokens, filler_token(codec))
+            passages = list(text.prompts(codec, aligned).pieces)
         found = next_token_logs(loaded, passages)
         expected = expected or found
         figures[form] = compare(expected, found, passages) | {"weight_bytes": loaded.weight_bytes}
