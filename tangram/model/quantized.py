@@ -84,7 +84,7 @@ def round_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     A weight is (q - 8) · scale + offset. The extremes of a group are 0 and 15, as in GGUF's Q4_1,
     so weights that were of this form are found again.
     """
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    groups = weight.float().view(len(weight), -1, GROUP)
     low, high = groups.amin(-1), groups.amax(-1)
     step = (high - low) / _MOST_4
     scales = torch.stack([step, low + _HALF_4 * step], -1).to(torch.bfloat16)
@@ -105,7 +105,7 @@ def quantize(model: PreTrainedModel, form: str) -> None:
     if model.device.type == "cuda":
         _quantize_on_gpu(model, form)
         return
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     maps = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     for name, source in maps.items():
         # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
@@ -191,4 +191,4 @@ def _finish(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """`product` [T, N] plus `bias`, in the dtype and the shape of `x`."""
     if bias is not None:
         product.add_(bias)
-    return product.to(x.dtype).unflatten(0, x.shape[:-1])
+    return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
