@@ -122,6 +122,7 @@ def _setting(
         model=base.model,
         weights_sha256=loaded.fingerprint.weights_sha256,
         dtype=str(loaded.dtype).removeprefix("torch."),
+        quantization=base.quantization,
         kv_cache_dtype=base.kv_cache_dtype,
         page_tokens=base.page_tokens,
         heads_per_page=base.heads_per_page,
