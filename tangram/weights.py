@@ -92,7 +92,7 @@ def read_weights(
     """
     chosen = weights_dtype(config, dtype)
     if quantization is not None:
-        return _rounded(config, read_weights(config, chosen), quantization)
+        return _count_rounded(config, read_weights(config, chosen), quantization)
     # Quantised tensors hold several parameters an element.
     stored = (
         None
@@ -104,7 +104,7 @@ def read_weights(
     return Weights(_estimate(config), chosen, "config.json")
 
 
-def _rounded(config: ModelConfig, plain: Weights, quantization: str) -> Weights:
+def _count_rounded(config: ModelConfig, plain: Weights, quantization: str) -> Weights:
     if experts := next((name for name in _EXPERTS if config.content.get(name)), None):
         raise ConfigError(
             f"quantization is {quantization!r}, but {config.name} has {experts} "
