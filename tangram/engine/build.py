@@ -51,6 +51,7 @@ from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
+from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
@@ -403,6 +404,8 @@ class EngineBuilder:
         if fast:
             join_projections(loaded.model)
             compile_layers(loaded.model)
+        if loaded.device.type == "cpu":
+            pack_weights(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes
