@@ -49,6 +49,7 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
+from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.onednn import pack_weights
@@ -405,6 +406,7 @@ class EngineBuilder:
             join_projections(loaded.model)
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
+            multiply_few_rows_fast(loaded.model, config.chunk_tokens)
             pack_weights(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens

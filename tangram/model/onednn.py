@@ -1,8 +1,7 @@
-"""Linear maps on an x86 CPU by oneDNN, their weights in the order in which it reads them.
+"""Bfloat16 linear maps on an x86 CPU by oneDNN, their weights in the order in which it reads them.
 
-`torch.nn.functional.linear` in float32 is MKL's product. With 2 to 16 rows it reads weights at a
-fraction of the memory's speed. Its last bits depend on how many rows there are (docs/cpu.md). The
-product of packed weights, which torch.compile takes too, does neither.
+oneDNN computes `torch.nn.functional.linear` in bfloat16, too. It then brings the weights into that
+order at every call.
 """
 
 from __future__ import annotations
@@ -29,19 +28,16 @@ class PackedLinear(nn.Linear):
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack, in place, the linear maps of `model` that oneDNN multiplies fast on this CPU.
+    """Pack, in place, the bfloat16 linear maps of `model`, where oneDNN multiplies them on x86.
 
-    These are float32 maps on x86, and bfloat16 maps where the CPU has instructions for them. The
-    old weights are freed, unless something else holds them, as a tied embedding does. A packed map
-    stays so.
+    The old weights are freed, unless something else holds them, as a tied embedding does. A packed
+    map stays so.
     """
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    if not (x86 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
-    packable = {torch.float32}
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packable.add(torch.bfloat16)
     for part in model.modules():
-        if type(part) is nn.Linear and part.weight.is_cpu and part.weight.dtype in packable:
+        if type(part) is nn.Linear and part.weight.is_cpu and part.weight.dtype is torch.bfloat16:
             packed = torch.ops.mkldnn._reorder_linear_weight(part.weight.detach(), None)
             part.weight = nn.Parameter(packed, requires_grad=False)
             part.__class__ = PackedLinear
