@@ -52,6 +52,7 @@ from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
@@ -405,6 +406,7 @@ class EngineBuilder:
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)
+            pack_weights(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes

@@ -260,10 +260,15 @@ def _write(
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
-    if pool.dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
-        k, v = (x.float().clamp(-FP8_MAX, FP8_MAX) for x in (k, v))
-    blocks(pool)[block, 0, index % page_tokens] = k.to(pool.dtype)
-    blocks(pool)[block, 1, index % page_tokens] = v.to(pool.dtype)
+    blocks(pool)[block, 0, index % page_tokens] = as_entries(k, pool.dtype)
+    blocks(pool)[block, 1, index % page_tokens] = as_entries(v, pool.dtype)
+
+
+def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a pool of `dtype` stores them: rounded, and bounded to FP8's range."""
+    if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
+        x = x.float().clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def prefill(

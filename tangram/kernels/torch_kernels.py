@@ -1,6 +1,6 @@
 """Attention without Triton.
 
-Compiled decode for float32 pools in host memory, the torch specification otherwise.
+Decode is compiled where `cpu.py` can, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TorchKernels:
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
-            cpu.warm_up()
+            cpu.warm_up(pool.dtype)
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: always `tokens`."""
