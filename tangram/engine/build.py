@@ -468,10 +468,19 @@ class EngineBuilder:
 
 
 def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
-    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head."""
+    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head.
+
+    Raises `ConfigError` if it verifies none.
+    """
     drafts, most = config.speculation, MOST_QUERIES // group - 1
     if drafts is None or drafts.num_speculative_tokens <= most:
         return config
+    if most < 1:
+        raise ConfigError(
+            f"{NAME}.num_speculative_tokens is {drafts.num_speculative_tokens}: a GPU verifies at "
+            f"most {MOST_QUERIES} queries of a KV head at a time, and here one token has {group}: "
+            f"leave {NAME} out"
+        )
     _log.warning(
         "%s.num_speculative_tokens is lowered from %d to %d: with %d query heads of a KV head a "
         "GPU verifies no more at a time",

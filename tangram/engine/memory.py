@@ -17,6 +17,7 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.offload import STAGING_BYTES
+from tangram.model.latent import output_like
 from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30
@@ -30,8 +31,8 @@ class _NoAttention:
     """Replaces a step's attention."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return the queries, which are as large as the output of attention."""
-        return q
+        """Zeros, as large as the output of attention."""
+        return output_like(module, q).zero_()
 
 
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
@@ -137,7 +138,8 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
-    return max(MOST_BYTES, 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize)
+    entry_bytes = shape.entry_elements * loaded.dtype.itemsize
+    return max(MOST_BYTES, shape.kv_heads * longest * entry_bytes)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
-from tangram.kernels import cpu, reference
-from tangram.kernels.interface import PaddedShape, PrefillRows, Ranking
+from tangram.kernels import cpu, latents, reference
+from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
@@ -131,6 +131,7 @@ class TorchKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         asking = range(self._rows.asking.start, self._rows.asking.stop)
@@ -142,6 +143,18 @@ class TorchKernels:
                 )
         for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
+            if expand is not None:
+                (address,) = self._rows.address[layer, row].tolist()
+                out[begin:end] = latents.prefill(
+                    q[begin:end],
+                    k[first:last, 0],
+                    self._pool,
+                    self._tables,
+                    address,
+                    expand=expand,
+                    scaling=scaling,
+                )
+                continue
             out[begin:end] = reference.prefill(
                 q[begin:end],
                 k[first:last],
