@@ -348,6 +348,7 @@ class EngineBuilder:
             scorer=scorer.name,
             sink_tokens=profile.sink_tokens,
             window_tokens=profile.window_tokens,
+            scales=profile.scales,
             one_chunk_a_step="reconstruction" in scorer.needs,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tangram.calibrate.measure import Observer, calibrate
+from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
@@ -205,7 +205,8 @@ def calibrate_model(
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
     samples = [loaded.tokenizer.encode(text)[: loaded.geometry.max_positions] for text in texts]
-    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens)
+    magnitudes = Magnitudes()
+    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     if foretell:
         foretell_calibration(scores, samples, config.chunk_tokens)
     return calibrate(
@@ -222,4 +223,5 @@ def calibrate_model(
         heads_per_page=config.heads_per_page,
         track=show_progress,
         observe=observe,
+        magnitudes=magnitudes,
     )
