@@ -76,10 +76,9 @@ def calibrate(
 
     Only full chunks within the model's context are used. L counts the model's full-attention
     layers, the only ones that are compressed. `source` says in words where the samples are from.
-    `track` wraps the samples to report progress (`tangram.progress`). `observe` gets each sample's
-    kept fractions. `magnitudes`, which `score_source` fills, give the profiles their scales. Raises
-    `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met, and
-    `ProfileError` if the scores have the wrong shape or hold NaN.
+    `track` wraps the samples, `observe` gets each sample's kept fractions. `score_source` fills
+    `magnitudes`. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a
+    ρ cannot be met, and `ProfileError` if scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
     derive = partial(
@@ -111,8 +110,7 @@ def calibrate(
     )
     kept = _measure_samples(score_source, track(samples), chunk_tokens, measure, observe)
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
-    scales = None if magnitudes is None else magnitudes.scales()
-    return _derive_profiles(partial(derive, scales=scales), retentions, kept, source, tokens)
+    return _derive_profiles(derive, retentions, kept, source, tokens, magnitudes)
 
 
 def measure_kept_fractions(
@@ -214,14 +212,16 @@ def _derive_profiles(
     kept: Float64,
     source: str,
     tokens: int,
+    magnitudes: Magnitudes | None,
 ) -> list[Profile]:
     """A profile for each ρ from the kept fractions [ρ, samples, L, H]."""
+    scales = None if magnitudes is None else magnitudes.scales()
     return [
         derive(
             of_samples.mean(axis=0),
             of_samples.std(axis=0),
             kv_retention=retention,
             calibration=Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
-        )
+        ).with_scales(scales)
         for retention, of_samples in zip(retentions, kept, strict=True)
     ]

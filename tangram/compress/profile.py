@@ -71,7 +71,6 @@ _OPTIONS = (
     "alpha",
     "sink_tokens",
     "window_tokens",
-    "scales",
 )
 
 Scope = Literal["layer", "model"]
@@ -141,13 +140,11 @@ class Profile(BaseModel):
         alpha: float = ALPHA,
         sink_tokens: int = SINK_TOKENS,
         window_tokens: int | None = None,
-        scales: HeadScales | None = None,
     ) -> Profile:
         """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H].
 
-        Budgets are B = min(1, μ + α·σ) (Tangram). `window_tokens` None means C / 64. Statistics are
-        first rounded to 5 digits, so that a saved profile derives the same counts. Raises
-        `ConfigError` if ρ cannot be met or an option is out of range.
+        Budgets are B = min(1, μ + α·σ) (Tangram), of statistics rounded as in the file. Without
+        `window_tokens` it is C / 64. Raises `ConfigError` if ρ or an option is out of range.
         """
         mu, sigma = _round_statistics(mean, std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
@@ -181,7 +178,7 @@ class Profile(BaseModel):
                 sealed_pages=tuple(pages),
                 realised_retention=realised,
                 calibration=calibration,
-                scales=scales,
+                scales=None,
             )
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
@@ -199,10 +196,14 @@ class Profile(BaseModel):
         """The same options and `calibration` with other statistics, float [L, H]."""
         return self._derive(mean, std, alpha=alpha)
 
+    def with_scales(self, scales: HeadScales | None) -> Profile:
+        """The same profile with `scales`, or without."""
+        return self.model_copy(update={"scales": scales})
+
     def _derive(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
         """Groups and counts from the options of this profile, with `changes`."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return Profile.from_statistics(mean, std, **(options | changes))
+        return Profile.from_statistics(mean, std, **(options | changes)).with_scales(self.scales)
 
     @property
     def budgets(self) -> Float64:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
+from tangram.cache.step import Row
 from tangram.calibrate.measure import Magnitudes
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import ChunkView, Scorer
@@ -58,8 +59,8 @@ def chunk_source(
     """A function from one sample's token ids to the positions of its full chunks.
 
     A position comes when the chunk has been scored. By then `observer` was called with the chunk
-    and its scores in every full-attention layer. Every chunk sees its past uncompressed. What is
-    stored of it goes into `magnitudes`.
+    and its scores in every full-attention layer, and `magnitudes` with what is stored of it. Every
+    chunk sees its past uncompressed.
     """
     geometry = loaded.geometry
     layout = Layout.lay_out_uncompressed(
@@ -101,11 +102,16 @@ def chunk_source(
                 raise RuntimeError("the calibration pool is too small for one sample")
             runner.run(step, [])
             if magnitudes is not None:
-                # A page is one head's chunk.
-                span = cache.tables[step.rows[0].slot, layout.span_entries(start // chunk_tokens)]
-                magnitudes.take(runner.pool[torch.from_numpy(span)[layout.head_group]][:, :, 0])
+                _take_chunk(magnitudes, runner.pool, step.rows[0], cache)
             scheduler.commit(step)
             yield start
         scheduler.remove(sequence)
 
     return chunks_of
+
+
+def _take_chunk(magnitudes: Magnitudes, pool: Tensor, row: Row, cache: CacheManager) -> None:
+    """Give `magnitudes` what `row` stored of a chunk, where a page is one head's chunk."""
+    layout = row.retention.layout
+    span = cache.tables[row.slot, layout.span_entries(row.start // layout.chunk_tokens)]
+    magnitudes.take(pool[torch.from_numpy(span[layout.head_group])][:, :, 0])

@@ -23,6 +23,7 @@ from tangram.engine.passes import Carry, Passes, flatten
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
@@ -42,7 +43,7 @@ class Runner:
     graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
     the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure: those
     given, or new ones, including `overflow` if it is set. With `records`, kept positions of up to
-    so many chunks of a pass are noted (`recorder`).
+    so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -63,6 +64,7 @@ class Runner:
         queries: Sequence[int] = (1,),
         meters: Meters | None = None,
         records: int = 0,
+        form: HostForm | None = None,
     ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
@@ -75,11 +77,11 @@ class Runner:
         self._scales = None if scales is None else torch.tensor(scales, device=loaded.device)
         serving = self._make_kernels(kernels, layout)
         block_tables = DeviceTables(cache, loaded.device)
-        self._host = host_memory(self.pool, cache.host.total)
+        self._host = host_memory(self.pool, cache.host.total, form)
         batcher = self.batcher_type(
             retentions, scorers, serving, cache, block_tables, rotary, self.meters, observer
         )
-        batcher.queries = queries
+        batcher.queries, batcher.form = queries, form
         self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
         limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
         self.recorder = (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import PoolKernels, PrefillRows
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.sealing import ChunkSealer, GroupSealer
@@ -62,7 +63,8 @@ class StepAttention:
     """Attention of one pass, begun by `kernels` with `width` decode rows and the rows `prefill`.
 
     `sealers` seal the rows that have scores, and `sealing` times them. A pass with `padded_tokens`
-    is padded to this number, and launches the same as any other pass of its `PaddedShape`.
+    is padded to this number, and launches the same as any other pass of its `PaddedShape`. With a
+    `form` the chunks `sealed`, spans of tokens, are rounded to what host memory can hold of them.
     """
 
     kernels: PoolKernels
@@ -73,10 +75,13 @@ class StepAttention:
     sealing: Stopwatch
     padded_tokens: int | None = None
     hidden: Tensor | None = None
+    form: HostForm | None = None
+    sealed: Sequence[slice] = ()
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        k, v = self._round(k), self._round(v)
         out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _translate(options)
         self.kernels.decode(layer, q, k, v, out, **known)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
@@ -87,6 +92,15 @@ class StepAttention:
                     self._seal(sealer, layer, q, k, v, options["scaling"])
         self.kernels.prefill(layer, q, k, v, out, window=self.windows[layer], **known)
         return out
+
+    def _round(self, entries: Tensor) -> Tensor:
+        """Keys or values [T, H, D] of the pass, those of sealed chunks rounded."""
+        if self.form is None or not self.sealed:
+            return entries
+        rounded = entries.clone()
+        for tokens in self.sealed:
+            rounded[tokens] = self.form.round(entries[tokens])
+        return rounded
 
     def _seal(
         self,

@@ -94,7 +94,7 @@ def test_faint_values_are_stored_as_well_as_others(tiny: LoadedModel, tmp_path: 
 
 def test_scales_of_1_lose_faint_values(tiny: LoadedModel, tmp_path: Path) -> None:
     world = NarrowWorld(with_faint_values(tiny), tmp_path, "keydiff")
-    Profile.load(world.profile).model_copy(update={"scales": None}).save(world.profile)
+    Profile.load(world.profile).with_scales(None).save(world.profile)
     _, state = world.alone(PROMPT)
     assert state and not any(pages[:, :, 1].float().any() for pages in state.values())
 

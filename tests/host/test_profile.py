@@ -139,7 +139,7 @@ def test_scales_survive_the_file_and_other_page_shapes_and_are_no_part_of_prefix
     tmp_path: Path,
 ) -> None:
     largest = np.random.default_rng(0).lognormal(0.0, 4.0, (5, 6, 2))
-    profile = make(scales=choose_scales(largest))
+    profile = make().with_scales(choose_scales(largest))
     profile.save(tmp_path / "one.json")
     found = Profile.load(tmp_path / "one.json").with_pages(8, 6)
     assert found.scales == choose_scales(largest) == profile.scales

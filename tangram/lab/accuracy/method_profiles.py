@@ -147,8 +147,7 @@ class Budgets:
             alpha=method.alpha or 0.0,
             sink_tokens=wanted.sink_tokens,
             window_tokens=wanted.window_tokens,
-            scales=scales,
-        )
+        ).with_scales(scales)
 
     @property
     def _calibrations(self) -> Path:
