@@ -2,7 +2,7 @@
 
 A chunk is rounded to what its form can hold when it is sealed. Packing its pages later loses
 nothing, and they come back equal to the bit, however often they travel. Rounding depends on one
-entry's key or value alone. All numbers of a form are exact in bfloat16, float16 and float32.
+entry's key or value alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from torch import Tensor
 from tangram.types import FP8_MAX
 
 FormName = Literal["fp8", "int4"]
-GROUP = 32  # numbers of a key or value that share a step and an offset, unless D is no multiple
-# Exponents of the finest scale and of the finest step: float16 is exact down to 2⁻²⁴.
-_LOWEST_SCALE, _LOWEST_STEP = -15, -24
-_MOST = 127  # steps from zero, which an int8 holds and bfloat16 has the digits for
-_LEVELS = 15
+GROUP = 32  # numbers of a key or value that share their ends, unless D is no multiple
+_LOWEST_SCALE = -15  # exponent: then float16 has the digits for all of E4M3
+_MOST = 15.0  # the largest code
 
 
 class HostForm(Protocol):
@@ -74,73 +72,78 @@ class Fp8Form:
     def _split(entries: Tensor) -> tuple[Tensor, Tensor]:
         wide = entries.float()
         largest = wide.abs().amax(-1, keepdim=True)
-        exponent = _exponent_of(largest / FP8_MAX, _LOWEST_SCALE)
+        exponent = _exponent_of(largest / FP8_MAX)
         return (wide * _power(-exponent)).to(torch.float8_e4m3fn), exponent
 
 
 class Int4Form:
-    """Whole steps above an offset: 4 bits a number, and two bytes for `GROUP` of them.
+    """4 bits a number: one of 16 values at equal distances between the ends of its group.
 
-    The step is the smallest power of two with which the group spans 15 steps and lies within 127
-    steps of zero.
+    The ends are those of `GROUP` numbers of a key or value, in 16 bits. They come back as they are,
+    so that a second rounding finds the same ends, and the same values between them.
     """
 
     def round(self, entries: Tensor) -> Tensor:
         """See `HostForm`."""
-        steps, exponent = self._steps(entries)
-        return (steps * _power(exponent)).view(entries.shape).to(entries.dtype)
+        return self._values(*self._split(entries), entries.dtype).view(entries.shape)
 
     def pack(self, entries: Tensor) -> Tensor:
         """See `HostForm`."""
-        steps, exponent = self._steps(entries)
-        offset = steps.amin(-1, keepdim=True)
-        codes = (steps - offset).to(torch.uint8)
-        halves = codes[..., ::2] | codes[..., 1::2] << 4
-        parts = (part.to(torch.int8).view(torch.uint8) for part in (offset, exponent))
-        return _join(halves, *parts)
+        ends, codes = self._split(entries)
+        whole = codes.to(torch.uint8)
+        halves = whole[..., ::2] | whole[..., 1::2] << 4
+        return _join(halves, ends.view(torch.uint8))
 
     def unpack(self, words: Tensor, like: Tensor) -> Tensor:
         """See `HostForm`."""
         group = _group(like.shape[-1])
         groups = like[0].numel() // group
-        halves, offset, exponent = _cut(words, like[0].numel() // 2, groups, groups)
+        halves, ends = _cut(words, like[0].numel() // 2, 4 * groups)
         codes = torch.stack([halves & 15, halves >> 4], -1).view(len(words), groups, group)
-        low, power = (part.view(torch.int8)[..., None] for part in (offset, exponent))
-        wide = (codes.float() + low.float()) * _power(power.int())
-        return wide.view(len(words), *like.shape[1:]).to(like.dtype)
+        both = ends.contiguous().view(_narrow(like.dtype)).view(len(words), groups, 2)
+        return self._values(both, codes.float(), like.dtype).view(len(words), *like.shape[1:])
 
     def page_bytes(self, vectors: int, dim: int) -> int:
         """See `HostForm`."""
-        return _fill_words(vectors * dim // 2 + 2 * vectors * dim // _group(dim))
+        return _fill_words(vectors * dim // 2 + 4 * vectors * dim // _group(dim))
 
     @staticmethod
-    def _steps(entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 [..., groups, group] of whole steps, and the exponents of their size."""
-        dim = entries.shape[-1]
-        wide = entries.float().unflatten(-1, (-1, _group(dim)))
+    def _split(entries: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends [..., groups, 2] in 16 bits, and the codes [..., groups, group] in float32."""
+        wide = entries.float().unflatten(-1, (-1, _group(entries.shape[-1])))
         low, high = wide.aminmax(dim=-1, keepdim=True)
-        largest = torch.maximum(low.abs(), high.abs())
-        size = torch.maximum((high - low) / _LEVELS, largest / _MOST)
-        exponent = _exponent_of(size, _LOWEST_STEP)
-        steps = (wide * _power(-exponent)).round()
-        # Both ends may have been rounded outwards.
-        wider = steps.amax(-1, keepdim=True) - steps.amin(-1, keepdim=True) > _LEVELS
-        exponent = exponent + wider.int()
-        return (wide * _power(-exponent)).round(), exponent
+        ends = torch.cat([low, high], -1).to(_narrow(entries.dtype))
+        begin, end = ends.float().split(1, -1)
+        a_code = torch.where(end > begin, _MOST / (end - begin), 0.0)
+        codes = ((wide - begin) * a_code).round().clamp(0, _MOST)
+        # The ends were rounded, too; who was at one is there.
+        codes = torch.where(wide == high, _MOST, codes)
+        return ends, torch.where(wide == low, 0.0, codes)
+
+    @staticmethod
+    def _values(ends: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        begin, end = ends.float().split(1, -1)
+        between = begin + (end - begin) * (codes / _MOST)
+        return torch.where(codes == _MOST, end, between).to(dtype)
 
 
 HOST_FORMS: Mapping[FormName, HostForm] = MappingProxyType({"fp8": Fp8Form(), "int4": Int4Form()})
 
 
-def _exponent_of(size: Tensor, lowest: int) -> Tensor:
-    """int32: the least e, but not below `lowest`, for which 2ᵉ is at least `size`."""
+def _exponent_of(size: Tensor) -> Tensor:
+    """int32: the least e, but not below the lowest, for which 2ᵉ is at least `size`."""
     mantissa, exponent = torch.frexp(size)
-    return (exponent - (mantissa == 0.5).int()).clamp_(min=lowest)
+    return (exponent - (mantissa == 0.5).int()).clamp_(min=_LOWEST_SCALE)
 
 
 def _power(exponent: Tensor) -> Tensor:
     """float32 2ᵉ, exactly."""
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit dtype of the ends of groups of `dtype`."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def _group(dim: int) -> int:
