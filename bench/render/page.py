@@ -22,6 +22,7 @@ from jinja2 import Environment, StrictUndefined
 
 from bench.accuracy import figures as accuracy
 from bench.accuracy import kvpress_pairs as control_pairs
+from bench.cpu_peers import figures as cpu_peers
 from bench.kernels import summary as kernels
 from bench.render.template_filters import FILTERS
 from bench.serving import series as serving
@@ -35,6 +36,7 @@ SUBJECTS = {
     "accuracy": accuracy,
     "calibration": calibration,
     "control_pairs": control_pairs,
+    "cpu_peers": cpu_peers,
     "kernels": kernels,
     "serving": serving,
     "speculation": speculation,

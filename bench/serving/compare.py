@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.serving.competitors import ServingEngine, Tangram, Vllm, vocab_size
+from bench.serving.competitors import ServingEngine, Tangram, start_vllm, vocab_size
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
 from tangram.lab.load.clock import (
@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start(options: argparse.Namespace) -> ServingEngine:
     if options.engine == "vllm":
-        return Vllm(options.max_model_len, options.offload_gib)
+        return start_vllm(options.max_model_len, options.offload_gib)
     return Tangram(
         _retention(options),
         512 if options.chunk_tokens is None else options.chunk_tokens,

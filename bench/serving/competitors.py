@@ -85,24 +85,16 @@ class Tangram:
 
 
 class Vllm:
-    """vLLM's offline engine with its defaults, stepped here."""
+    """vLLM's offline engine, stepped here; `options` are those of `vllm.LLM`."""
 
-    def __init__(self, most_tokens: int, offload_gib: float = 0.0) -> None:
+    def __init__(self, model: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["HF_HUB_OFFLINE"] = "1"
         from vllm import LLM
 
-        self.options = {
-            "load_format": "dummy",
-            "dtype": "bfloat16",
-            "max_model_len": most_tokens,
-            "max_num_seqs": MOST_REQUESTS,
-            "gpu_memory_utilization": 0.9,
-            "enable_prefix_caching": True,
-            "kv_offloading_size": offload_gib or None,
-        }
+        self.options = options
         self._llm: Any = LLM(
-            model=str(MODEL), skip_tokenizer_init=True, disable_log_stats=True, **self.options
+            model=model, skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
         config = self._llm.llm_engine.vllm_config
         self.options |= {
@@ -160,6 +152,20 @@ class Vllm:
                 answer.token_ids += tokens
                 answer.cached_tokens = output.num_cached_tokens or answer.cached_tokens
         return answers
+
+
+def start_vllm(most_tokens: int, offload_gib: float = 0.0) -> Vllm:
+    """vLLM with its defaults, on random weights."""
+    return Vllm(
+        str(MODEL),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=most_tokens,
+        max_num_seqs=MOST_REQUESTS,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=True,
+        kv_offloading_size=offload_gib or None,
+    )
 
 
 def vocab_size() -> int:

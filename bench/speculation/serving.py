@@ -300,10 +300,10 @@ _NOTES = [
 def _measure_vllm(
     cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
 ) -> dict[str, Mapping[str, Any]]:
-    from bench.serving.competitors import Vllm, vocab_size
+    from bench.serving.competitors import start_vllm, vocab_size
 
     found: dict[str, Mapping[str, Any]] = {}
-    engine = Vllm(max(case.longest for case in cases.values()))
+    engine = start_vllm(max(case.longest for case in cases.values()))
     for name, case in cases.items():
         runs: list[dict[str, Any]] = []
         found[name] = {"vllm": {"options": engine.options, "runs": runs}}

@@ -149,9 +149,9 @@ _SENTENCES = (
 )
 
 
-QUICK_SAMPLES = (
-    8  # enough for a usable ranking of heads at a first start; `tangram calibrate` takes 50
-)
+# Enough for a first start (docs/calibration.md); `tangram calibrate` takes 50 longer texts.
+QUICK_SAMPLES = 8  # one of each kind
+_QUICK_TOKENS = 1024
 
 
 def make_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -> list[str]:
@@ -169,6 +169,11 @@ def make_texts(count: int = 50, seed: int = 0, *, min_characters: int = 8_000) -
         _one(kind, KINDS[kind], f"{seed}/{index}", min_characters)
         for index, kind in enumerate(list_kinds(count))
     ]
+
+
+def quick_tokens(chunk_tokens: int) -> int:
+    """How much of each text a quick calibration reads: whole chunks, about 1,024 tokens or one."""
+    return chunk_tokens * max(1, _QUICK_TOKENS // chunk_tokens)
 
 
 def list_kinds(count: int) -> list[str]:

@@ -51,6 +51,7 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
+from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.overflow import Overflow
@@ -414,6 +415,8 @@ class EngineBuilder:
         if fast:
             join_projections(loaded.model)
             compile_layers(loaded.model)
+        if loaded.device.type == "cpu":
+            multiply_few_rows_fast(loaded.model, config.chunk_tokens)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes

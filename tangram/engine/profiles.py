@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.calibrate.measure import Magnitudes, Observer, calibrate
-from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
+from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
@@ -150,7 +150,8 @@ def find_or_make_profile(
         QUICK_SAMPLES,
     )
     check_chunk(config, loaded)
-    texts = make_texts(QUICK_SAMPLES, min_characters=max(8_000, 6 * config.chunk_tokens))
+    most_tokens = quick_tokens(config.chunk_tokens)
+    texts = make_texts(QUICK_SAMPLES, min_characters=6 * most_tokens)
     profile = calibrate_model(
         loaded,
         scorer,
@@ -159,6 +160,7 @@ def find_or_make_profile(
         retentions=[config.kv_retention],
         texts=texts,
         source="built-in calibration texts, quick",
+        most_tokens=most_tokens,
         foretell=True,
     )[0]
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
@@ -194,17 +196,19 @@ def calibrate_model(
     retentions: Sequence[float],
     texts: Sequence[str],
     source: str,
+    most_tokens: int | None = None,
     observe: Observer | None = None,
     foretell: bool = False,
 ) -> list[Profile]:
-    """One profile of `loaded` for each ρ, from the scores of `texts`.
+    """One profile of `loaded` for each ρ, from the scores of `texts`, up to `most_tokens` of each.
 
     Draws a progress bar in a terminal. `observe` is called with each text's shares, as in
     `tangram.calibrate.calibrate`. With `foretell` the log first estimates the duration.
     """
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
-    samples = [loaded.tokenizer.encode(text)[: loaded.geometry.max_positions] for text in texts]
+    most = min(most_tokens or loaded.geometry.max_positions, loaded.geometry.max_positions)
+    samples = [loaded.tokenizer.encode(text)[:most] for text in texts]
     magnitudes = Magnitudes()
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     if foretell:

@@ -121,7 +121,7 @@ class _Course:
     """What is known of one sequence: what was accepted, how many tokens to draft now."""
 
     lookup: Lookup | None
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
     chosen: int = 0
     accepted: int = 0
     refused: int = 0
@@ -167,7 +167,7 @@ class Speculation:
         self.most, self.drafter = config.num_speculative_tokens, drafter
         self.counters = SpeculationCounters(self.most)
         self._look, self._recent, self._now = look, recent, now
-        self._pace = Pace(self.most)
+        self._pace, self._acceptance = Pace(self.most), Acceptance()
         self._courses: WeakKeyDictionary[TokenSequence, _Course] = WeakKeyDictionary()
         self._load: tuple[int, int] = 0, 0
         self._drafted, self._begin_s = 0, 0.0
@@ -307,7 +307,7 @@ class Speculation:
         course = self._courses.get(sequence)
         if course is None:
             lookup = None if self._look is None else Lookup(self._look())
-            course = self._courses[sequence] = _Course(lookup)
+            course = self._courses[sequence] = _Course(lookup, self._acceptance.begin_sequence())
         return course
 
 

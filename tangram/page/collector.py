@@ -159,11 +159,15 @@ class Collector:
             watcher.close()
 
     async def freshen(self) -> None:
-        """Bring the state up to date; waits a little if sequences run and the reading is old."""
+        """Bring the state up to date; waits a little for a reading if the last one is old.
+
+        Where sequences run, that is by its age; elsewhere, if anything has happened since.
+        """
         self.flush()
         now_s = time.monotonic()
         self._wanted_until_s = now_s + WANTED_S
-        if self.requests.running and now_s - self._taken_s > READ_EVERY_S:
+        old = now_s - self._taken_s > READ_EVERY_S if self.requests.running else self._stale
+        if old:
             self._fresh.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):

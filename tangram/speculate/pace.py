@@ -41,6 +41,11 @@ class Acceptance:
     _tried: float = _PRIOR_DRAFTS
     _accepted: float = _PRIOR_ACCEPTED
     _found: float = 1.0
+    _all: Acceptance | None = None
+
+    def begin_sequence(self) -> Acceptance:
+        """That of a new sequence: it begins like the others, and this one counts it with them."""
+        return Acceptance(_PRIOR_DRAFTS, _PRIOR_DRAFTS * self.share, self._found, self)
 
     @property
     def share(self) -> float:
@@ -58,10 +63,14 @@ class Acceptance:
         fade = 1.0 - tried / (_KEPT_DRAFTS + tried)
         self._tried = self._tried * fade + tried
         self._accepted = self._accepted * fade + accepted
+        if self._all is not None:
+            self._all.count(drafted, accepted)
 
     def count_found(self, found: bool) -> None:
         """A drafter was asked; it had something to draft or not."""
         self._found += ((1.0 if found else 0.0) - self._found) / _KEPT_LOOKS
+        if self._all is not None:
+            self._all.count_found(found)
 
     def expected_tokens(self, drafted: int) -> float:
         """What an iteration yields on average that asks for `drafted` drafts."""

@@ -197,3 +197,24 @@ def test_acceptance_stays_between_its_ends() -> None:
         never.count(4, 0)
         always.count(4, 4)
     assert 0.0 < never.share < 0.05 and 0.95 < always.share < 1.0
+
+
+def test_a_new_sequence_begins_with_what_others_accepted() -> None:
+    """Where drafts are refused it drafts less from its first token on, and soon knows better."""
+    everyone = Acceptance()
+    for _ in range(20):
+        first = everyone.begin_sequence()
+        for _ in range(10):
+            first.count(4, 0)
+    later = everyone.begin_sequence()
+    assert later.share < 0.05
+    later.count(16, 16)
+    assert later.share > 0.75
+    assert everyone.share < later.share
+
+
+def test_a_new_sequence_begins_with_how_often_others_found_a_draft() -> None:
+    everyone = Acceptance()
+    for _ in range(50):
+        everyone.begin_sequence().count_found(False)
+    assert everyone.begin_sequence().found < 0.01

@@ -12,12 +12,21 @@ import pytest
 
 from tangram.metrics import EngineStats
 from tangram.page import requests as page_requests
+from tangram.page.collector import Collector
 from tangram.page.history import History
 from tangram.page.requests import Announcement, Requests, ShownCompletion
 from tangram.page.watchers import MOST_PENDING_BYTES, Watcher, frame
 from tangram.serve.record import Generation, Record
 from tangram.types import Event, FinishReason, SamplingParams, Usage
-from tangram.watch import SequenceChange, SequenceReading, SequenceState
+from tangram.watch import (
+    News,
+    PageState,
+    PoolReading,
+    SequenceChange,
+    SequenceReading,
+    SequenceState,
+    StepDone,
+)
 
 STATS = EngineStats(
     running=0,
@@ -202,6 +211,28 @@ def test_the_oldest_ended_requests_are_forgotten_first(monkeypatch: pytest.Monke
 
 
 # -- streams ---------------------------------------------------------------------------------------
+
+
+def test_a_question_about_the_pool_waits_for_a_reading_of_what_has_happened() -> None:
+    class Readings:
+        def pool(self) -> PoolReading:
+            return PoolReading(states, holders, [], 0, 0, 0)
+
+    states, holders = np.full(4, PageState.CACHED, np.uint8), np.full(4, -1, np.int32)
+    step = StepDone(1, 100.0, 0.1, 1, 1, 0, 0, 0, 0, 0)
+
+    async def ask() -> None:
+        collector = Collector(4)
+        collector.start()
+        collector.observe(News(step, [], idle=False), Readings())
+        asking = asyncio.create_task(collector.freshen())
+        await asyncio.sleep(0)
+        assert not asking.done()
+        collector.observe(News(None, [], idle=True), Readings())
+        await asyncio.wait_for(asking, timeout=30)
+        assert (collector.pool.states == PageState.CACHED).all()
+
+    asyncio.run(ask())
 
 
 def test_a_slow_watcher_loses_frames_and_is_told_so() -> None:

@@ -1,0 +1,1 @@
+"""CPU engines side by side on the embedded model: `python -m bench.cpu_peers`."""
