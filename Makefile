@@ -24,7 +24,8 @@ define install_torch
 	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
-.PHONY: demo serve test quick nightly check bench eval-quick fuzz load overload soak clients peers pages site clean
+.PHONY: demo serve test laws quick nightly check style types imports bench eval-quick fuzz load overload soak clients
+.PHONY: peers pages site clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -39,6 +40,9 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Ten minutes on two cores. What goes by the clock runs by itself.
 test: check
+	$(MAKE) --no-print-directory laws
+
+laws: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) -m "not nightly and not serial"
 	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests)
 
@@ -51,10 +55,16 @@ quick: $(DEV_READY)
 nightly: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
 
-check: $(DEV_READY)
+check: style types imports
+
+style: $(DEV_READY)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
+
+types: $(DEV_READY)
 	$(BIN)/mypy
+
+imports: $(DEV_READY)
 	$(BIN)/lint-imports
 
 bench: $(DEV_READY)

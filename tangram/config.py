@@ -106,6 +106,11 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto", "dtype of weights and KV cache: auto, float32, bfloat16 or float16"
     )
+    quantization: Literal["int8", "int4", "fp8"] | None = _model(
+        None,
+        "round weights of linear maps to int8 or int4, or to fp8 on a GPU",
+        unset="the weights of the model as they are",
+    )
     load_format: Literal["auto", "dummy"] = _model(
         "auto", "dummy: random weights in the shapes of config.json, for benchmarks"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -32,36 +33,41 @@ settings.load_profile("tangram")
 LONG = (
     "page/test_turns.py",
     "page/test_chat_page.py",
-    "wire/test_tools.py",
-    "gpu/test_cards.py",
-    "wire/test_fuzz.py",
     "wire/test_demo.py",
-    "wire/test_structured.py",
-    "wire/test_chat.py",
-    "wire/test_trials_process.py",
-    "cpu/test_eval.py",
     "gpu/test_engine.py",
-    "wire/test_trials_load.py",
-    "cpu/test_grammar.py",
-    "cpu/test_real_model.py",
-    "wire/test_observability.py",
-    "wire/test_trials_bodies.py",
-    "cpu/test_draft_model.py",
-    "wire/test_interrupts.py",
-    "cpu/test_llm.py",
-    "cpu/test_evidence.py",
-    "cpu/test_speculation_bench.py",
-    "cpu/test_measured_modes.py",
-    "wire/test_real.py",
-    "wire/test_stalling.py",
-    "wire/test_trials_long.py",
-    "gpu/test_decode.py",
-    "gpu/test_prefill_and_store.py",
+    "cpu/test_several_scorers.py",
+    "wire/test_clients.py",
+    "wire/test_load_tool.py",
+    "gpu/test_cards.py",
+    "wire/test_structured.py",
+    "page/test_compare.py",
     "cpu/test_ablation.py",
-    "wire/test_trials_text.py",
-    "wire/test_trials_queue.py",
-    "wire/test_trials.py",
+    "gpu/test_kept_positions.py",
+    "wire/test_fuzz.py",
+    "wire/test_chat.py",
+    "cpu/test_installed.py",
+    "wire/test_starting.py",
+    "cpu/test_real_model.py",
+    "gpu/test_kept_first.py",
+    "wire/test_observability.py",
+    "wire/test_tools.py",
+    "gpu/test_rows_apart.py",
+    "cpu/test_speculation.py",
     "wire/test_drafted_tokens.py",
+    "gpu/test_decode.py",
+    "gpu/test_by_input.py",
+    "wire/test_interrupts.py",
+    "cpu/test_speculative_sampling.py",
+    "cpu/test_by_input.py",
+    "gpu/test_dense.py",
+    "wire/test_trials_process.py",
+    "cpu/test_eval_quick.py",
+    "cpu/test_eval.py",
+    "gpu/test_draft_model.py",
+    "gpu/test_rehearsal.py",
+    "cpu/test_kept_positions.py",
+    "page/test_accessible.py",
+    "cpu/test_portable_kernels.py",
 )
 
 
@@ -80,9 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _built_once() -> Iterator[None]:
-    """Typer's runner builds all commands for every invocation, which takes longer than most run."""
+    """Typer's runner builds all commands for every invocation, and each HTTP client reads all
+    certificates, which takes longer than most tests run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

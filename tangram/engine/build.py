@@ -53,7 +53,7 @@ from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, load_model
+from tangram.model.load import LoadedModel, load_configured, load_model
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
@@ -71,9 +71,7 @@ def build_engine(config: EngineConfig, *, records: bool = False) -> Engine:
     errors of `tangram.errors`, which say what to change.
     """
     with explain_exhaustion(config):
-        loaded = load_model(
-            config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-        )
+        loaded = load_configured(config)
         return engine_of(config, loaded, records=records)
 
 
@@ -189,6 +187,7 @@ class EngineBuilder:
             dtype=config.dtype,
             device=self.loaded.device.type,
             load_format=config.load_format,
+            quantization=config.quantization,
         )
         check_vocabulary(self.loaded, other)
         tokens = readable_tokens(other, self.loaded.name, self.most_tokens)

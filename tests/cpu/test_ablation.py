@@ -38,7 +38,7 @@ LOAD = [
     "--input-tokens",
     "70",
     "--output-tokens",
-    "40",
+    "30",
     "--rates",
     "20,80",
 ]

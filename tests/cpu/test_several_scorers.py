@@ -236,11 +236,23 @@ def test_the_first_profile_of_the_default_ratio_has_the_default_scorer(mixed: Mi
 # -- the embedded model ----------------------------------------------------------------------------
 
 
-def test_the_embedded_model_serves_two_scorers_as_each_alone(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("fastkvzip", 0.5), ("keydiff", 0.5)],
+        pytest.param(
+            [("fastkvzip", 0.5), ("keydiff", 0.5), ("keydiff", 0.25)], marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["two ways", "three ways"],
+)
+def test_the_embedded_model_serves_two_scorers_as_each_alone(
+    loaded: LoadedModel, ways: list[Way]
+) -> None:
     folder, text = find_shipped_profiles(), (Path(__file__).parents[2] / "README.md").read_text()
     files: dict[Way, str] = {
         (scorer, ratio): str(folder / f"smollm2.{scorer}.model.c512.r{ratio}.json")
-        for scorer, ratio in (("fastkvzip", 0.5), ("keydiff", 0.5), ("keydiff", 0.25))
+        for scorer, ratio in ways
     }
 
     def serve(*profiles: str) -> Engine:

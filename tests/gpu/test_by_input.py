@@ -25,7 +25,7 @@ __all__ = ["models"]
             for case in ("llama", "llama, another scorer", "llama, second pass")
             for scope in ("model", "layer")
         ],
-        ("llama, second pass", "layer"),
+        ("llama", "layer"),
     ),
 )
 def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(

@@ -19,7 +19,8 @@ from tests.interpreter import interpreter_few
 from tests.support import profile_file, run, small_engine, tiny_model
 
 pytestmark = whole.pytestmark
-PROMPTS = [[3 + (i * k) % 80 for i in range(40 + 3 * k)] for k in (1, 3)]
+# Each fills its third chunk by its answer.
+PROMPTS = [[3 + (i * k) % 80 for i in range(44 + k)] for k in (1, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def notes(
         **options,
     )
     ends = Ends(engine)
-    run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
     return [ends.kept(key) for key in sorted(ends.keys)]
 
 
@@ -109,7 +110,7 @@ def test_engines_note_the_same_with_either_kernels(
         options["kv_retention"] = 0.5
     expected = notes(loaded, lambda pool, group: TorchKernels(pool), **options)
     found = notes(loaded, TritonKernels, **options)
-    assert len(found) == len(expected) >= 4
+    assert len(found) == len(expected) == 6
     for one, other in zip(found, expected, strict=True):
         assert (one.chosen == other.chosen).all()
         assert one.rest_dropped is not drafts

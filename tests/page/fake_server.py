@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -34,6 +33,7 @@ from tests.page.fake_cache import (
     kept_of,
     tokens_of,
 )
+from tests.running import run_app
 
 MODEL = "fake-model"
 HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned = 2</script>
@@ -257,18 +257,6 @@ def make_history(seconds: int) -> dict[str, Any]:
 def run_fake_page(**fields: Any) -> Iterator[FakeServer]:
     """The server on a free port of the loopback, in a thread."""
     fake = FakeServer(**fields)
-    config = uvicorn.Config(
-        make_app(fake), port=0, log_level="critical", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        fake.url = f"http://127.0.0.1:{port}"
+    with run_app(make_app(fake)) as running:
+        fake.url = running.url
         yield fake
-    finally:
-        server.should_exit = True
-        thread.join()

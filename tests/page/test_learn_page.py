@@ -20,7 +20,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from tangram.compress.profile import Profile
@@ -30,6 +29,7 @@ from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weights import Weights
 from tests.page.support import ROOT, Watched, open_page
+from tests.running import run_app
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
 from tools.learn_site import FOLDER, site_files
@@ -344,16 +344,8 @@ def own_server() -> Iterator[str]:
     """The engine's own files and headers, without an engine."""
     app = FastAPI(docs_url=None, redoc_url=None)
     add_files(app, lambda request: None)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/learn"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with run_app(app) as running:
+        yield f"{running.url}/learn"
 
 
 def test_the_server_has_the_same_page(browser: Any) -> None:

@@ -21,7 +21,9 @@ from tests.page.support import ROOT, answers, ask, open_page, open_view, paste, 
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser
-DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:6000]
+# A pasted document fills a chunk; three look better on pictures.
+DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:3000]
+PICTURED = (ROOT / "docs" / "compression.md").read_text()[:6000]
 QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
 KEY = "sesame"
 PICTURE = {"width": 1280, "height": 1340}
@@ -67,7 +69,9 @@ class Conversation:
 
 
 @pytest.fixture(scope="module")
-def talked(browser: Any, python: Sequence[str]) -> Iterator[Conversation]:
+def talked(
+    browser: Any, python: Sequence[str], request: pytest.FixtureRequest
+) -> Iterator[Conversation]:
     with (
         run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25", python=python) as url,
         open_page(browser, url, ignores=("401",)) as watched,
@@ -83,7 +87,7 @@ def talked(browser: Any, python: Sequence[str]) -> Iterator[Conversation]:
         page.get_by_label("Repetition penalty").fill("1.1")
         page.get_by_label("Most tokens of an answer").fill("24")
         page.get_by_text("Settings of this conversation").click()
-        paste(page, DOCUMENT)
+        paste(page, PICTURED if request.config.getoption("pictures") else DOCUMENT)
         talked = Conversation(page, url)
         for question in QUESTIONS:
             ask(page, question)
@@ -115,7 +119,7 @@ def test_reuse_shown_equals_usage(talked: Conversation) -> None:
         chunk_tokens = talked.get("model")["chunk_tokens"]
         assert shown["sealed"] == told["sealed_chunks"] - reused // chunk_tokens
     first, *later = (usage["prompt_tokens_details"]["cached_tokens"] for usage in talked.usages)
-    assert first == 0 and all(reused > 1000 for reused in later), "the document is reused"
+    assert first == 0 and all(reused > 600 for reused in later), "the document is reused"
 
 
 def kept_shares(talked: Conversation, name: str, told: dict[str, Any]) -> dict[int, float]:
@@ -138,7 +142,7 @@ def test_painted_tokens_are_those_that_heads_keep(talked: Conversation) -> None:
     talked.page.wait_for_timeout(500)
     shares = kept_shares(talked, name, told)
     painted = painted_tokens(talked.page, tokens)
-    assert len(painted) == len(tokens) and len(shares) > 1000
+    assert len(painted) == len(tokens) and len(shares) > 600
     assert min(shares.values()) < 0.5, "some tokens are dropped by most heads"
     check_scale(shares, painted)
     assert all(painted[at] is None for at in range(len(tokens)) if at not in shares)

@@ -10,7 +10,6 @@ import tests.interpreter  # noqa: F401, before Triton is imported
 # isort: on
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +27,7 @@ from tangram.serve.bridge import Limits
 from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
+from tests.running import run_app
 
 from .fake_engine import FakeEngine
 from .watched_engine import WatchedEngine
@@ -95,21 +94,8 @@ def run_fake_server(
         let_unknown_by=let_unknown_by,
         page=page,
     )
-    options = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(app, **options, **transport_options()))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-
-    def stop() -> None:
-        server.should_exit = True
-        thread.join()
-
-    try:
-        wait_until(lambda: server.started, "the server did not start")
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield FakeServer(f"http://127.0.0.1:{port}", engine, stop)
-    finally:
-        stop()
+    with run_app(app, **transport_options()) as running:
+        yield FakeServer(running.url, engine, running.stop)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,10 +71,10 @@ def test_steps_that_end_are_health_however_many(
     assert healthy(fake_server.url)
 
 
-def test_the_process_ends_without_an_engine_that_does_not(tmp_path: Path) -> None:
+def test_the_process_ends_without_an_engine_that_does_not(python: list[str]) -> None:
     port = free_port()
     url, root = f"http://127.0.0.1:{port}", Path(__file__).parents[2]
-    command = [sys.executable, "-c", SCRIPT, str(port)]
+    command = [*python, "-c", SCRIPT, str(port)]
     with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)

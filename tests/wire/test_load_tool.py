@@ -16,22 +16,20 @@ from bench.stress.guidellm_load import GUIDELLM, ROOT
 
 @pytest.mark.skipif(not GUIDELLM.exists(), reason="make load brings GuideLLM")
 @pytest.mark.parametrize(
-    ("seconds", "requests"), [(120, 8), pytest.param(60, None, marks=pytest.mark.nightly)]
+    "options",
+    [
+        # Two turns of two conversations.
+        ("--seconds", "120", "--requests", "4", "--streams", "2", "--output-tokens", "8"),
+        pytest.param(("--seconds", "120", "--requests", "8"), marks=pytest.mark.nightly),
+        pytest.param(("--seconds", "60"), marks=pytest.mark.nightly),
+    ],
+    ids=["few", "eight", "a minute"],
 )
 def test_a_load_generator_is_answered_every_request(
-    seconds: int, requests: int | None, tmp_path: Path
+    options: tuple[str, ...], tmp_path: Path
 ) -> None:
     kept = tmp_path / "load.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench.stress.guidellm_load",
-        "--seconds",
-        str(seconds),
-        *(() if requests is None else ("--requests", str(requests))),
-        "-o",
-        str(kept),
-    ]
+    command = [sys.executable, "-m", "bench.stress.guidellm_load", *options, "-o", str(kept)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     result = json.loads(kept.read_text())

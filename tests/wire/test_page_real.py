@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from base64 import b64decode
 from pathlib import Path
@@ -90,9 +89,9 @@ def test_a_lossless_request_keeps_all(server_url: str) -> None:
         assert kept(client, name, 0).all()
 
 
-def test_a_watcher_does_not_hold_up_the_end() -> None:
+def test_a_watcher_does_not_hold_up_the_end(python: list[str]) -> None:
     port = free_port()
-    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-c", SCRIPT, str(port)]
+    url, command = f"http://127.0.0.1:{port}", [*python, "-c", SCRIPT, str(port)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: healthy(url), "the server is not healthy", timeout_s=30)

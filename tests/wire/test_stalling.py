@@ -8,7 +8,6 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from tangram.serve import wire
 from tangram.serve.http import build_app, transport_options
 from tangram.serve.listening import Listener
 from tangram.serve.wire import HttpProtocol
+from tests.running import run_app
 
 from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, wait_until
 from .fake_engine import FakeEngine
@@ -243,12 +242,6 @@ def test_a_body_does_not_wait_for_the_client_to_acknowledge_its_head(
     monkeypatch.setattr(HttpProtocol, "connection_made", noting)
     listener = Listener.at("127.0.0.1", 0)
     app = build_app(FakeEngine(), served_model_name=MODEL)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **transport_options()))
-    thread = threading.Thread(target=server.run, args=(list(listener.sockets),))
-    thread.start()
-    try:
+    with run_app(app, listener.sockets, **transport_options()):
         assert httpx.get(f"{listener.url}/version", timeout=20).status_code == 200
         assert off and all(off)
-    finally:
-        server.should_exit = True
-        thread.join()

@@ -5,7 +5,6 @@ test can look into.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from transformers import LlamaConfig
 
 from tangram.config import EngineConfig
@@ -22,6 +20,7 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel, load_model
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options
+from tests.running import run_app
 from tests.support import profile_file
 
 from .conftest import MODEL, healthy, wait_until
@@ -121,18 +120,5 @@ def run_tiny_server(
     """A real uvicorn on a free port, in a thread, over a `tiny_engine` of `options`."""
     engine = tiny_engine(folder, **options)
     app = build_app(engine, served_model_name=MODEL, limits=limits)
-    settings = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(app, **settings, **transport_options()))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-
-    def stop() -> None:
-        server.should_exit = True
-        thread.join()
-
-    try:
-        wait_until(lambda: server.started, "the server did not start", timeout_s=20)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield TinyServer(f"http://127.0.0.1:{port}", engine, stop)
-    finally:
-        stop()
+    with run_app(app, **transport_options()) as running:
+        yield TinyServer(running.url, engine, running.stop)
