@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.plan.form import RangeKind, WorkPlan
+from tangram.types import FP8_MAX
 
-FP8_MAX = 448.0  # the largest finite E4M3 value
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
 
