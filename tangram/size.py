@@ -217,10 +217,8 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
     table.add_column("what")
     table.add_column("size", justify="right")
     if weights is not None:
-        said = (
-            f"weights, {_billions(weights.parameters)} parameters in {weights.dtype} "
-            f"({weights.source})"
-        )
+        form = weights.dtype if weights.quantization is None else weights.quantization
+        said = f"weights, {_billions(weights.parameters)} parameters in {form} ({weights.source})"
         table.add_row(said, _gib(weights.bytes))
     table.add_row("per token", f"{size.bytes_per_token:,} bytes")
     table.add_row("nothing dropped", _gib(size.uncompressed_bytes))
@@ -257,6 +255,7 @@ def as_json(size: KVSize, weights: Weights | None, memory_gib: float | None) -> 
         "kv_retention": size.retention,
         "parameters": None if weights is None else weights.parameters,
         "weights_dtype": None if weights is None else weights.dtype,
+        "weights_quantization": None if weights is None else weights.quantization,
         "weights_source": None if weights is None else weights.source,
         "weights_bytes": None if weights is None else weights.bytes,
         "bytes_per_token": size.bytes_per_token,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of a rounded weight; those of 4 bits have a scale and an offset of 2 bytes for each 32. The head
+# is rounded to 8 bits.
+_MAP_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}
 # Families whose feed-forward networks have two matrices, not three, of four times the hidden size
 # by default.
 _PLAIN = frozenset(
@@ -43,16 +46,28 @@ _WHAT = "the size of the weights"
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters, and the bytes they take in `dtype`; `source` says where the count comes from."""
+    """Parameters, and the bytes they take in `dtype`; `source` says where the count comes from.
+
+    With a `quantization` the linear maps take fewer; `embedding` are the parameters of the token
+    embedding, which stays as it is, and `tied` says that it is the head, too.
+    """
 
     parameters: int
     dtype: str
     source: Literal["config.json", "safetensors"]
+    quantization: str | None = None
+    embedding: int = 0
+    tied: bool = False
 
     @property
     def bytes(self) -> int:
-        """In memory."""
-        return self.parameters * _BYTES[self.dtype]
+        """In memory. Norms and biases count as parts of linear maps; they are less than 1 %."""
+        if self.quantization is None:
+            return self.parameters * _BYTES[self.dtype]
+        head = self.embedding
+        maps = self.parameters - self.embedding - (0 if self.tied else head)
+        rounded = math.ceil(maps * _MAP_BYTES[self.quantization])
+        return self.embedding * _BYTES[self.dtype] + head + rounded
 
 
 def weights_dtype(config: ModelConfig, dtype: str = "auto") -> str:
@@ -68,12 +83,16 @@ def weights_dtype(config: ModelConfig, dtype: str = "auto") -> str:
     return dtype
 
 
-def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
-    """The weights of a model in its `weights_dtype`.
+def read_weights(
+    config: ModelConfig, dtype: str = "auto", quantization: str | None = None
+) -> Weights:
+    """The weights of a model in its `weights_dtype`, its linear maps rounded to `quantization`.
 
-    Raises `ConfigError` naming a missing field.
+    Raises `ConfigError` naming a missing field, or if experts cannot be rounded.
     """
     chosen = weights_dtype(config, dtype)
+    if quantization is not None:
+        return _count_rounded(config, read_weights(config, chosen), quantization)
     # Quantised tensors hold several parameters an element.
     stored = (
         None
@@ -83,6 +102,21 @@ def read_weights(config: ModelConfig, dtype: str = "auto") -> Weights:
     if stored is not None:
         return Weights(stored, chosen, "safetensors")
     return Weights(_estimate(config), chosen, "config.json")
+
+
+def _count_rounded(config: ModelConfig, plain: Weights, quantization: str) -> Weights:
+    if experts := next((name for name in _EXPERTS if config.content.get(name)), None):
+        raise ConfigError(
+            f"quantization is {quantization!r}, but {config.name} has {experts} "
+            f"{config.content[experts]}: weights of experts are not quantised: leave it out"
+        )
+    vocabulary, hidden = (config.count(name, _WHAT) for name in ("vocab_size", "hidden_size"))
+    return replace(
+        plain,
+        quantization=quantization,
+        embedding=vocabulary * hidden,
+        tied=bool(config.content.get("tie_word_embeddings", True)),
+    )
 
 
 def _count_stored(folder: Path) -> int | None:

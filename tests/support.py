@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from tangram.calibrate.measure import calibrate
+from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.compress.profile import SINK_TOKENS, Scope
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
@@ -145,8 +145,9 @@ def profile_file(
     method = make_scorer(scorer, gate=gate)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
+    magnitudes = Magnitudes()
     profile = calibrate(
-        score_source(loaded, method, chunk_tokens=chunk_tokens),
+        score_source(loaded, method, chunk_tokens=chunk_tokens, magnitudes=magnitudes),
         samples,
         geometry=loaded.geometry,
         fingerprint=loaded.fingerprint,
@@ -159,6 +160,7 @@ def profile_file(
         heads_per_page=heads_per_page,
         sink_tokens=sink_tokens,
         window_tokens=2,
+        magnitudes=magnitudes,
     )[0]
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)

@@ -33,6 +33,7 @@ SAME = (
     "--max-num-seqs",
     "--no-enable-prefix-caching",
     "--port",
+    "--quantization",
     "--seed",
     "--served-model-name",
     "--speculative-config",

@@ -111,7 +111,10 @@ def _refuse_ignored(
             if value is not None
         }
         for name, value in (
-            texts | find_changed(config, "dtype", "load_format", "device", "threads", "seed")
+            texts
+            | find_changed(
+                config, "dtype", "quantization", "load_format", "device", "threads", "seed"
+            )
         ).items():
             raise ConfigError(
                 f"{name} is {value}, but --import reads no text and loads no model: leave it out"
@@ -143,13 +146,11 @@ def _measure(
     from tangram.calibrate.text_files import read_kinds
     from tangram.calibrate.texts import list_kinds
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
-    from tangram.model.load import load_model
+    from tangram.model.load import load_configured
 
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(samples if data is None else len(texts()))
-    loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-    )
+    loaded = load_configured(config)
     check_chunk(config, loaded)
     compression = Compression.of(config, loaded.fingerprint)
     config, scorer = compression.config, compression.make_scorer(loaded.fingerprint)

@@ -86,6 +86,7 @@ def serve_line(config: EngineConfig, profile: Path) -> str:
         "heads_per_page",
         "gate",
         "dtype",
+        "quantization",
         "load_format",
         "device",
     )

@@ -36,7 +36,8 @@ Number = TypeVar("Number", int, float)
 RENAMED = rename_options(scorers="scorer", retentions="kv-retention", scopes="scope")
 _OF_ENGINE = (
     *("model", "page_tokens", "heads_per_page", "gate", "kv_cache_gib", "gpu_memory_utilization"),
-    *("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "load_format"),
+    *("max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
+    "load_format",
     *("enforce_eager", "device", "threads"),
 )
 # Options that --quick fixes.

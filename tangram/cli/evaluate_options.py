@@ -23,6 +23,7 @@ from tangram.cli.options import (
     Model,
     Page,
     Panel,
+    Quantization,
     Threads,
     Utilization,
     Weights,
@@ -161,6 +162,7 @@ class EvalOptions:
     report: ReportFile = None
     plot: Plot = None
     dtype: Dtype = "auto"
+    quantization: Quantization = None
     load_format: Weights = "auto"
     device: Device = "auto"
     kv_cache_gib: CacheGib = None

@@ -33,6 +33,7 @@ _INSTEAD = (
         "keys and values have the same dtype",
         "-ctk --cache-type-k -ctv --cache-type-v",
     ),
+    ("--quantization", "it rounds weights as it loads a model", "-q"),
     (
         "--scheduling",
         "continuous is the default; static turns it off",
@@ -100,11 +101,6 @@ _NONE = (
         "There is none: KV pages are on --device, and --kv-offload-gib adds host memory for "
         "evicted chunks",
         "-kvo --kv-offload -nkvo --no-kv-offload",
-    ),
-    (
-        "There is none: weights are computed in --dtype, and quantized weights of a GGUF file are "
-        "expanded to it; --kv-cache-dtype fp8 halves the KV cache",
-        "-q --quantization",
     ),
     (
         "There is none: prompts are always computed in chunks of --chunk-tokens",

@@ -41,14 +41,12 @@ def train_and_report(
     from tangram.gate_training.fit import Recipe
     from tangram.gate_training.teacher import agreements, distil_gate
     from tangram.kernels.threads import use_threads
-    from tangram.model.load import load_model
+    from tangram.model.load import load_configured
 
     check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
-    loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-    )
+    loaded = load_configured(config)
     check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
     gate, unseen = distil_gate(

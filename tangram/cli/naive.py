@@ -68,11 +68,9 @@ def _measure(
     from tangram.engine.build import engine_of
     from tangram.lab import naive as lab
     from tangram.lab.load.asks import draw_tokens
-    from tangram.model.load import load_model
+    from tangram.model.load import load_configured
 
-    loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-    )
+    loaded = load_configured(config)
     engine = engine_of(config, loaded)
     lab.check_naive_length(prompt_tokens, tokens, engine.max_model_len)
     prompt = draw_tokens(prompt_tokens, engine.geometry.vocab_size, 6)

@@ -89,6 +89,7 @@ MaxSeqs = Annotated[int, engine_option("max_num_seqs")]
 MaxBatched = Annotated[int, engine_option("max_num_batched_tokens")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], engine_option("dtype")]
 CacheDtype = Annotated[Literal["auto", "fp8"], engine_option("kv_cache_dtype")]
+Quantization = Annotated[Literal["int8", "int4", "fp8"] | None, engine_option("quantization")]
 Weights = Annotated[Literal["auto", "dummy"], engine_option("load_format")]
 Eager = Annotated[bool, engine_option("enforce_eager")]
 Device = Annotated[str, engine_option("device")]
@@ -138,7 +139,8 @@ CALIBRATION_PARAMETERS = tuple(
     _parameter(name, _CALIBRATED.get(name))
     for name in (
         *("model", "kv_retention", "scorer", "scope", "chunk_tokens", "page_tokens"),
-        *("heads_per_page", "gate", "dtype", "load_format", "device", "threads", "seed"),
+        *("heads_per_page", "gate", "dtype", "quantization", "load_format", "device", "threads"),
+        "seed",
     )
 )
 

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from tangram.cli.console import output, tell
-from tangram.cli.options import CacheDtype, Chunk, Heads, Page, Panel, Retention, number, option
+from tangram.cli.options import (
+    CacheDtype,
+    Chunk,
+    Heads,
+    Page,
+    Panel,
+    Quantization,
+    Retention,
+    number,
+    option,
+)
 from tangram.config_json import ModelConfig, read_config
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
@@ -50,6 +60,7 @@ def size(
         bool, typer.Option("--json", help="print a JSON object, in bytes")
     ] = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     kv_cache_dtype: CacheDtype = "auto",
     kv_retention: Retention = 1.0,
     chunk_tokens: Chunk = 512,
@@ -59,7 +70,7 @@ def size(
     """Print the size of weights and KV cache, and how many sequences fit (GQA, MHA, MLA)."""
     config = read_config(model)
     computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
-    weights, missing = _weights(config, computed)
+    weights, missing = _weights(config, computed, quantization)
     found = kv_size(
         config,
         context_tokens,
@@ -81,9 +92,11 @@ def size(
         tell(f"The size of the weights is not known: {missing}")
 
 
-def _weights(config: ModelConfig, dtype: str) -> tuple[Weights | None, str]:
+def _weights(
+    config: ModelConfig, dtype: str, quantization: str | None
+) -> tuple[Weights | None, str]:
     """The model's weights, or why their size is not known."""
     try:
-        return read_weights(config, dtype), ""
+        return read_weights(config, dtype, quantization), ""
     except ConfigError as error:
         return None, str(error)

@@ -31,6 +31,8 @@ from tangram.engine.memory import (
     GRAPH_BYTES,
     cache_dtype,
     explain_exhaustion,
+    host_form,
+    host_page_bytes,
     kv_bytes,
     offload_bytes,
     table_bytes,
@@ -51,7 +53,8 @@ from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, load_model
+from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
@@ -69,9 +72,7 @@ def build_engine(config: EngineConfig, *, records: bool = False) -> Engine:
     errors of `tangram.errors`, which say what to change.
     """
     with explain_exhaustion(config):
-        loaded = load_model(
-            config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-        )
+        loaded = load_configured(config)
         return engine_of(config, loaded, records=records)
 
 
@@ -134,10 +135,17 @@ class EngineBuilder:
         page_bytes = default.layout.page_bytes(dtype.itemsize)
         pages = self._served_bytes(layouts, page_bytes) // page_bytes
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
-        span_bytes = default.layout.span_pages * page_bytes
-        cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
+        host_bytes = host_page_bytes(config, loaded, default.layout)
+        span_bytes = default.layout.span_pages * host_bytes
+        cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // host_bytes)
         runner = self._ready_runner(
-            retentions, scorers, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype
+            retentions,
+            scorers,
+            cache=cache,
+            pages=pages,
+            kernels=kernels,
+            cache_dtype=dtype,
+            form=host_form(config),
         )
         admission = Admission(
             retentions,
@@ -145,6 +153,7 @@ class EngineBuilder:
             str(dtype).removeprefix("torch."),
             dtype.itemsize,
             max_model_len,
+            host_bytes,
             speculates=config.speculation is not None,
         )
         announce(config, loaded, admission, cache.host.total)
@@ -179,6 +188,7 @@ class EngineBuilder:
             dtype=config.dtype,
             device=self.loaded.device.type,
             load_format=config.load_format,
+            quantization=config.quantization,
         )
         check_vocabulary(self.loaded, other)
         tokens = readable_tokens(other, self.loaded.name, self.most_tokens)
@@ -349,6 +359,7 @@ class EngineBuilder:
             scorer=scorer.name,
             sink_tokens=profile.sink_tokens,
             window_tokens=profile.window_tokens,
+            scales=profile.scales,
             one_chunk_a_step="reconstruction" in scorer.needs,
         )
 
@@ -406,6 +417,7 @@ class EngineBuilder:
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)
+            pack_weights(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes

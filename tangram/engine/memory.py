@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.offload import STAGING_BYTES
 from tangram.model.latent import output_like
@@ -38,6 +39,19 @@ class _NoAttention:
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
     """The dtype of the KV cache."""
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.dtype
+
+
+def host_form(config: EngineConfig) -> HostForm | None:
+    """The form of entries in host memory; None leaves them as they are."""
+    return None if config.kv_offload_dtype == "auto" else HOST_FORMS[config.kv_offload_dtype]
+
+
+def host_page_bytes(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
+    """Bytes of a page of `layout` in host memory."""
+    form = host_form(config)
+    if form is None:
+        return layout.page_bytes(cache_dtype(config, loaded).itemsize)
+    return form.page_bytes(2 * layout.page_slots, layout.geometry.head_dim)
 
 
 def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:

@@ -59,11 +59,12 @@ def announce(
     everything = default.layout.keeps_everything
     method = "nothing dropped" if everything else f"{config.scorer}, scope {config.scope}"
     _log.info(
-        "%s on %s, %s; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at kv_retention %s (%s), "
-        "%s would without compression; max_model_len %d, chunk %d tokens",
+        "%s on %s, %s, weights %.2f GiB; KV cache in %s, %.2f GiB = %d pages; %s tokens fit at "
+        "kv_retention %s (%s), %s would without compression; max_model_len %d, chunk %d tokens",
         config.model,
         loaded.device,
-        str(loaded.dtype).removeprefix("torch."),
+        config.quantization or str(loaded.dtype).removeprefix("torch."),
+        loaded.weight_bytes / GIB,
         admission.cache_dtype,
         admission.total_pages * page_gib,
         admission.total_pages,
@@ -77,11 +78,12 @@ def announce(
     if host_pages:
         _log.info(
             "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention "
-            "%s",
-            host_pages * page_gib,
+            "%s, in %s",
+            host_pages * admission.host_page_bytes / GIB,
             host_pages,
             f"{default.layout.tokens_in(host_pages):,}",
             default.kv_retention,
+            admission.cache_dtype if config.kv_offload_dtype == "auto" else config.kv_offload_dtype,
         )
 
 

@@ -226,6 +226,14 @@ class PoolKernels(Protocol):
         """
         ...
 
+    def adopt_scales(self, scales: Tensor) -> None:
+        """From now on an FP8 pool holds keys and values divided by `scales` float32 [L, H, 2].
+
+        These are powers of two, so that products with them are exact. Without this call they are 1.
+        Call it before the first pass: graphs contain the address.
+        """
+        ...
+
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """[H, count, D]: the oldest keys of prefill row `row`."""
         ...

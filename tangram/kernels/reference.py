@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.plan.form import RangeKind, WorkPlan
+from tangram.types import FP8_MAX
 
-FP8_MAX = 448.0  # the largest finite E4M3 value
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
 
@@ -269,10 +269,15 @@ def _write(
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
-    if pool.dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
-        k, v = (x.float().clamp(-FP8_MAX, FP8_MAX) for x in (k, v))
     for vector, entries in enumerate((k, v)[: pool.shape[2]]):  # latents are keys and values
-        blocks(pool)[block, vector, index % page_tokens] = entries.to(pool.dtype)
+        blocks(pool)[block, vector, index % page_tokens] = as_entries(entries, pool.dtype)
+
+
+def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a pool of `dtype` stores them: rounded, and bounded to FP8's range."""
+    if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
+        x = x.float().clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def prefill(

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tangram.kernels.e4m3 import to_e4m3
-from tangram.kernels.reference import FP8_MAX
+from tangram.types import FP8_MAX
 
 
 @triton.jit

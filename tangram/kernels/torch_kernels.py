@@ -1,6 +1,6 @@
 """Attention without Triton.
 
-Compiled decode for float32 pools in host memory, the torch specification otherwise.
+Decode is compiled where `cpu.py` can, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class TorchKernels:
     _shape: tuple[int, ...]
     _counts: Int32
     _mask: Tensor | None = None
+    _scales: Tensor | None = None
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
@@ -53,7 +54,7 @@ class TorchKernels:
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
-            cpu.warm_up()
+            cpu.warm_up(pool.dtype)
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: always `tokens`."""
@@ -105,9 +106,7 @@ class TorchKernels:
         tokens = self._width
         if tokens:
             out[:tokens] = cpu.decode_step(
-                q[:tokens],
-                k[:tokens],
-                v[:tokens],
+                *self._fold(layer, q[:tokens], k[:tokens], v[:tokens]),
                 self._pool,
                 self._tables,
                 self._lengths,
@@ -118,6 +117,7 @@ class TorchKernels:
                 softcap=softcap,
                 sinks=sinks,
             )
+            self._unfold(layer, out[:tokens])
 
     def prefill(
         self,
@@ -134,6 +134,7 @@ class TorchKernels:
         expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
+        q, k, v = self._fold(layer, q, k, v)
         asking = range(self._rows.asking.start, self._rows.asking.stop)
         for row in asking:
             _, _, first, last, _ = self._rows.spans[row].tolist()
@@ -168,6 +169,7 @@ class TorchKernels:
                 softcap=softcap,
                 sinks=sinks,
             )
+            self._unfold(layer, out[begin:end])
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
@@ -178,7 +180,8 @@ class TorchKernels:
             places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
             if self._mask is not None:
                 _note_first(self._mask[row, layer], places, first)
-            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in parts)
+            folded = self._fold(layer, parts[0], *parts)[1:]
+            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in folded)
             self._store(layer, row, keys, values)
 
     def record(self, mask: Tensor) -> None:
@@ -188,7 +191,33 @@ class TorchKernels:
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
         table, column, _ = self._find_address(layer, row)
-        return reference.first_keys(self._pool, self._tables, table, column, count)
+        keys = reference.first_keys(self._pool, self._tables, table, column, count)
+        return keys if self._scales is None else keys.float() * self._scales[layer, :, :1, None]
+
+    def adopt_scales(self, scales: Tensor) -> None:
+        """See `PoolKernels`."""
+        if self._pool.dtype is torch.float8_e4m3fn:
+            self._scales = scales
+
+    def _fold(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [T, H, D] as the pool holds them; queries [T, Q, D] that fit these keys.
+
+        Attention of the three is that of the given ones divided by the scales of the values.
+        """
+        if self._scales is None:
+            return q, k, v
+        keys, values = self._scales[layer].to(q.dtype)[..., None].unbind(1)
+        return q * self._by_query(keys, q), k / keys, v / values
+
+    def _unfold(self, layer: int, out: Tensor) -> None:
+        """Attention [T, Q, D] of what `_fold` gave becomes that of what it took."""
+        if self._scales is not None:
+            out *= self._by_query(self._scales[layer, :, 1:].to(out.dtype), out)
+
+    @staticmethod
+    def _by_query(scales: Tensor, queries: Tensor) -> Tensor:
+        """`scales` [H, 1] for each query head of `queries` [T, Q, D]."""
+        return scales.repeat_interleave(queries.shape[1] // len(scales), 0)
 
     def _store(
         self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]

@@ -43,8 +43,8 @@ class TritonKernels:
     """`PoolKernels` of float32, bfloat16, float16 and FP8 pools; `group` is G.
 
     `schedule` is that of every batch. Without one `policy` chooses; without that all batches have
-    one default. `begin` uploads the kernels' inputs once; layers only launch. An FP8 pool's scales
-    are all 1, as in vLLM without calibration. `card` None is the pool's own.
+    one default. `begin` uploads the kernels' inputs once; layers only launch. `card` None is the
+    pool's own.
     """
 
     _decoder: GpuDecode
@@ -456,9 +456,14 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._mask = mask
 
+    def adopt_scales(self, scales: Tensor) -> None:
+        """See `PoolKernels`."""
+        if self._dtype is torch.float8_e4m3fn:
+            self._scales = scales
+
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
         table, column, _ = self._address[layer, row].T
-        return reference.first_keys(self._pool, self._tables, table, column, count).view(
-            self._dtype
-        )
+        keys = reference.first_keys(self._pool, self._tables, table, column, count)
+        keys = keys.view(self._dtype)
+        return keys if self._scales is None else keys.float() * self._scales[layer, :, :1, None]

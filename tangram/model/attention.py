@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import PoolKernels, PrefillRows
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
@@ -67,7 +68,8 @@ class StepAttention:
     """Attention of one pass, begun by `kernels` with `width` decode rows and the rows `prefill`.
 
     `sealers` seal the rows that have scores, and `sealing` times them. A pass with `padded_tokens`
-    is padded to this number, and launches the same as any other pass of its `PaddedShape`.
+    is padded to this number, and launches the same as any other pass of its `PaddedShape`. With a
+    `form` the chunks `sealed`, spans of tokens, are rounded to what host memory can hold of them.
     """
 
     kernels: PoolKernels
@@ -78,15 +80,20 @@ class StepAttention:
     sealing: Stopwatch
     padded_tokens: int | None = None
     hidden: Tensor | None = None
+    form: HostForm | None = None
+    sealed: Sequence[slice] = ()
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
         layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
         out, known = output_like(module, q), _translate(options)
         if heads is None:
+            k, v = self._round(k), self._round(v)
             self.kernels.decode(layer, q, k, v, out, **known)
         else:
             k, v = join_entries(k, v)
+            k = self._round(k)
+            v = k[..., : v.shape[-1]]
             self._decode_latents(heads, layer, q[: self.width], k, v, out[: self.width], known)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
         # attend in parallel.
@@ -114,6 +121,15 @@ class StepAttention:
             means = torch.empty((*q.shape[:2], heads.rank), dtype=q.dtype, device=q.device)
             self.kernels.decode(layer, heads.absorb(q), k, v, means, **known)
             out.copy_(heads.read_values(means))
+
+    def _round(self, entries: Tensor) -> Tensor:
+        """Keys or values [T, H, D] of the pass, those of sealed chunks rounded."""
+        if self.form is None or not self.sealed:
+            return entries
+        rounded = entries.clone()
+        for tokens in self.sealed:
+            rounded[tokens] = self.form.round(entries[tokens])
+        return rounded
 
     def _seal(
         self,

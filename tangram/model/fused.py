@@ -18,8 +18,8 @@ TOGETHER = (
 )
 
 
-class _JoinedWeights(nn.Module):
-    """The weights of several linear maps, end to end.
+class _JoinedMaps(nn.Module):
+    """Several linear maps as one, their weights end to end.
 
     The product of an input is kept until each map has taken its part.
     """
@@ -27,11 +27,13 @@ class _JoinedWeights(nn.Module):
     def __init__(self, maps: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [part.out_features for part in maps]
-        self.weight = nn.Parameter(
-            torch.cat([part.weight.data for part in maps]), requires_grad=False
-        )
+        weight = torch.cat([part.weight.data for part in maps])
         biases = [part.bias.data for part in maps if part.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        rows, columns = weight.shape
+        self.product = nn.Linear(columns, rows, bias=bool(biases), device="meta")
+        self.product.weight = nn.Parameter(weight, requires_grad=False)
+        if biases:
+            self.product.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
         self._apart = False  # true for a model whose maps turn out to read different tensors
@@ -41,12 +43,10 @@ class _JoinedWeights(nn.Module):
         if self._input is not None and self._input is not x:
             self._apart, self._input, self._parts = True, None, {}
         if self._apart:
-            weight = torch.split(self.weight, self.sizes)[number]
-            bias = None if self.bias is None else torch.split(self.bias, self.sizes)[number]
-            return nn.functional.linear(x, weight, bias)
+            return torch.split(self.product(x), self.sizes, dim=-1)[number]
         if number not in self._parts:
-            product = nn.functional.linear(x, self.weight, self.bias)
-            self._input, self._parts = x, dict(enumerate(torch.split(product, self.sizes, dim=-1)))
+            parts = torch.split(self.product(x), self.sizes, dim=-1)
+            self._input, self._parts = x, dict(enumerate(parts))
         part = self._parts.pop(number)
         if not self._parts:
             self._input = None
@@ -54,7 +54,7 @@ class _JoinedWeights(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self, joined: _JoinedWeights, number: int) -> None:
+    def __init__(self, joined: _JoinedMaps, number: int) -> None:
         super().__init__()
         self.joined, self.number = joined, number
 
@@ -73,7 +73,7 @@ def join_projections(model: nn.Module) -> None:
                 part for name in names if type(part := getattr(module, name, None)) is nn.Linear
             ]
             if len(maps) == len(names) and _alike(maps):
-                joined = _JoinedWeights(maps)
+                joined = _JoinedMaps(maps)
                 for number, name in enumerate(names):
                     setattr(module, name, _Part(joined, number))
 

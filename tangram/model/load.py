@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from tangram.compress.profile import ModelFingerprint
+from tangram.config import EngineConfig
 from tangram.errors import ModelError
 from tangram.foreign_files import expand_home
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
@@ -23,9 +30,11 @@ from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refu
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import find_device
+from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.model.weight_files import check_index, check_safetensors
+from tangram.model.widened import widen
 from tangram.types import Geometry
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,8 +61,13 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV cache."""
+        """The dtype of weights that are not rounded, and of the KV cache."""
         return self.model.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory."""
+        return held_bytes(self.model)
 
 
 def memory_ran_out(error: Exception) -> bool:
@@ -67,17 +81,25 @@ def memory_ran_out(error: Exception) -> bool:
 
 
 def load_model(
-    name: str, *, dtype: str = "auto", device: str = "auto", load_format: str = "auto"
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    load_format: str = "auto",
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's
     quantised weights. `load_format` dummy reads the config alone and makes random weights; without
-    a tokenizer, tokens read as numbers. Raises `ModelError` with the reason if the model cannot be
-    loaded, or if this engine would compute its kind of attention wrongly.
+    a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8). Raises
+    `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
+    the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """
     source = _resolve(name)
     place = find_device(device)
+    if quantization is not None:
+        check_quantization(quantization, place)
     try:
         config = AutoConfig.from_pretrained(source)
     except UNREADABLE as error:
@@ -90,16 +112,33 @@ def load_model(
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
-            model = _weights(source, chosen, place)
+            widen(config)
+            model = _weights(source, config, chosen, place)
             tokenizer = read_tokenizer(source)
     except UNREADABLE as error:
         if memory_ran_out(error):
             raise
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
-    return adopt(name, model, tokenizer)
+    loaded = adopt(name, model, tokenizer)
+    if quantization is not None:
+        quantize(model, quantization)  # last: the fingerprint is that of the weights as given
+    return loaded
 
 
-def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+def load_configured(config: EngineConfig) -> LoadedModel:
+    """`load_model` with the options of `config`."""
+    return load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        load_format=config.load_format,
+        quantization=config.quantization,
+    )
+
+
+def _weights(
+    source: str, config: PretrainedConfig, dtype: torch.dtype, place: torch.device
+) -> PreTrainedModel:
     index = cached_file(
         source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
     )
@@ -109,6 +148,7 @@ def _weights(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
         check_safetensors(Path(source))
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
+        config=config,
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
         output_loading_info=True,

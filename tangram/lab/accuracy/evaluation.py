@@ -17,7 +17,7 @@ from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages, RealText
 from tangram.lab.accuracy.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.lab.accuracy.results import AnyCell, Results, Setting
 from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
-from tangram.model.load import load_model
+from tangram.model.load import load_configured
 
 # Is called before the measurement with the model and the planned cells.
 Before = Callable[[ModelBench, Sequence[PlannedCell]], None]
@@ -57,9 +57,7 @@ def compare(
         # `full` has no chunk of its own; its texts are cut where those of the others are.
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
-    loaded = load_model(
-        base.model, dtype=base.dtype, device=base.device, load_format=base.load_format
-    )
+    loaded = load_configured(base)
     _check_lengths(loaded.geometry.max_positions, asked, methods)
     methods = _methods(
         grid.name_scorer(Compression.of(base, loaded.fingerprint).choice.scorer), asked
@@ -124,6 +122,7 @@ def _setting(
         model=base.model,
         weights_sha256=loaded.fingerprint.weights_sha256,
         dtype=str(loaded.dtype).removeprefix("torch."),
+        quantization=base.quantization,
         kv_cache_dtype=base.kv_cache_dtype,
         page_tokens=base.page_tokens,
         heads_per_page=base.heads_per_page,

@@ -88,6 +88,7 @@ class Setting(BaseModel):
     model: str
     weights_sha256: str | None
     dtype: str
+    quantization: str | None = None
     kv_cache_dtype: str
     page_tokens: int
     heads_per_page: int

@@ -86,7 +86,8 @@ def _section(cells: Sequence[AnyCell], setting: Setting) -> str:
     )
     title = f"### {setting.suite}, {setting.context_tokens:,} tokens: {setting.model}"
     note = (
-        f"{setting.samples} samples, seed {setting.seed}, {setting.dtype}, KV cache "
+        f"{setting.samples} samples, seed {setting.seed}, "
+        f"weights in {setting.quantization or setting.dtype}, KV cache "
         f"{setting.kv_cache_dtype}; {aligned}."
     )
     given = [cell for cell in cells if isinstance(cell, FidelityCell)]

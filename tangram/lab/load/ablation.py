@@ -26,7 +26,7 @@ from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.load.asks import Ask, alike, arriving
 from tangram.lab.load.clock import LatencyLimits, Summary, answer_all
 from tangram.lab.load.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
-from tangram.model.load import load_model
+from tangram.model.load import load_configured
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ def for_each(
             f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it "
             "out"
         )
-    loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, load_format=config.load_format
-    )
+    loaded = load_configured(config)
     # Set here, since a rung may leave out the profiles that define them.
     config = Compression.of(config, loaded.fingerprint).config
     config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB)

@@ -1,0 +1,46 @@
+"""Checkpoints with quantised weights: Transformers widens them as it loads, or they are refused.
+
+A widened weight is the number that the quantised one stands for, in the dtype of the model.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from tangram.errors import ModelError
+
+# The methods that Transformers widens, each with the package that reads it.
+WIDENED: dict[str, str | None] = {
+    "fp8": None,
+    "mxfp8": None,
+    "mxfp4": None,
+    "compressed-tensors": "compressed_tensors",
+}
+
+
+def widen(config: PretrainedConfig) -> None:
+    """Ask Transformers, through `config`, to widen quantised weights.
+
+    Raises `ModelError` naming the method if it cannot.
+    """
+    given: Any = getattr(config, "quantization_config", None)
+    if given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    name = getattr(config, "model_type", "?")
+    if method not in WIDENED:
+        raise ModelError(
+            f"{name}: quantization_config.quant_method is {method!r}, and only weights of "
+            f"{', '.join(WIDENED)} can be widened: take the model with plain weights, and "
+            "--quantization int4 or int8"
+        )
+    package = WIDENED[method]
+    if package is not None and find_spec(package) is None:
+        raise ModelError(
+            f"{name}: quantization_config.quant_method is {method!r}, which needs a package: "
+            f"pip install {method}"
+        )
+    given["dequantize"] = True
