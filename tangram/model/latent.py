@@ -40,6 +40,11 @@ def pass_latents(model: PreTrainedModel, implementation: str) -> None:
             setattr(module, _EXPANSION, _Expansion(module, implementation))
 
 
+def is_absorbed(name: str) -> bool:
+    """Whether the map `name` of a model is one that decode absorbs: its weights stay a matrix."""
+    return name.rpartition(".")[2] == _MAP
+
+
 class _Expansion:
     """Replaces `expand_kv` of a module."""
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tangram.errors import ConfigError, ModelError
 from tangram.model.fused import join_projections
+from tangram.model.latent import is_absorbed
 
 GROUP = 32  # inputs that share a 4-bit scale, as in a GGUF block
 _TILE = 16  # outputs, of which PyTorch's 4-bit product computes whole tiles
@@ -97,8 +98,9 @@ def round_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize(model: PreTrainedModel, form: str) -> None:
     """Round the linear maps of `model` to `form` (int8, int4 or fp8), in place.
 
-    Embeddings, norms and biases stay. On a CPU int4 leaves the head in 8 bits. Raises `ConfigError`
-    if the device has no such product, and `ModelError` if the model's weights do not fit it.
+    Embeddings, norms, biases and what decode absorbs (`latent.py`) stay. On a CPU int4 leaves the
+    head in 8 bits. Raises `ConfigError` if the device has no such product, and `ModelError` if the
+    model's weights do not fit it.
     """
     _refuse_experts(model, form)
     join_projections(model)
@@ -106,7 +108,7 @@ def quantize(model: PreTrainedModel, form: str) -> None:
         _quantize_on_gpu(model, form)
         return
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    maps = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    maps = {name: part for name, part in model.named_modules() if _is_rounded(part, name)}
     for name, source in maps.items():
         # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
         four = form == "int4" and source is not head
@@ -184,7 +186,11 @@ def _quantize_on_gpu(model: PreTrainedModel, form: str) -> None:
             group_size=GROUP, int4_packing_format="tile_packed_to_4d"
         ),
     }
-    quantize_(model, configs[form]())
+    quantize_(model, configs[form](), filter_fn=_is_rounded)
+
+
+def _is_rounded(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and not is_absorbed(name)
 
 
 def _finish(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
