@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tangram.calibrate.measure import calibrate
+from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.calibrate.texts import QUICK_SAMPLES, list_kinds, make_texts
 from tangram.compress.profile import Profile
@@ -48,7 +48,7 @@ class ScoreTable:
     """The scores of `samples` (token ids) by every scorer, in chunks of every size."""
 
     def __init__(self, loaded: LoadedModel, scorers: Sequence[Scorer]) -> None:
-        self._loaded, self._scorers = loaded, scorers
+        self._loaded, self._scorers, self.magnitudes = loaded, scorers, Magnitudes()
         self._scores: dict[tuple[str, int, tuple[int, ...]], Scores] = {}
         self._layers: dict[tuple[str, int, int], list[Tensor]] = {}
 
@@ -56,7 +56,11 @@ class ScoreTable:
         """Read one sample in the largest chunks."""
         self._layers.clear()
         chunks = chunk_source(
-            self._loaded, self._scorers[0], self._observe, chunk_tokens=max(CHUNKS)
+            self._loaded,
+            self._scorers[0],
+            self._observe,
+            chunk_tokens=max(CHUNKS),
+            magnitudes=self.magnitudes,
         )
         for _ in chunks(sample):
             pass
@@ -147,6 +151,7 @@ def _derive(
         chunk_tokens=tokens,
         source=f"built-in calibration texts, {len(samples)} samples, seed 0",
         observe=shares.append,
+        magnitudes=table.magnitudes,
     )
     for profile in profiles:
         path = folder / profile.file_name

@@ -139,8 +139,15 @@ class EngineConfig:
         bounds=Bounds(0.0, _GIB),
         hint="0 means none",
     )
+    kv_offload_dtype: Literal["auto", "fp8", "int4"] = _memory(
+        "auto",
+        "dtype of that host memory: auto for that of the KV cache, fp8 or int4; sealed chunks are "
+        "rounded to it",
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = _memory(
-        "auto", "dtype of the KV cache: auto for that of the weights, or fp8 (E4M3)"
+        "auto",
+        "dtype of the KV cache: auto for that of the weights, or fp8 (E4M3) with the scales of the "
+        "profiles",
     )
     enable_prefix_caching: bool = _memory(True, "reuse the KV state of prefixes seen before")
 
@@ -260,6 +267,16 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching "
                 "nothing is kept: enable it, or set kv_offload_gib to 0"
+            )
+        if self.kv_offload_dtype != "auto" and not self.kv_offload_gib:
+            raise ConfigError(
+                f"kv_offload_dtype is {self.kv_offload_dtype}, but kv_offload_gib is 0: give host "
+                "memory, or leave it out"
+            )
+        if self.kv_offload_dtype != "auto" and self.kv_cache_dtype == "fp8":
+            raise ConfigError(
+                f"kv_offload_dtype is {self.kv_offload_dtype}, but an fp8 cache is offloaded as it "
+                "is: leave kv_offload_dtype or kv_cache_dtype out"
             )
 
     @cached_property

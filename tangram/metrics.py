@@ -58,7 +58,8 @@ class EngineStats:
       page.
     - `capacity_tokens` is the tokens that the pool holds at the default retention ratio,
       `capacity_uncompressed_tokens` those at 1.0.
-    - `host_pages_used` of `host_pages_total` pages of host memory keep links of the prefix cache.
+    - `host_pages_used` of `host_pages_total` pages of host memory, of `host_page_bytes`, keep links
+      of the prefix cache.
 
     Counters since the start are the others:
 
@@ -100,6 +101,7 @@ class EngineStats:
     sealed_chunks: int
     host_pages_total: int
     host_pages_used: int
+    host_page_bytes: int
     restored_tokens: int
     host_bytes_out: int
     host_bytes_in: int
@@ -119,7 +121,7 @@ class EngineStats:
     @property
     def host_pool_bytes(self) -> int:
         """Bytes of the host memory behind it."""
-        return self.host_pages_total * self.page_bytes
+        return self.host_pages_total * self.host_page_bytes
 
     @property
     def retained_tokens(self) -> float:

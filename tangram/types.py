@@ -22,7 +22,11 @@ from tangram.errors import RequestError
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
+FP8_MAX = 448.0  # the largest finite E4M3 value
+# The scales of an FP8 cache, [L][H]: of a KV head's keys and of its values.
+HeadScales = tuple[tuple[tuple[float, float], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,19 @@ class Geometry:
     # One entry a layer: the sliding window in tokens (a query sees itself and W-1 before it), None
     # = full.
     windows: tuple[int | None, ...]
+    # Latent attention: the first `value_dim` elements of a key are its value, too. None = an entry
+    # has a value of its own, of head_dim elements.
+    value_dim: int | None = None
+
+    @property
+    def entry_vectors(self) -> int:
+        """Vectors of head_dim elements in an entry: a key and a value, or one that is both."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def entry_elements(self) -> int:
+        """Elements of an entry: what one KV head stores for one token."""
+        return self.entry_vectors * self.head_dim
 
     @property
     def group_size(self) -> int:

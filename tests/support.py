@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from tangram.calibrate.measure import calibrate
+from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.compress.profile import SINK_TOKENS, Scope
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
@@ -26,6 +26,22 @@ from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
 
+# What a config with latent attention has besides: entries have 32 + 8 elements.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
@@ -129,8 +145,9 @@ def profile_file(
     method = make_scorer(scorer, gate=gate)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
+    magnitudes = Magnitudes()
     profile = calibrate(
-        score_source(loaded, method, chunk_tokens=chunk_tokens),
+        score_source(loaded, method, chunk_tokens=chunk_tokens, magnitudes=magnitudes),
         samples,
         geometry=loaded.geometry,
         fingerprint=loaded.fingerprint,
@@ -143,6 +160,7 @@ def profile_file(
         heads_per_page=heads_per_page,
         sink_tokens=sink_tokens,
         window_tokens=2,
+        magnitudes=magnitudes,
     )[0]
     path = folder / f"{scorer}.{scope}.{retention}.json"
     profile.save(path)

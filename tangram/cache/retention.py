@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tangram.cache.layout import Layout
-from tangram.types import Int32
+from tangram.types import HeadScales, Int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,8 @@ class Retention:
     `window_tokens` of the chunk whatever their scores.
     With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
     the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
-    chunk keeps all its entries, those that score best first.
+    chunk keeps all its entries, those that score best first. `scales` are the profile's for an FP8
+    pool; the pool takes the largest of all its retentions.
     """
 
     kv_retention: float
@@ -29,6 +30,7 @@ class Retention:
     window_tokens: int = 0
     one_chunk_a_step: bool = False
     draft: Retention | None = None
+    scales: HeadScales | None = None
 
     @property
     def orders(self) -> bool:

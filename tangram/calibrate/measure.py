@@ -15,14 +15,16 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from tangram.calibrate.agreement import rank_stability
+from tangram.compress.entry_scales import choose_scales
 from tangram.compress.groups import Grouping
 from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.compress.select import dynamic_fractions
 from tangram.errors import ConfigError, ProfileError
-from tangram.types import Float64, Geometry
+from tangram.types import Float64, Geometry, HeadScales
 
 Scores = npt.NDArray[np.float32]
 # One sample's token ids in; the scores [L, H, C] of each of its full chunks out, in order, higher =
@@ -31,6 +33,22 @@ ScoreSource = Callable[[Sequence[int]], Iterator[Scores]]
 # Each sample's kept fractions in turn, float64 [ρ, chunks, L, H].
 Observer = Callable[[Float64], None]
 Tracker = Callable[[Sequence[Sequence[int]]], Iterable[Sequence[int]]]
+
+
+class Magnitudes:
+    """The largest magnitudes of keys and values so far: `largest` float32 [L, H, 2]."""
+
+    def __init__(self) -> None:
+        self.largest: Tensor | None = None
+
+    def take(self, entries: Tensor) -> None:
+        """Take keys and values [L, H, 2, n, D] of all layers."""
+        found = entries.abs().amax((3, 4)).float().cpu()
+        self.largest = found if self.largest is None else torch.maximum(self.largest, found)
+
+    def scales(self) -> HeadScales | None:
+        """The scales that suit them; None if there were none."""
+        return None if self.largest is None else choose_scales(self.largest.numpy())
 
 
 def calibrate(
@@ -52,14 +70,15 @@ def calibrate(
     window_tokens: int | None = None,
     track: Tracker = iter,
     observe: Observer | None = None,
+    magnitudes: Magnitudes | None = None,
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
     Only full chunks within the model's context are used. L counts the model's full-attention
     layers, the only ones that are compressed. `source` says in words where the samples are from.
-    `track` wraps the samples to report progress (`tangram.progress`). `observe` gets each sample's
-    kept fractions. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or
-    a ρ cannot be met, and `ProfileError` if the scores have the wrong shape or hold NaN.
+    `track` wraps the samples, `observe` gets each sample's kept fractions. `score_source` fills
+    `magnitudes`. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a
+    ρ cannot be met, and `ProfileError` if scores have the wrong shape or hold NaN.
     """
     window = chunk_tokens // 64 if window_tokens is None else window_tokens
     derive = partial(
@@ -91,7 +110,7 @@ def calibrate(
     )
     kept = _measure_samples(score_source, track(samples), chunk_tokens, measure, observe)
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
-    return _derive_profiles(derive, retentions, kept, source, tokens)
+    return _derive_profiles(derive, retentions, kept, source, tokens, magnitudes)
 
 
 def measure_kept_fractions(
@@ -193,14 +212,16 @@ def _derive_profiles(
     kept: Float64,
     source: str,
     tokens: int,
+    magnitudes: Magnitudes | None,
 ) -> list[Profile]:
     """A profile for each ρ from the kept fractions [ρ, samples, L, H]."""
+    scales = None if magnitudes is None else magnitudes.scales()
     return [
         derive(
             of_samples.mean(axis=0),
             of_samples.std(axis=0),
             kv_retention=retention,
             calibration=Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
-        )
+        ).with_scales(scales)
         for retention, of_samples in zip(retentions, kept, strict=True)
     ]

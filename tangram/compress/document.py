@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
-def read_object(path: str | Path, version: int) -> dict[str, Any]:
+def read_object(path: str | Path, versions: Collection[int]) -> dict[str, Any]:
     """The JSON object in the file.
 
     Its `format_version` is checked first, so that a newer file is not reported as damaged. Raises
@@ -41,10 +41,11 @@ def read_object(path: str | Path, version: int) -> dict[str, Any]:
         raise ProfileError(
             f"profile {path}: holds a {type(content).__name__}, a profile is a JSON object"
         )
-    if content.get("format_version") != version:
+    if content.get("format_version") not in versions:
         raise ProfileError(
             f"profile {path}: format_version is {content.get('format_version')!r}, this Tangram "
-            f"reads {version}: calibrate again, or use the Tangram that wrote it"
+            f"reads {' and '.join(map(str, versions))}: calibrate again, or use the Tangram that "
+            "wrote it"
         )
     for place, number in _numbers(content, ""):
         if not math.isfinite(number):

@@ -38,7 +38,7 @@ from tangram.compress.provenance import (
 )
 from tangram.errors import ConfigError, ProfileError
 from tangram.foreign_files import replace_file
-from tangram.types import Float64
+from tangram.types import Float64, HeadScales
 
 __all__ = [
     "Calibration",
@@ -50,7 +50,7 @@ __all__ = [
     "default_scope",
 ]
 
-FORMAT_VERSION = 1
+READABLE_VERSIONS = (1, 2)  # files of version 1 have no scales
 SINK_TOKENS = 4
 # At a fixed ρ, a reserve for heads that vary is taken from others, which costs answers
 # (docs/accuracy.md).
@@ -78,6 +78,7 @@ Scope = Literal["layer", "model"]
 # comparable.
 _WITHIN_LAYERS = frozenset({"tova"})
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Scale = Annotated[float, Field(gt=0.0)]
 
 
 def default_scope(scorer: str) -> Scope:
@@ -93,12 +94,13 @@ class Profile(BaseModel):
     `sealed_pages[g]` is what each member keeps of a sealed chunk of `chunk_tokens`, in pages of
     `page_tokens`. `realised_retention` is the share that those pages occupy, at most
     `kv_retention`. The first `sink_tokens` of a sequence and the last `window_tokens` of each chunk
-    are always kept.
+    are always kept. `scales` are those of keys and values in an FP8 cache, [layers of the
+    model][H], powers of two; None if they were not measured.
     """
 
     model_config = STRICT
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     model: ModelFingerprint
     scorer: ScorerSpec
     scope: Scope
@@ -117,6 +119,7 @@ class Profile(BaseModel):
     sealed_pages: tuple[Count, ...]
     realised_retention: float
     calibration: Calibration
+    scales: tuple[tuple[tuple[Scale, Scale], ...], ...] | None
 
     @classmethod
     def from_statistics(
@@ -140,9 +143,8 @@ class Profile(BaseModel):
     ) -> Profile:
         """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H].
 
-        Budgets are B = min(1, μ + α·σ) (Tangram). `window_tokens` None means C / 64. Statistics are
-        first rounded to 5 digits, so that a saved profile derives the same counts. Raises
-        `ConfigError` if ρ cannot be met or an option is out of range.
+        Budgets are B = min(1, μ + α·σ) (Tangram), of statistics rounded as in the file. Without
+        `window_tokens` it is C / 64. Raises `ConfigError` if ρ or an option is out of range.
         """
         mu, sigma = _round_statistics(mean, std)
         window = chunk_tokens // 64 if window_tokens is None else window_tokens
@@ -176,6 +178,7 @@ class Profile(BaseModel):
                 sealed_pages=tuple(pages),
                 realised_retention=realised,
                 calibration=calibration,
+                scales=None,
             )
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
@@ -193,10 +196,14 @@ class Profile(BaseModel):
         """The same options and `calibration` with other statistics, float [L, H]."""
         return self._derive(mean, std, alpha=alpha)
 
+    def with_scales(self, scales: HeadScales | None) -> Profile:
+        """The same profile with `scales`, or without."""
+        return self.model_copy(update={"scales": scales})
+
     def _derive(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
         """Groups and counts from the options of this profile, with `changes`."""
         options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return Profile.from_statistics(mean, std, **(options | changes))
+        return Profile.from_statistics(mean, std, **(options | changes)).with_scales(self.scales)
 
     @property
     def budgets(self) -> Float64:
@@ -216,7 +223,8 @@ class Profile(BaseModel):
     def fingerprint(self) -> str:
         """SHA-256 (hex) over exactly the fields that determine a sequence's KV state.
 
-        Prefix-cache keys begin with it.
+        Prefix-cache keys begin with it. `scales` are no part of it: a pool has one set of scales,
+        as it has one dtype.
         """
         state = self.model_dump(
             mode="json",
@@ -287,10 +295,10 @@ class Profile(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile. Raises `ProfileError` naming the file, the field and the fault."""
-        content = read_object(path, FORMAT_VERSION)
+        content = read_object(path, READABLE_VERSIONS)
         checksum = content.pop("checksum", None)
         try:
-            profile = cls.model_validate_json(canonical(content))
+            profile = cls.model_validate_json(canonical(_upgrade(content)))
         except ValidationError as error:
             raise ProfileError(f"profile {path}: {_explain(error)}") from error
         if checksum != digest(content):
@@ -323,7 +331,22 @@ class Profile(BaseModel):
                 f"groups must have 1 to {self.heads_per_page} heads each (heads_per_page)"
             )
         self._check_counts(len(heads))
+        self._check_scales()
         return self
+
+    def _check_scales(self) -> None:
+        if self.scales is None:
+            return
+        shape = (self.model.layers, self.model.kv_heads)
+        if len(self.scales) != shape[0] or any(len(row) != shape[1] for row in self.scales):
+            raise ValueError(
+                f"scales must be [{shape[0]} layers][{shape[1]} heads], they have another shape"
+            )
+        odd = [
+            one for row in self.scales for pair in row for one in pair if math.frexp(one)[0] != 0.5
+        ]
+        if odd:
+            raise ValueError(f"scales has {odd[0]}, each must be a power of two")
 
     def _check_counts(self, heads: int) -> None:
         fewest = fewest_pages(self.sink_tokens, self.window_tokens, self.page_tokens)
@@ -355,6 +378,12 @@ class Profile(BaseModel):
                 f"realised_retention is {self.realised_retention}, sealed_pages occupy {realised} "
                 f"and kv_retention allows {self.kv_retention}"
             )
+
+
+def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file of any readable version as this version has it."""
+    old = content["format_version"] == 1
+    return {"scales": None} | content | {"format_version": 2} if old else content
 
 
 def _round_statistics(mean: npt.ArrayLike, std: npt.ArrayLike) -> tuple[Float64, Float64]:

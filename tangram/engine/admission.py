@@ -22,7 +22,8 @@ class Admission:
     """The served ways to keep KV entries, and the pool of `total_pages` pages.
 
     The first of `retentions` is the default. `cache_dtype` is the name of the KV cache's dtype,
-    `element_bytes` the size of one of its elements. `speculates` says whether anything is drafted.
+    `element_bytes` the size of one of its elements, `host_page_bytes` of a page in host memory.
+    `speculates` says whether anything is drafted.
     """
 
     retentions: Sequence[Retention]
@@ -30,6 +31,7 @@ class Admission:
     cache_dtype: str
     element_bytes: int
     max_model_len: int
+    host_page_bytes: int
     speculates: bool = False
 
     def retention_for(self, request: Request) -> Retention:
@@ -234,8 +236,9 @@ class Admission:
             host_pages_total=cache.host.total,
             host_pages_used=cache.host.used,
             restored_tokens=cache.host.restored_tokens,
-            host_bytes_out=cache.host.pages_out * page_bytes,
-            host_bytes_in=cache.host.pages_in * page_bytes,
+            host_page_bytes=self.host_page_bytes,
+            host_bytes_out=cache.host.pages_out * self.host_page_bytes,
+            host_bytes_in=cache.host.pages_in * self.host_page_bytes,
             dropped_spans=cache.host.dropped,
             step_s=meters.step_s,
             device_s=meters.device_s,
@@ -246,7 +249,7 @@ class Admission:
         )
 
     def _entry_bytes(self, layout: Layout) -> int:
-        return 2 * layout.geometry.head_dim * self.element_bytes
+        return layout.geometry.entry_elements * self.element_bytes
 
 
 def count_state(sequence: TokenSequence) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.meters import Meters
 from tangram.errors import IntegrityError
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import PaddedShape, PoolKernels, PrefillRows
 from tangram.kernels.transfer import place
 from tangram.model.attention import RepeatAttention, StepAttention
@@ -108,7 +109,7 @@ class Batcher:
     `scorers` are those of all retentions, by name; each scores the chunks of its own. The decode
     plan is made when the decode membership changes (`Step.epoch`), and stays valid while lengths
     grow. A decode row may have as many tokens as the last of `queries`; its kernels are those of
-    the next larger number.
+    the next larger number. Sealed chunks are rounded to `form`.
     """
 
     retentions: Sequence[Retention]
@@ -120,6 +121,7 @@ class Batcher:
     meters: Meters
     observer: ScoreObserver | None = None
     queries: Sequence[int] = (1,)
+    form: HostForm | None = None
     _epoch: int | None = field(default=None, init=False)
     _batches: dict[int, Decoding] = field(default_factory=dict, init=False)
     _loaded: tuple[int, int] | None = field(default=None, init=False)
@@ -162,6 +164,12 @@ class Batcher:
             sealers,
             self.meters.sealing,
             shape.tokens if shape is not None and is_padded else None,
+            form=self.form,
+            sealed=[
+                slice(*span[:2])
+                for row, span in zip(rest, prefill.spans.tolist(), strict=True)
+                if row.kind is RowKind.SEAL
+            ],
         )
 
     def _load(self, decode: Sequence[Row], counts: Int32, epoch: int) -> int:

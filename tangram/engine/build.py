@@ -31,6 +31,8 @@ from tangram.engine.memory import (
     GRAPH_BYTES,
     cache_dtype,
     explain_exhaustion,
+    host_form,
+    host_page_bytes,
     kv_bytes,
     offload_bytes,
     table_bytes,
@@ -133,10 +135,17 @@ class EngineBuilder:
         page_bytes = default.layout.page_bytes(dtype.itemsize)
         pages = self._served_bytes(layouts, page_bytes) // page_bytes
         max_model_len = _fit_model_len(config, default, pages, self.most_tokens)
-        span_bytes = default.layout.span_pages * page_bytes
-        cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // page_bytes)
+        host_bytes = host_page_bytes(config, loaded, default.layout)
+        span_bytes = default.layout.span_pages * host_bytes
+        cache = self.cache(retentions, pages, offload_bytes(config, span_bytes) // host_bytes)
         runner = self._ready_runner(
-            retentions, scorers, cache=cache, pages=pages, kernels=kernels, cache_dtype=dtype
+            retentions,
+            scorers,
+            cache=cache,
+            pages=pages,
+            kernels=kernels,
+            cache_dtype=dtype,
+            form=host_form(config),
         )
         admission = Admission(
             retentions,
@@ -144,6 +153,7 @@ class EngineBuilder:
             str(dtype).removeprefix("torch."),
             dtype.itemsize,
             max_model_len,
+            host_bytes,
             speculates=config.speculation is not None,
         )
         announce(config, loaded, admission, cache.host.total)
@@ -349,6 +359,7 @@ class EngineBuilder:
             scorer=scorer.name,
             sink_tokens=profile.sink_tokens,
             window_tokens=profile.window_tokens,
+            scales=profile.scales,
             one_chunk_a_step="reconstruction" in scorer.needs,
         )
 
@@ -468,10 +479,19 @@ class EngineBuilder:
 
 
 def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
-    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head."""
+    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head.
+
+    Raises `ConfigError` if it verifies none.
+    """
     drafts, most = config.speculation, MOST_QUERIES // group - 1
     if drafts is None or drafts.num_speculative_tokens <= most:
         return config
+    if most < 1:
+        raise ConfigError(
+            f"{NAME}.num_speculative_tokens is {drafts.num_speculative_tokens}: a GPU verifies at "
+            f"most {MOST_QUERIES} queries of a KV head at a time, and here one token has {group}: "
+            f"leave {NAME} out"
+        )
     _log.warning(
         "%s.num_speculative_tokens is lowered from %d to %d: with %d query heads of a KV head a "
         "GPU verifies no more at a time",

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.offload import STAGING_BYTES
+from tangram.model.latent import output_like
 from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30
@@ -30,13 +32,26 @@ class _NoAttention:
     """Replaces a step's attention."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return the queries, which are as large as the output of attention."""
-        return q
+        """Zeros, as large as the output of attention."""
+        return output_like(module, q).zero_()
 
 
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
     """The dtype of the KV cache."""
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.dtype
+
+
+def host_form(config: EngineConfig) -> HostForm | None:
+    """The form of entries in host memory; None leaves them as they are."""
+    return None if config.kv_offload_dtype == "auto" else HOST_FORMS[config.kv_offload_dtype]
+
+
+def host_page_bytes(config: EngineConfig, loaded: LoadedModel, layout: Layout) -> int:
+    """Bytes of a page of `layout` in host memory."""
+    form = host_form(config)
+    if form is None:
+        return layout.page_bytes(cache_dtype(config, loaded).itemsize)
+    return form.page_bytes(2 * layout.page_slots, layout.geometry.head_dim)
 
 
 def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
@@ -137,7 +152,8 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
-    return max(MOST_BYTES, 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize)
+    entry_bytes = shape.entry_elements * loaded.dtype.itemsize
+    return max(MOST_BYTES, shape.kv_heads * longest * entry_bytes)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

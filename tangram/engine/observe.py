@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
+from tangram.cache.step import Row
+from tangram.calibrate.measure import Magnitudes
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.config import EngineConfig
@@ -24,19 +27,19 @@ Scores = npt.NDArray[np.float32]
 
 
 def score_source(
-    loaded: LoadedModel, scorer: Scorer, *, chunk_tokens: int
+    loaded: LoadedModel, scorer: Scorer, *, chunk_tokens: int, magnitudes: Magnitudes | None = None
 ) -> Callable[[Sequence[int]], Iterator[Scores]]:
     """A function from one sample's token ids to the scores float32 [L, H, C] of its full chunks.
 
     Chunks come in order. L counts the full-attention layers. Every chunk sees its past
-    uncompressed, as the methods were published.
+    uncompressed, as the methods were published. `magnitudes` gets the chunks' keys and values.
     """
     seen: dict[int, Scores] = {}
 
     def observe(chunk: ChunkView, scores: Tensor) -> None:
         seen[chunk.layer] = scores.float().cpu().numpy()
 
-    chunks = chunk_source(loaded, scorer, observe, chunk_tokens=chunk_tokens)
+    chunks = chunk_source(loaded, scorer, observe, chunk_tokens=chunk_tokens, magnitudes=magnitudes)
 
     def scores_of(tokens: Sequence[int]) -> Iterator[Scores]:
         for _ in chunks(tokens):
@@ -46,12 +49,18 @@ def score_source(
 
 
 def chunk_source(
-    loaded: LoadedModel, scorer: Scorer, observer: ScoreObserver, *, chunk_tokens: int
+    loaded: LoadedModel,
+    scorer: Scorer,
+    observer: ScoreObserver,
+    *,
+    chunk_tokens: int,
+    magnitudes: Magnitudes | None = None,
 ) -> Callable[[Sequence[int]], Iterator[int]]:
     """A function from one sample's token ids to the positions of its full chunks.
 
     A position comes when the chunk has been scored. By then `observer` was called with the chunk
-    and its scores in every full-attention layer. Every chunk sees its past uncompressed.
+    and its scores in every full-attention layer, and `magnitudes` with what is stored of it. Every
+    chunk sees its past uncompressed.
     """
     geometry = loaded.geometry
     layout = Layout.lay_out_uncompressed(
@@ -92,8 +101,17 @@ def chunk_source(
             if step is None:
                 raise RuntimeError("the calibration pool is too small for one sample")
             runner.run(step, [])
+            if magnitudes is not None:
+                _take_chunk(magnitudes, runner.pool, step.rows[0], cache)
             scheduler.commit(step)
             yield start
         scheduler.remove(sequence)
 
     return chunks_of
+
+
+def _take_chunk(magnitudes: Magnitudes, pool: Tensor, row: Row, cache: CacheManager) -> None:
+    """Give `magnitudes` what `row` stored of a chunk, where a page is one head's chunk."""
+    layout = row.retention.layout
+    span = cache.tables[row.slot, layout.span_entries(row.start // layout.chunk_tokens)]
+    magnitudes.take(pool[torch.from_numpy(span[layout.head_group])][:, :, 0])

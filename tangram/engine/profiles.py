@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tangram.calibrate.measure import Observer, calibrate
+from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import Profile, Scope
@@ -209,7 +209,9 @@ def calibrate_model(
     scorer.check_model(loaded.fingerprint)
     most = min(most_tokens or loaded.geometry.max_positions, loaded.geometry.max_positions)
     samples = [loaded.tokenizer.encode(text)[:most] for text in texts]
-    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens)
+    # A latent is key and value, with one scale for both: it stays 1.
+    magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
+    scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     if foretell:
         foretell_calibration(scores, samples, config.chunk_tokens)
     return calibrate(
@@ -226,4 +228,5 @@ def calibrate_model(
         heads_per_page=config.heads_per_page,
         track=show_progress,
         observe=observe,
+        magnitudes=magnitudes,
     )

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tangram.cache.draft_tables import DraftTables
+from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
+from tangram.compress.entry_scales import join_scales
 from tangram.compress.scorers import Scorer
 from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batcher import Batcher, DeviceTables
@@ -21,7 +23,8 @@ from tangram.engine.passes import Carry, Passes, flatten
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
-from tangram.kernels.interface import KernelChoice
+from tangram.kernels.host_forms import HostForm
+from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
 from tangram.model.attention import StepAttention
@@ -33,13 +36,14 @@ from tangram.types import Int32, Int64
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`.
+    """Runs steps of one model over one pool, [pages, Hp, S, P, D] of `cache_dtype`.
 
     `cache` manages the pool's pages and its host memory. `scorers` have those that the retentions
     name. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
     graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
-    the model's own. `meters` measure: those given, or new ones, including `overflow` if it is set.
-    With `records`, kept positions of up to so many chunks of a pass are noted (`recorder`).
+    the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure: those
+    given, or new ones, including `overflow` if it is set. With `records`, kept positions of up to
+    so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -60,21 +64,28 @@ class Runner:
         queries: Sequence[int] = (1,),
         meters: Meters | None = None,
         records: int = 0,
+        form: HostForm | None = None,
     ) -> None:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
         layout = retentions[0].layout
-        shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
+        geometry = layout.geometry
+        entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
+        shape = (pages, layout.heads_per_page, *entries)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
+        for scorer in scorers.values():
+            scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
-        rotary = model_rotary(loaded.model, layout.geometry.head_dim) if needs_rotary else None
-        serving = kernels(self.pool, layout.geometry.group_size)
+        rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
+        scales = join_scales(retention.scales for retention in retentions)
+        self._scales = None if scales is None else torch.tensor(scales, device=loaded.device)
+        serving = self._make_kernels(kernels, layout)
         block_tables = DeviceTables(cache, loaded.device)
-        self._host = host_memory(self.pool, cache.host.total)
+        self._host = host_memory(self.pool, cache.host.total, form)
         batcher = self.batcher_type(
             retentions, scorers, serving, cache, block_tables, rotary, self.meters, observer
         )
-        batcher.queries = queries
+        batcher.queries, batcher.form = queries, form
         self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
         limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
         self.recorder = (
@@ -118,6 +129,13 @@ class Runner:
                 self._append(sample_rows, choice.tokens)
         return choice
 
+    def _make_kernels(self, choose_kernels: KernelChoice, layout: Layout) -> PoolKernels:
+        """Kernels of the pool, with its scales."""
+        kernels = choose_kernels(self.pool, layout.geometry.group_size)
+        if self._scales is not None:
+            kernels.adopt_scales(self._scales)
+        return kernels
+
     @staticmethod
     def _append(sample_rows: Sequence[SampleRow], tokens: Tensor) -> None:
         for sample_row, token in zip(sample_rows, tokens[:, None].unbind(), strict=True):
@@ -131,7 +149,7 @@ class Runner:
         batcher = Batcher(
             [retention],
             {},
-            kernels(self.pool, layout.geometry.group_size),
+            self._make_kernels(kernels, layout),
             tables,
             DeviceTables(tables, device),
             None,

@@ -78,11 +78,12 @@ def announce(
     if host_pages:
         _log.info(
             "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention "
-            "%s",
-            host_pages * page_gib,
+            "%s, in %s",
+            host_pages * admission.host_page_bytes / GIB,
             host_pages,
             f"{default.layout.tokens_in(host_pages):,}",
             default.kv_retention,
+            admission.cache_dtype if config.kv_offload_dtype == "auto" else config.kv_offload_dtype,
         )
 
 

@@ -130,10 +130,10 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, D].
+    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
-    k, v are [T, H, D]. `counts` are the tokens of each row; None means one. Compiled code computes
-    in float32; pools of dtypes that are not `COMPILED` go to the reference.
+    k is [T, H, D], v [T, H, V]. `counts` are the tokens of each row; None means one. Compiled code
+    computes in float32; pools of dtypes that are not `COMPILED` go to the reference.
     """
     if counts is None:
         counts = np.ones(plan.address.shape[1], np.int32)
@@ -141,10 +141,12 @@ def decode_step(
         table, column, index = np.moveaxis(plan.address[layer], -1, 0)
         reference.append(k, v, pool, tables, lengths, table, column, index, counts)
         decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-        return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts)
+        return decode(
+            q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
+        )
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
-    out = torch.empty(q.shape, dtype=torch.float32)
+    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     bits = COMPILED[pool.dtype]
     indptr, merges = plan.plan.layer_indptr, plan.plan.merge_indptr

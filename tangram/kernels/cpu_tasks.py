@@ -147,8 +147,8 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address):  # type: ignore[no-untyped-def]
     """Write k, v [T, H, D] so that the last token of a row is at index length − 1.
 
-    They have the dtype of the pool. Row r has the tokens first[r] to first[r + 1]. `address`
-    [R, H, 3] holds table offset, column and length index.
+    They have the dtype of the pool; latents are keys and values. Row r has the tokens first[r] to
+    first[r + 1]. `address` [R, H, 3] holds table offset, column and length index.
     """
     page_tokens = blocks.shape[2]
     for row in range(address.shape[0]):
@@ -159,7 +159,8 @@ def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address): 
                 page = tables[address[row, head, 0] + index // page_tokens]
                 block, place = page * heads_per_page + address[row, head, 1], index % page_tokens
                 blocks[block, 0, place, :] = k[token, head]
-                blocks[block, 1, place, :] = v[token, head]
+                if blocks.shape[1] == 2:
+                    blocks[block, 1, place, :] = v[token, head]
 
 
 @compile_kept(fastmath=FAST)
@@ -284,9 +285,9 @@ def attend(  # type: ignore[no-untyped-def]
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head.
 
     Query m sees entries oldest[m] to newest[m] of them; all, where these arrays are empty. Writes
-    out [M, D] and lse [M].
+    out [M, V] and lse [M]. The values of latents are the first V elements of the keys.
     """
-    page_tokens = blocks.shape[2]
+    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
     scores = np.empty((query.shape[0], STRETCH), np.float32)
     wide = np.empty((page_tokens, query.shape[1]), np.float32)
     maximum, total = (
@@ -304,7 +305,7 @@ def attend(  # type: ignore[no-untyped-def]
             if page < last_page:
                 prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 0])
             else:
-                prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, 1])
+                prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, value])
             low, high = max(start, first), min(stop, first + page_tokens)
             keys = widen(blocks[block, 0], low - first, high - first, wide)
             dot_keys(query, keys, low - first, high - first, scores, low - start)
@@ -316,13 +317,13 @@ def attend(  # type: ignore[no-untyped-def]
         for page in range(first_page, last_page + 1):
             block, first = tables[table + page] * heads_per_page + column, page * page_tokens
             if page < last_page:
-                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 1])
+                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, value])
             elif stop < end:
                 prefetch_block(
                     blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0]
                 )
             low, high = max(start, first), min(stop, first + page_tokens)
-            values = widen(blocks[block, 1], low - first, high - first, wide)
+            values = widen(blocks[block, value], low - first, high - first, wide)
             add_values(scores, low - start, values, low - first, high - first, out)
     for m in range(query.shape[0]):
         lse[m] = -np.inf
@@ -416,7 +417,7 @@ def _work(  # type: ignore[no-untyped-def]
         if kind == KIND_WINDOW and drafts:
             begin = max(begin - drafts, 0)
             oldest[:] = np.maximum(newest + 1 - a, 0)
-        out, lse = np.empty_like(query), np.empty(at, np.float32)
+        out, lse = np.empty((at, outs.shape[3]), np.float32), np.empty(at, np.float32)
         attend(
             query,
             oldest,
@@ -481,15 +482,15 @@ def step(  # type: ignore[no-untyped-def]
         most = max(most, first[row + 1] - first[row])
     heads, heads_per_page = k.shape[1], pool.shape[1]
     group = query_heads // heads
-    blocks = pool.reshape((pool.shape[0] * heads_per_page, 2, pool.shape[3], head_dim))
+    blocks = pool.reshape((pool.shape[0] * heads_per_page, pool.shape[2], pool.shape[3], head_dim))
     queries, outs = (
         q.reshape((rows, heads, group, head_dim)),
-        out.reshape((rows, heads, group, head_dim)),
+        out.reshape((rows, heads, group, out.shape[2])),
     )
     sink = sinks.reshape((heads, group))
     append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address)
     partial_out, partial_lse = (
-        np.empty((slots, most, group, head_dim), np.float32),
+        np.empty((slots, most, group, out.shape[2]), np.float32),
         np.empty((slots, most, group), np.float32),
     )
     counters = np.arange(task_begin, task_begin + workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import PoolKernels
 from tangram.kernels.offload import HostMemory, PlainHostMemory
 from tangram.kernels.torch_kernels import TorchKernels
@@ -27,10 +28,10 @@ def pool_kernels(
     return TorchKernels(pool, schedule)
 
 
-def host_memory(pool: Tensor, pages: int) -> HostMemory:
-    """`pages` host pages behind `pool` [N_pages, Hp, 2, P, D]; 0 pages take no memory."""
+def host_memory(pool: Tensor, pages: int, form: HostForm | None = None) -> HostMemory:
+    """`pages` host pages in `form` behind `pool` [N_pages, Hp, 2, P, D]; 0 take no memory."""
     if pool.is_cuda and pages:
         from tangram.kernels.gpu_offload import GpuHostMemory
 
-        return GpuHostMemory(pool, pages)
-    return PlainHostMemory(pool, pages)
+        return GpuHostMemory(pool, pages, form)
+    return PlainHostMemory(pool, pages, form)

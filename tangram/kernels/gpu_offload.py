@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
+from tangram.kernels.host_forms import HostForm
 from tangram.kernels.offload import STAGING_BYTES, page_words, words
 from tangram.kernels.page_copies import copy
 from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
+_PACKING = 8
 # Programs: all of the device for a moment, or few while a forward pass runs.
 _GATHERING, _TRAVELLING = (2048, 32)
 _log = logging.getLogger("tangram")
@@ -29,13 +31,16 @@ class GpuHostMemory:
     Outgoing pages are gathered in device memory on the main stream, so that they may be overwritten
     at once. All else happens on a side stream, in order, so that host pages may be reused
     immediately. Incoming copies wait for all earlier work of the main stream, since a step in
-    flight may still read those pages.
+    flight may still read those pages. Pages in a `form` are packed on the main stream and unpacked
+    on the side stream, by torch.
     """
 
-    def __init__(self, pool: Tensor, pages: int) -> None:
-        size, self._device = page_words(pool), pool.device
-        self._pool, self._host = words(pool), _pin(pages, size)
-        self._room = max(1, STAGING_BYTES // _PARTS // (4 * size))
+    def __init__(self, pool: Tensor, pages: int, form: HostForm | None = None) -> None:
+        size, self._device, self._form = page_words(pool, form), pool.device, form
+        self._pool, self._host = words(pool) if form is None else pool, _pin(pages, size)
+        # Packing takes several times the bytes of the pages that it packs.
+        most = STAGING_BYTES // _PARTS // (1 if form is None else _PACKING)
+        self._room = max(1, most // (4 * page_words(pool)))
         self._staging = torch.empty(_PARTS, self._room, size, dtype=torch.int32, device=pool.device)
         self._order = torch.arange(self._room, dtype=torch.int32, device=pool.device)
         self._side: Any = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
@@ -62,15 +67,29 @@ class GpuHostMemory:
         for move, pages, slots in zip(moves, places[::2], places[1::2], strict=True):
             if move.inward:
                 with torch.cuda.stream(self._side):
-                    copy(self._host, slots, self._pool, pages, programs=_TRAVELLING)
+                    self._receive(pages, slots)
             else:
-                parts = torch.split(pages, self._room), torch.split(slots, self._room)
-                for part in zip(*parts, strict=True):
+                for part in self._parts(pages, slots):
                     self._send(main, *part)
         if self._coming:
             self._arrived.record(self._side)
             if awaited:
                 main.wait_event(self._arrived)
+
+    def _parts(self, *places: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """`places` cut into what the staging memory takes at a time."""
+        return zip(*(torch.split(one, self._room) for one in places), strict=True)
+
+    def _receive(self, pages: Tensor, slots: Tensor) -> None:
+        if self._form is None:
+            copy(self._host, slots, self._pool, pages, programs=_TRAVELLING)
+            return
+        for places, sources in self._parts(pages, slots):
+            packed = torch.empty(
+                len(sources), self._host.shape[1], dtype=torch.int32, device=self._device
+            )
+            copy(self._host, sources, packed, self._order[: len(sources)], programs=_TRAVELLING)
+            self._pool.index_copy_(0, places.long(), self._form.unpack(packed, self._pool))
 
     def _send(self, main: Any, pages: Tensor, slots: Tensor) -> None:
         """Copy pages to the host, up to a part of the staging memory.
@@ -81,7 +100,10 @@ class GpuHostMemory:
         self._turn = (self._turn + 1) % _PARTS
         order = self._order[: len(pages)]
         main.wait_event(emptied)
-        copy(self._pool, pages, staging, order, programs=_GATHERING)
+        if self._form is None:
+            copy(self._pool, pages, staging, order, programs=_GATHERING)
+        else:
+            staging[: len(pages)] = self._form.pack(self._pool[pages.long()])
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
             copy(staging, order, self._host, slots, programs=_TRAVELLING)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tangram.kernels.host_forms import HostForm
 from tangram.types import PageMove
 
 STAGING_BYTES = 256 << 20  # the most that is being copied out of a GPU, in device memory
@@ -26,22 +27,27 @@ class HostMemory(Protocol):
 
 
 class PlainHostMemory:
-    """`HostMemory` of `pages` pages for a pool in host memory; also the specification."""
+    """`HostMemory` of `pages` pages for a pool in host memory; also the specification.
 
-    def __init__(self, pool: Tensor, pages: int) -> None:
-        self._pool, self._host = (
-            words(pool),
-            torch.empty(pages, page_words(pool), dtype=torch.int32),
-        )
+    `form` None keeps pages as they are.
+    """
+
+    def __init__(self, pool: Tensor, pages: int, form: HostForm | None = None) -> None:
+        self._pool, self._form = words(pool) if form is None else pool, form
+        self._host = torch.empty(pages, page_words(pool, form), dtype=torch.int32)
 
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """See `HostMemory`; every copy is complete at once."""
         for move in moves:
             pages, slots = torch.from_numpy(move.pages), torch.from_numpy(move.slots)
             if move.inward:
-                self._pool[pages] = self._host[slots]
+                packed = self._host[slots]
+                self._pool[pages] = (
+                    packed if self._form is None else self._form.unpack(packed, self._pool)
+                )
             else:
-                self._host[slots] = self._pool[pages]
+                found = self._pool[pages]
+                self._host[slots] = found if self._form is None else self._form.pack(found)
 
 
 def words(pool: Tensor) -> Tensor:
@@ -49,6 +55,9 @@ def words(pool: Tensor) -> Tensor:
     return pool.view(len(pool), -1).view(torch.int32)
 
 
-def page_words(pool: Tensor) -> int:
-    """The 32-bit words of a page of `pool`."""
-    return pool[0].nbytes // 4
+def page_words(pool: Tensor, form: HostForm | None = None) -> int:
+    """The 32-bit words of a page of `pool`, as it is or in `form`."""
+    if form is None:
+        return pool[0].nbytes // 4
+    dim = pool.shape[-1]
+    return form.page_bytes(pool[0].numel() // dim, dim) // 4

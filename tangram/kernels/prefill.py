@@ -132,11 +132,10 @@ def prefill_tiles(
             mask=wanted,
             other=0.0,
         )
-        k_scale = 1.0
-        v_scale = 1.0
-        if SCALED:
+        past_query = query
+        if SCALED:  # a power of two: exact
             k_scale = tl.load(scales + (layer * H + head) * 2)
-            v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
+            past_query = (query.to(tl.float32) * k_scale).to(query.dtype)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -156,10 +155,9 @@ def prefill_tiles(
                 keys = _load_dimensions(place, d, D, BLOCK_D)
                 values = _load_dimensions(place + P * D, d, D, BLOCK_D)
                 if SCALED:
-                    keys = (widen(keys, tl.float32) * k_scale).to(query.dtype)
-                    values = (widen(values, tl.float32) * v_scale).to(query.dtype)
+                    keys, values = widen(keys, query.dtype), widen(values, query.dtype)
                 acc, peak, total = _absorb(
-                    acc, peak, total, query, keys, values, 0, scaling, softcap, False, SOFTCAP
+                    acc, peak, total, past_query, keys, values, 0, scaling, softcap, False, SOFTCAP
                 )
         for at in range(begin, past, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
@@ -172,11 +170,12 @@ def prefill_tiles(
             keys = tl.load(place, mask=here, other=0.0)
             values = tl.load(place + P * D, mask=here, other=0.0)
             if SCALED:
-                keys = (widen(keys, tl.float32) * k_scale).to(query.dtype)
-                values = (widen(values, tl.float32) * v_scale).to(query.dtype)
+                keys, values = widen(keys, query.dtype), widen(values, query.dtype)
             acc, peak, total = _absorb(
-                acc, peak, total, query, keys, values, hidden, scaling, softcap, True, SOFTCAP
+                acc, peak, total, past_query, keys, values, hidden, scaling, softcap, True, SOFTCAP
             )
+        if SCALED:
+            acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
         own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
         own_k = k + head * stride_k_head + k_begin.to(tl.int64) * stride_k
         own_v = v + head * stride_v_head + k_begin.to(tl.int64) * stride_v

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
-from tangram.kernels import cpu, reference
-from tangram.kernels.interface import PaddedShape, PrefillRows, Ranking
+from tangram.kernels import cpu, latents, reference
+from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
@@ -42,6 +42,7 @@ class TorchKernels:
     _shape: tuple[int, ...]
     _counts: Int32
     _mask: Tensor | None = None
+    _scales: Tensor | None = None
 
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
@@ -105,9 +106,7 @@ class TorchKernels:
         tokens = self._width
         if tokens:
             out[:tokens] = cpu.decode_step(
-                q[:tokens],
-                k[:tokens],
-                v[:tokens],
+                *self._fold(layer, q[:tokens], k[:tokens], v[:tokens]),
                 self._pool,
                 self._tables,
                 self._lengths,
@@ -118,6 +117,7 @@ class TorchKernels:
                 softcap=softcap,
                 sinks=sinks,
             )
+            self._unfold(layer, out[:tokens])
 
     def prefill(
         self,
@@ -131,8 +131,10 @@ class TorchKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
+        q, k, v = self._fold(layer, q, k, v)
         asking = range(self._rows.asking.start, self._rows.asking.stop)
         for row in asking:
             _, _, first, last, _ = self._rows.spans[row].tolist()
@@ -142,6 +144,18 @@ class TorchKernels:
                 )
         for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
+            if expand is not None:
+                (address,) = self._rows.address[layer, row].tolist()
+                out[begin:end] = latents.prefill(
+                    q[begin:end],
+                    k[first:last, 0],
+                    self._pool,
+                    self._tables,
+                    address,
+                    expand=expand,
+                    scaling=scaling,
+                )
+                continue
             out[begin:end] = reference.prefill(
                 q[begin:end],
                 k[first:last],
@@ -155,6 +169,7 @@ class TorchKernels:
                 softcap=softcap,
                 sinks=sinks,
             )
+            self._unfold(layer, out[begin:end])
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""
@@ -165,7 +180,8 @@ class TorchKernels:
             places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
             if self._mask is not None:
                 _note_first(self._mask[row, layer], places, first)
-            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in parts)
+            folded = self._fold(layer, parts[0], *parts)[1:]
+            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in folded)
             self._store(layer, row, keys, values)
 
     def record(self, mask: Tensor) -> None:
@@ -175,7 +191,33 @@ class TorchKernels:
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `PoolKernels`."""
         table, column, _ = self._find_address(layer, row)
-        return reference.first_keys(self._pool, self._tables, table, column, count)
+        keys = reference.first_keys(self._pool, self._tables, table, column, count)
+        return keys if self._scales is None else keys.float() * self._scales[layer, :, :1, None]
+
+    def adopt_scales(self, scales: Tensor) -> None:
+        """See `PoolKernels`."""
+        if self._pool.dtype is torch.float8_e4m3fn:
+            self._scales = scales
+
+    def _fold(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [T, H, D] as the pool holds them; queries [T, Q, D] that fit these keys.
+
+        Attention of the three is that of the given ones divided by the scales of the values.
+        """
+        if self._scales is None:
+            return q, k, v
+        keys, values = self._scales[layer].to(q.dtype)[..., None].unbind(1)
+        return q * self._by_query(keys, q), k / keys, v / values
+
+    def _unfold(self, layer: int, out: Tensor) -> None:
+        """Attention [T, Q, D] of what `_fold` gave becomes that of what it took."""
+        if self._scales is not None:
+            out *= self._by_query(self._scales[layer, :, 1:].to(out.dtype), out)
+
+    @staticmethod
+    def _by_query(scales: Tensor, queries: Tensor) -> Tensor:
+        """`scales` [H, 1] for each query head of `queries` [T, Q, D]."""
+        return scales.repeat_interleave(queries.shape[1] // len(scales), 0)
 
     def _store(
         self, layer: int, row: int, k: Tensor | list[Tensor], v: Tensor | list[Tensor]

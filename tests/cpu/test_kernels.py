@@ -46,6 +46,7 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
         layer,
         scaling=SCALING,
         counts=batch.counts,
+        value_dim=batch.v.shape[2],
         **options,  # type: ignore[arg-type]
     )
 
@@ -102,6 +103,20 @@ def test_a_draft_sees_the_entries_up_to_its_own(
         for layer in (0, 1):
             out = run(batch.copy(), plan, layer, softcap=softcap, sinks=sinks)
             expected = dense_decode(batch, layer, softcap=softcap, sinks=sinks)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_compiled])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 2)])
+def test_the_values_of_latents_are_the_first_elements_of_their_keys(
+    run, counts: tuple[int, ...]
+) -> None:  # type: ignore[no-untyped-def]
+    batch = make_batch(3, 1, 6, 72, counts=counts, seed=len(counts), value_dim=64)
+    for plan in plans(batch.rows):
+        for layer in (0, 1):
+            out = run(batch.copy(), plan, layer)
+            expected = dense_decode(batch, layer, softcap=None, sinks=None)
+            assert out.shape[2] == 64
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 

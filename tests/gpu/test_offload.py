@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.dispatch import host_memory
+from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.offload import PlainHostMemory, words
 from tangram.types import PageMove
 
@@ -76,15 +77,24 @@ def random_moves(rng: np.random.Generator, pages: int, slots: int, count: int) -
     return moves
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+FORMS = [
+    *((dtype, None) for dtype in DTYPES),
+    *((dtype, form) for dtype in DTYPES[:2] for form in HOST_FORMS.values()),
+]
+
+
+@pytest.mark.parametrize(("dtype", "form"), FORMS)
 @pytest.mark.parametrize("awaited", [True, False])
 def test_moves_leave_what_plain_copies_in_their_order_leave(
-    dtype: torch.dtype, awaited: bool, device: torch.device
+    dtype: torch.dtype, form: HostForm | None, awaited: bool, device: torch.device
 ) -> None:
+    """Also of pages that are packed on the way, if they were rounded before."""
     rng = np.random.default_rng(int(awaited))
     pool = pool_of(40, dtype, device)
+    if form is not None:
+        pool = form.round(pool)
     plain = pool.cpu().clone()
-    ours, theirs = host_memory(pool, 30), PlainHostMemory(plain, 30)
+    ours, theirs = host_memory(pool, 30, form), PlainHostMemory(plain, 30)
     assert torch.equal(words(pool).cpu(), words(plain)), "starting has changed the pool"
     for step in range(6):
         moves = random_moves(rng, 40, 30, 5)

@@ -53,6 +53,7 @@ STATS = EngineStats(
     steps=0,
     sealed_chunks=0,
     host_pages_total=0,
+    host_page_bytes=64,
     host_pages_used=0,
     restored_tokens=0,
     host_bytes_out=0,

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
+from tangram.compress.document import digest
+from tangram.compress.entry_scales import choose_scales, join_scales
 from tangram.compress.library import find_profile
 from tangram.compress.profile import (
     Calibration,
@@ -125,6 +127,43 @@ def test_a_saved_profile_comes_back_the_same_and_derives_the_same_counts(
     )
 
 
+def test_a_file_of_version_1_has_no_scales(tmp_path: Path) -> None:
+    path, profile = tmp_path / "old.json", make()
+    content = profile.model_dump(mode="json") | {"format_version": 1}
+    del content["scales"]
+    path.write_text(json.dumps(content | {"checksum": digest(content)}))
+    assert Profile.load(path) == profile and profile.scales is None
+
+
+def test_scales_survive_the_file_and_other_page_shapes_and_are_no_part_of_prefix_keys(
+    tmp_path: Path,
+) -> None:
+    largest = np.random.default_rng(0).lognormal(0.0, 4.0, (5, 6, 2))
+    profile = make().with_scales(choose_scales(largest))
+    profile.save(tmp_path / "one.json")
+    found = Profile.load(tmp_path / "one.json").with_pages(8, 6)
+    assert found.scales == choose_scales(largest) == profile.scales
+    assert profile.fingerprint() == make().fingerprint()
+
+
+def test_the_largest_magnitude_lies_in_the_last_octave_of_e4m3() -> None:
+    largest = np.random.default_rng(0).lognormal(0.0, 4.0, (5, 6, 2))
+    largest[0, 0] = 0.0, 448.0
+    stored = largest / np.asarray(choose_scales(largest))
+    assert stored.max() == 448.0 and (stored[stored > 0] > 224.0).all()
+    assert choose_scales(largest)[0][0] == (1.0, 1.0)
+
+
+def test_profiles_served_together_share_the_largest_scales() -> None:
+    one, other = (
+        choose_scales(np.random.default_rng(seed).lognormal(0.0, 4.0, (5, 6, 2)))
+        for seed in range(2)
+    )
+    joint = join_scales([None, one, other])
+    assert np.array_equal(np.asarray(joint), np.maximum(one, other))
+    assert join_scales([None, one]) == one and join_scales([None]) is None
+
+
 def test_other_page_shapes_keep_the_statistics_and_the_promise() -> None:
     profile = make()
     other = profile.with_pages(32, 6)
@@ -148,7 +187,7 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 2}, "format_version is 2"),
+        ({"format_version": 3}, "format_version is 3"),
         ({"kv_retention": 0.6}, "checksum"),
         ({"checksum": None}, "checksum"),
         ({"kv_retention": 1.5}, "kv_retention"),
@@ -165,6 +204,10 @@ def edit(path: Path, **changes: Any) -> None:
         ({"sealed_pages": [33, 1, 1, 1, 1]}, "sealed_pages"),
         ({"sealed_pages": [32, 32, 32, 32, 32]}, "realised_retention"),
         ({"page_tokens": 48}, "page_tokens"),
+        ({"scales": [[[1.0, 1.0]] * 6] * 4}, "scales must be .5 layers..6 heads."),
+        ({"scales": [[[1.0, 1.0]] * 5] * 5}, "scales must be .5 layers..6 heads."),
+        ({"scales": [[[1.0, 0.75]] * 6] * 5}, "scales has 0.75, each must be a power of two"),
+        ({"scales": [[[1.0, 0.0]] * 6] * 5}, "scales"),
         ({"scorer": {"parameters": {}}}, r"scorer\.name"),
         ({"model": {"name": "x"}}, r"model\.architecture"),
     ],

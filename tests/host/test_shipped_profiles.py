@@ -31,6 +31,7 @@ def test_shipped_profiles_are_whole_and_named_after_their_content(path: Path) ->
     assert ("aiha-lab/tangram" in profile.calibration.source) == (path in IMPORTED)
     assert profile.alpha == (PAPER_ALPHA if path in IMPORTED else ALPHA)
     assert profile == profile.with_pages(profile.page_tokens, profile.heads_per_page)
+    assert (profile.scales is None) == (path in IMPORTED)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b-instruct", "qwen3-4b-instruct-2507"])

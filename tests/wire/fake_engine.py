@@ -203,6 +203,7 @@ class FakeEngine:
                 steps=self.steps,
                 sealed_chunks=2,
                 host_pages_total=50,
+                host_page_bytes=64,
                 host_pages_used=20,
                 restored_tokens=4,
                 host_bytes_out=640,

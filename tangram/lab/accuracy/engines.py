@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tangram.calibrate.measure import ScoreSource
+from tangram.calibrate.measure import Magnitudes, ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig, cache_folder
@@ -328,6 +328,10 @@ def _scorers(
 
 
 def _source(
-    loaded: LoadedModel, scorers: Mapping[str, Scorer], name: str, chunk_tokens: int
+    loaded: LoadedModel,
+    scorers: Mapping[str, Scorer],
+    name: str,
+    chunk_tokens: int,
+    magnitudes: Magnitudes | None = None,
 ) -> ScoreSource:
-    return score_source(loaded, scorers[name], chunk_tokens=chunk_tokens)
+    return score_source(loaded, scorers[name], chunk_tokens=chunk_tokens, magnitudes=magnitudes)

@@ -20,7 +20,8 @@ class ForcedText:
     """Runs texts one by one through the parts of an engine of `config`. Texts share no state."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
-        self._config = replace(config, enable_prefix_caching=False)
+        # Host memory, to which chunks may be rounded, is there for a prefix cache only.
+        self._config = replace(config, enable_prefix_caching=config.kv_offload_gib > 0)
         admission, self._scheduler, self._runner = builder_of(self._config, loaded).parts()
         self._retention = admission.retentions[0]
         self._limit = admission.max_model_len

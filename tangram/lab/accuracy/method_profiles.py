@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tangram.calibrate.measure import ScoreSource, calibrate
+from tangram.calibrate.measure import Magnitudes, ScoreSource, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, Profile, Scope
@@ -17,7 +17,7 @@ from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter
 from tangram.errors import ProfileError
 from tangram.lab.accuracy.methods import Method
 from tangram.progress import show_progress
-from tangram.types import Geometry
+from tangram.types import Geometry, HeadScales
 
 _log = logging.getLogger("tangram")
 
@@ -50,8 +50,9 @@ class Budgets:
     `scorers` are their specifications by name. `retentions` are all ρ that may be requested, so
     that one pass over the `samples` calibration texts measures them all. `samples` None means the
     profiles that a server takes: a shipped or kept one, or else the short calibration of a first
-    start. `source_of` gives scores by scorer and C, `encode` the token ids of a text. Calibrations
-    are kept in `folder`; any α and any shape of pages follow from one.
+    start. `source_of` gives scores by scorer and C, and fills `Magnitudes` if given. `encode` gives
+    the token ids of a text. Calibrations are kept in `folder`; any α and any shape of pages follow
+    from one.
     """
 
     fingerprint: ModelFingerprint
@@ -60,7 +61,7 @@ class Budgets:
     retentions: Sequence[float]
     samples: int | None
     folder: Path
-    source_of: Callable[[str, int], ScoreSource]
+    source_of: Callable[..., ScoreSource]
     encode: Callable[[str], Sequence[int]]
     page_tokens: int
     heads_per_page: int
@@ -74,7 +75,9 @@ class Budgets:
         measured = self._find_kept(Statistics.of(method), method.kv_retention) or self._calibrate(
             method, self.samples
         )
-        return self._derive(method, measured.mean, measured.std, measured.calibration)
+        return self._derive(
+            method, measured.mean, measured.std, measured.calibration, measured.scales
+        )
 
     def basis(self, method: Method) -> Mapping[str, object]:
         """The source of a static method's budgets, as JSON.
@@ -121,7 +124,12 @@ class Budgets:
         )
 
     def _derive(
-        self, method: Method, mean: object, std: object, calibration: Calibration
+        self,
+        method: Method,
+        mean: object,
+        std: object,
+        calibration: Calibration,
+        scales: HeadScales | None = None,
     ) -> Profile:
         wanted = Statistics.of(method)
         return Profile.from_statistics(
@@ -139,7 +147,7 @@ class Budgets:
             alpha=method.alpha or 0.0,
             sink_tokens=wanted.sink_tokens,
             window_tokens=wanted.window_tokens,
-        )
+        ).with_scales(scales)
 
     @property
     def _calibrations(self) -> Path:
@@ -207,8 +215,9 @@ class Budgets:
         self, wanted: Statistics, retentions: Sequence[float], samples: int
     ) -> list[Profile]:
         texts = make_texts(samples, min_characters=max(8_000, 6 * wanted.chunk_tokens))
+        magnitudes = Magnitudes()
         return calibrate(
-            self.source_of(wanted.scorer, wanted.chunk_tokens),
+            self.source_of(wanted.scorer, wanted.chunk_tokens, magnitudes),
             [self.encode(text) for text in texts],
             geometry=self.geometry,
             fingerprint=self.fingerprint,
@@ -223,4 +232,5 @@ class Budgets:
             sink_tokens=wanted.sink_tokens,
             window_tokens=wanted.window_tokens,
             track=show_progress,
+            magnitudes=magnitudes,
         )

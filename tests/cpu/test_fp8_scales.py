@@ -1,0 +1,140 @@
+"""An FP8 cache with calibrated scales: the law holds, and faint values are not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+
+from tangram.calibrate.measure import Magnitudes
+from tangram.compress.profile import Profile
+from tangram.compress.scorers import make_scorer
+from tangram.engine.loop import Engine
+from tangram.engine.observe import score_source
+from tangram.model.load import LoadedModel, adopt
+from tangram.types import SamplingParams
+from tests.cpu.test_offload import SLIDING
+from tests.cpu.test_purity import TINY, World
+from tests.support import run, sealed_state
+
+C = 32
+ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+MODELS: dict[str, PretrainedConfig] = {"llama": TINY, "sliding windows": SLIDING}
+PROMPT = tuple(3 + (i * i) % 9 for i in range(3 * C + 20))
+FAINT = 2.0**-14  # E4M3 has nothing between 0 and 2⁻⁹
+
+
+def magnitudes_of(loaded: LoadedModel, sample: list[int]) -> Magnitudes:
+    found = Magnitudes()
+    list(score_source(loaded, make_scorer("keydiff"), chunk_tokens=C, magnitudes=found)(sample))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calibration_sees_the_magnitudes_that_transformers_stores(
+    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel]
+) -> None:
+    loaded, config = adopt_tiny(MODELS[name]), MODELS[name]
+    sample = np.random.default_rng(0).integers(3, 90, 4 * C + 9).tolist()
+    theirs = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+    theirs.load_state_dict(loaded.model.state_dict())
+    cache = DynamicCache()  # not the config's: it would drop what left a window
+    with torch.inference_mode():
+        theirs.eval()(torch.tensor([sample[: 4 * C]]), past_key_values=cache)
+    largest = [
+        [x[0].abs().amax((1, 2)) for x in (layer.keys, layer.values)] for layer in cache.layers
+    ]
+    expected = torch.stack([torch.stack(pair, 1) for pair in largest])
+    found = magnitudes_of(loaded, sample).largest
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class NarrowWorld(World):
+    """A world whose cache is FP8, with the scales of its profile."""
+
+    def engine(self, **options: object) -> Engine:
+        return super().engine(**({"kv_cache_dtype": "fp8"} | options))
+
+
+def with_faint_values(loaded: LoadedModel) -> LoadedModel:
+    """The same function with smaller values: the output projection makes up for them exactly."""
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(loaded.model.config), attn_implementation="tangram", dtype=torch.float32
+    )
+    model.load_state_dict(loaded.model.state_dict())
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data *= FAINT
+        layer.self_attn.o_proj.weight.data /= FAINT
+    return adopt("llama", model, loaded.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
+    return adopt_tiny(TINY)
+
+
+def test_faint_values_are_stored_as_well_as_others(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Scales are powers of two, so pages and answers are equal to the bit."""
+    found = []
+    for name, loaded in {"plain": tiny, "faint": with_faint_values(tiny)}.items():
+        (tmp_path / name).mkdir()
+        found.append(NarrowWorld(loaded, tmp_path / name, "keydiff").alone(PROMPT))
+    (answer, state), (other, others) = found
+    pages, their_pages = (torch.cat([*one.values()]) for one in (state, others))
+    assert answer == other and bits(pages).equal(bits(their_pages)) and pages.float().any()
+
+
+def test_scales_of_1_lose_faint_values(tiny: LoadedModel, tmp_path: Path) -> None:
+    world = NarrowWorld(with_faint_values(tiny), tmp_path, "keydiff")
+    Profile.load(world.profile).with_scales(None).save(world.profile)
+    _, state = world.alone(PROMPT)
+    assert state and not any(pages[:, :, 1].float().any() for pages in state.values())
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def world(
+    request: pytest.FixtureRequest,
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> NarrowWorld:
+    loaded = adopt_tiny(MODELS[request.param])
+    return NarrowWorld(loaded, tmp_path_factory.mktemp("profiles"), "keydiff")
+
+
+def test_a_prefix_hit_gives_what_a_miss_gives(world: NarrowWorld) -> None:
+    engine = world.engine()
+    first = run(engine, [PROMPT], ANSWER)[0]
+    follow_up = (*PROMPT, *first, 7, 8, 9)
+    warm = run(engine, [follow_up], ANSWER)[0]
+    assert engine.stats().cached_tokens >= 3 * C
+    expected, expected_state = world.alone(follow_up)
+    assert warm == expected
+    state = sealed_state(engine)
+    shared = expected_state.keys() & state.keys()
+    assert shared and all(bits(state[key]).equal(bits(expected_state[key])) for key in shared)
+
+
+def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
+    """A pool has one set of them. The first chunk reads no page, so it is rounded once."""
+    narrow, wide = world.engine(), world.engine(kv_cache_dtype="auto")
+    for engine in (narrow, wide):
+        run(engine, [PROMPT[: C + 5]], SHORT, kv_retention=1.0)
+    ((key, stored),), exact = sealed_state(narrow).items(), sealed_state(wide)
+    layout, scales = narrow._admission.retentions[1].layout, Profile.load(world.profile).scales
+    heads = [layout.groups[group] for group in layout.span_group[: len(stored)]]
+    own = torch.tensor([[scales[layer][head] for layer, head in page] for page in heads])
+    assert layout.keeps_everything and not (own == 1).all()
+    expected = (exact[key] / own[..., None, None]).to(torch.float8_e4m3fn)
+    assert bits(stored).equal(bits(expected))
+
+
+def bits(pages: Tensor) -> Tensor:
+    return pages.view(torch.uint8)
