@@ -110,19 +110,19 @@ class Int4Form:
     @staticmethod
     def _split(entries: Tensor) -> tuple[Tensor, Tensor]:
         """The ends [..., groups, 2] in 16 bits, and the codes [..., groups, group] in float32."""
-        wide = entries.float().unflatten(-1, (-1, _group(entries.shape[-1])))
+        wide = torch.unflatten(entries.float(), -1, (-1, _group(entries.shape[-1])))
         low, high = wide.aminmax(dim=-1, keepdim=True)
         ends = torch.cat([low, high], -1).to(_narrow(entries.dtype))
-        begin, end = ends.float().split(1, -1)
+        begin, end = torch.split(ends.float(), 1, -1)
         a_code = torch.where(end > begin, _MOST / (end - begin), 0.0)
         codes = ((wide - begin) * a_code).round().clamp(0, _MOST)
-        # The ends were rounded, too; who was at one is there.
+        # A number at an end stays there, though the end has been rounded.
         codes = torch.where(wide == high, _MOST, codes)
         return ends, torch.where(wide == low, 0.0, codes)
 
     @staticmethod
     def _values(ends: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        begin, end = ends.float().split(1, -1)
+        begin, end = torch.split(ends.float(), 1, -1)
         between = begin + (end - begin) * (codes / _MOST)
         return torch.where(codes == _MOST, end, between).to(dtype)
 
@@ -164,4 +164,4 @@ def _join(*parts: Tensor) -> Tensor:
 
 def _cut(words: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     """The first `sizes` bytes of each page's parts, uint8 [n, size]."""
-    return words.view(torch.uint8)[:, : sum(sizes)].split(sizes, 1)
+    return torch.split(words.view(torch.uint8)[:, : sum(sizes)], list(sizes), 1)
