@@ -1,6 +1,7 @@
 """Decode speed on the CPU, compared with Transformers' own generate.
 
-Both have the same model and prompts, in one process. Prefill is left out on both sides: the time
+Both have the same weights and prompts, in one process. Transformers' model is its own, since an
+engine packs weights. Prefill is left out on both sides: the time
 counts from the last first token to the end. The tokens at ρ = 1.0 must equal generate's in every
 repeat, or nothing is reported. N is chosen so that no chunk ends within it. Sealing a chunk that
 decode has filled is measured by itself and reported per token.
@@ -44,7 +45,6 @@ def generate_seconds(
         times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    loaded.model.set_attn_implementation("sdpa")
     answers = loaded.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -54,7 +54,6 @@ def generate_seconds(
         min_new_tokens=tokens + 1,
         stopping_criteria=StoppingCriteriaList([watch]),
     )
-    loaded.model.set_attn_implementation("tangram")
     return times[-1] - times[0], answers[:, ids.shape[1] :].tolist()
 
 
@@ -105,8 +104,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    loaded = load_model("smollm2")
+    loaded, plain = (load_model("smollm2", dtype=options.dtype) for _ in range(2))
+    plain.model.set_attn_implementation("sdpa")
     prompts = [
         loaded.tokenizer.encode(text)[: options.context]
         for text in make_texts(8, min_characters=16_000)
@@ -118,7 +119,7 @@ def main() -> None:
     for batch in (1, 8):
         own, steps = prompts[:batch], options.tokens
         contenders: dict[str, Callable[[], tuple[float, list[list[int]]]]] = {
-            "transformers generate": partial(generate_seconds, loaded, own, steps),
+            "transformers generate": partial(generate_seconds, plain, own, steps),
             "tangram, ρ 1.0": partial(engine_seconds, full, own, steps),
             "tangram, ρ 0.5": partial(engine_seconds, half, own, steps),
         }
@@ -155,7 +156,8 @@ def report(
 ) -> None:
     """Print the table and keep the raw figures."""
     table = Table(
-        title=f"decode, {options.context} tokens of context, {options.tokens} steps, float32"
+        title=f"decode, {options.context} tokens of context, {options.tokens} steps, "
+        f"{options.dtype}"
     )
     for column in ("batch", "what", "tokens/s (median)", "spread", "of generate"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -178,7 +180,8 @@ def report(
         "rows": rows,
         "sealing_seconds": sealing,
     }
-    (RESULTS / "cpu_decode.json").write_text(json.dumps(content, indent=1) + "\n")
+    kind = "" if options.dtype == "float32" else f"-{options.dtype}"
+    (RESULTS / f"cpu_decode{kind}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

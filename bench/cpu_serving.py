@@ -108,12 +108,10 @@ def model_prefill_seconds(loaded: LoadedModel, prompt: list[int]) -> tuple[float
     """Seconds of one forward pass that fills Transformers' own cache, and the likeliest
     next token.
     """
-    loaded.model.set_attn_implementation("sdpa")
     begin = time.perf_counter()
     with torch.inference_mode():
         out = loaded.model(torch.tensor([prompt]), past_key_values=DynamicCache(), logits_to_keep=1)
     seconds = time.perf_counter() - begin
-    loaded.model.set_attn_implementation("tangram")
     return seconds, int(out.logits[0, -1].argmax())
 
 
@@ -123,8 +121,11 @@ def main() -> None:
     )
     parser.add_argument("--context", type=int, default=3000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    loaded = load_model("smollm2")
+    # An engine packs weights, so Transformers' model is its own.
+    loaded, plain = (load_model("smollm2", dtype=options.dtype) for _ in range(2))
+    plain.model.set_attn_implementation("sdpa")
     prompt = loaded.tokenizer.encode(make_texts(1, min_characters=8 * options.context)[0])[
         : options.context
     ]
@@ -133,7 +134,7 @@ def main() -> None:
         rho: engine_of(EngineConfig(kv_retention=rho, **shared), loaded) for rho in (1.0, 0.5)
     }
     prefills: dict[str, Callable[[], tuple[float, int]]] = {
-        "transformers": lambda: model_prefill_seconds(loaded, prompt),
+        "transformers": lambda: model_prefill_seconds(plain, prompt),
         "tangram, ρ 1.0": lambda: engine_prefill_seconds(engines[1.0], prompt),
         "tangram, ρ 0.5": lambda: engine_prefill_seconds(engines[0.5], prompt),
     }
@@ -159,7 +160,7 @@ def main() -> None:
 
 def report(seconds: dict[str, list[float]], options: Any) -> None:
     """Print the table and keep the raw figures."""
-    table = Table(title=f"start and prefill of {options.context} tokens, float32")
+    table = Table(title=f"start and prefill of {options.context} tokens, {options.dtype}")
     for column in ("what", "s (median)", "spread", "tokens/s"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for name, taken in seconds.items():
@@ -174,7 +175,8 @@ def report(seconds: dict[str, list[float]], options: Any) -> None:
         "environment": environment(),
         "seconds": seconds,
     }
-    (RESULTS / "cpu_serving.json").write_text(json.dumps(content, indent=1) + "\n")
+    kind = "" if options.dtype == "float32" else f"-{options.dtype}"
+    (RESULTS / f"cpu_serving{kind}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

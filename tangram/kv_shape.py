@@ -28,15 +28,20 @@ class KVShape:
     """What one model stores per token.
 
     `windows` has one entry a layer: the sliding window in tokens, None = the whole context.
-    `latent` marks multi-head latent attention (MLA): one vector of `head_dim` elements is both key
-    and value of all query heads.
+    `value_dim` marks multi-head latent attention (MLA): one vector of `head_dim` elements is the
+    key of all query heads, and its first `value_dim` elements are the value.
     """
 
     model: str
     kv_heads: int
     head_dim: int
-    latent: bool
+    value_dim: int | None
     windows: tuple[int | None, ...]
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is latent."""
+        return self.value_dim is not None
 
     @property
     def layer_elements(self) -> int:
@@ -61,15 +66,16 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
             raise ConfigError(
                 f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own"
             )
-    latent = config.is_given("kv_lora_rank")
-    kv_heads, head_dim = _latent_heads(config) if latent else _heads(config)
+    kv_heads, head_dim, value_dim = (
+        _latent_heads(config) if config.is_given("kv_lora_rank") else _heads(config)
+    )
     windows = tuple(
         _window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT))
     )
-    return KVShape(config.name, kv_heads, head_dim, latent, windows)
+    return KVShape(config.name, kv_heads, head_dim, value_dim, windows)
 
 
-def _heads(config: ModelConfig) -> tuple[int, int]:
+def _heads(config: ModelConfig) -> tuple[int, int, None]:
     """KV heads and head dim, with the defaults that all Transformers models share."""
     query_heads = config.count("num_attention_heads", _WHAT)
     kv_heads = (
@@ -78,12 +84,13 @@ def _heads(config: ModelConfig) -> tuple[int, int]:
         else query_heads
     )
     if config.is_given("head_dim"):
-        return kv_heads, config.count("head_dim", _WHAT)
-    return kv_heads, config.count("hidden_size", _WHAT) // query_heads
+        return kv_heads, config.count("head_dim", _WHAT), None
+    return kv_heads, config.count("hidden_size", _WHAT) // query_heads, None
 
 
-def _latent_heads(config: ModelConfig) -> tuple[int, int]:
-    return 1, config.count("kv_lora_rank", _WHAT) + config.count("qk_rope_head_dim", _WHAT)
+def _latent_heads(config: ModelConfig) -> tuple[int, int, int]:
+    rank = config.count("kv_lora_rank", _WHAT)
+    return 1, rank + config.count("qk_rope_head_dim", _WHAT), rank
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:

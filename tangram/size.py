@@ -70,35 +70,25 @@ class KVSize:
         return self._compressed_elements * ELEMENT_BYTES["fp8"]
 
     @property
-    def page_bytes(self) -> int | None:
-        """Bytes of one page, Hp · 2 · P · D elements; None for MLA, which Tangram does not page."""
-        return None if self._layout is None else self._layout.page_bytes(ELEMENT_BYTES[self.dtype])
+    def page_bytes(self) -> int:
+        """Bytes of one page: Hp · 2 · P · D elements, half of it for MLA."""
+        return self._layout.page_bytes(ELEMENT_BYTES[self.dtype])
 
     @property
-    def pages(self) -> int | None:
-        """Pages the sequence holds, at most; a window layer holds whole chunks. None for MLA."""
-        return (
-            None
-            if self._layout is None
-            else self._layout.count_held_pages(*divmod(self.context_tokens, self.chunk_tokens))
-        )
+    def pages(self) -> int:
+        """Pages the sequence holds, at most; a window layer holds whole chunks."""
+        return self._layout.count_held_pages(*divmod(self.context_tokens, self.chunk_tokens))
 
     @property
-    def most_pages(self) -> int | None:
-        """The most pages it is promised on its way there: a chunk is whole before it is sealed.
-
-        None for MLA.
-        """
-        return None if self._layout is None else self._layout.most_pages(self.context_tokens)
+    def most_pages(self) -> int:
+        """The most pages it is promised on its way there: a chunk is whole before it is sealed."""
+        return self._layout.most_pages(self.context_tokens)
 
     def how_many_fit(self, memory_gib: float) -> int:
         """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB."""
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
-        memory_bytes = int(memory_gib * _GIB)
-        if self.page_bytes is None or self.most_pages is None:
-            return memory_bytes // self.uncompressed_bytes
-        return memory_bytes // self.page_bytes // self.most_pages
+        return int(memory_gib * _GIB) // self.page_bytes // self.most_pages
 
     @property
     def _layer_bytes(self) -> int:
@@ -116,10 +106,8 @@ class KVSize:
         return math.floor(self.retention * sealed_elements) + raw_tokens * self.shape.layer_elements
 
     @cached_property
-    def _layout(self) -> Layout | None:
+    def _layout(self) -> Layout:
         """A layout that keeps ρ in total. A profile decides how many pages each group gets."""
-        if self.shape.latent:
-            return None
         heads = self.shape.kv_heads
         full_layers = [layer for layer, window in enumerate(self.shape.windows) if window is None]
         groups = adjacent_groups(full_layers, heads, self.heads_per_page)
@@ -129,7 +117,14 @@ class KVSize:
         return Layout.build(
             # Neither the query heads nor the vocabulary affects the cache.
             Geometry(
-                len(windows), heads, heads, self.shape.head_dim, 1, self.context_tokens, windows
+                len(windows),
+                heads,
+                heads,
+                self.shape.head_dim,
+                1,
+                self.context_tokens,
+                windows,
+                self.shape.value_dim,
             ),
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
@@ -152,8 +147,7 @@ def kv_size(
 ) -> KVSize:
     """The size of one sequence. `model` is any argument of `read_config`, or its result.
 
-    Raises `ConfigError` for an unknown model, a missing config field, an option out of range, and ρ
-    < 1 for MLA.
+    Raises `ConfigError` for an unknown model, a missing config field, and an option out of range.
     """
     options = {
         "context_tokens": context_tokens,
@@ -170,7 +164,7 @@ def kv_size(
             f"chunk_tokens is {chunk_tokens}, it must be a multiple of page_tokens ({page_tokens})"
         )
     shape = read_shape(model)
-    _check_retention(shape, retention, chunk_tokens // page_tokens)
+    _check_retention(retention, chunk_tokens // page_tokens)
     return KVSize(
         shape, context_tokens, dtype, retention, page_tokens, heads_per_page, chunk_tokens
     )
@@ -232,11 +226,10 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
         table.add_row(f"kept at ρ = {size.retention:g}, at most", _gib(size.compressed_bytes))
     if size.dtype != "fp8":
         table.add_row("the same in FP8", _gib(size.fp8_bytes))
-    if size.pages is not None and size.page_bytes is not None:
-        table.add_row(
-            f"pages of {size.page_bytes:,} bytes",
-            f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}",
-        )
+    table.add_row(
+        f"pages of {size.page_bytes:,} bytes",
+        f"{size.pages:,} = {_gib(size.pages * size.page_bytes)}",
+    )
     if memory_gib is not None and weights is None:
         table.add_row(
             f"sequences that fit into {memory_gib:g} GiB", f"{size.how_many_fit(memory_gib):,}"
@@ -291,15 +284,9 @@ def _spread(budget: int, groups: int) -> list[int]:
     return [pages + (group < extra) for group in range(groups)]
 
 
-def _check_retention(shape: KVShape, retention: float, chunk_pages: int) -> None:
+def _check_retention(retention: float, chunk_pages: int) -> None:
     if not (math.isfinite(retention) and 0 < retention <= 1):
         raise ConfigError(f"retention is {retention}, it must lie in (0, 1]: 1.0 keeps everything")
-    if shape.latent and retention < 1:
-        raise ConfigError(
-            f"retention is {retention}, but {shape.model} uses multi-head latent attention: its "
-            "heads share one latent vector per token, so there is nothing to drop head by head; "
-            "use retention 1.0"
-        )
     if retention * chunk_pages < 1:
         raise ConfigError(
             f"retention is {retention}, but a chunk has {chunk_pages} pages and every head keeps "

@@ -42,6 +42,19 @@ class Geometry:
     # One entry a layer: the sliding window in tokens (a query sees itself and W-1 before it), None
     # = full.
     windows: tuple[int | None, ...]
+    # Latent attention: the first `value_dim` elements of a key are its value, too. None = an entry
+    # has a value of its own, of head_dim elements.
+    value_dim: int | None = None
+
+    @property
+    def entry_vectors(self) -> int:
+        """Vectors of head_dim elements in an entry: a key and a value, or one that is both."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def entry_elements(self) -> int:
+        """Elements of an entry: what one KV head stores for one token."""
+        return self.entry_vectors * self.head_dim
 
     @property
     def group_size(self) -> int:

@@ -65,9 +65,10 @@ def make_batch(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     counts: Sequence[int] | None = None,
+    value_dim: int | None = None,
 ) -> Batch:
     """Heads at scattered pages, random columns and unrelated table offsets, as rows of several
-    layouts have.
+    layouts have. With `value_dim` entries are latents, and their values the first elements.
     """
     rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
     shape = (r, 2, h)
@@ -90,10 +91,10 @@ def make_batch(
         (None, WINDOW),
         page,
     )
-    pool = torch.full((count + 1, per_page, 2, page, d), torch.nan, dtype=dtype)
+    vectors = 2 if value_dim is None else 1
+    pool = torch.full((count + 1, per_page, vectors, page, d), torch.nan, dtype=dtype)
     kv = [
-        [[torch.randn(2, int(n), d).to(dtype) for n in heads] for heads in layers]
-        for layers in lengths
+        [[_entries(vectors, n, d, dtype) for n in heads] for heads in layers] for layers in lengths
     ]
     for cell in np.ndindex(shape):
         own = tokens[cell[0]]
@@ -101,7 +102,7 @@ def make_batch(
         for entry in range(first, lengths[cell] - own):  # the last ones are appended by the kernel
             page_id = tables[rows.table[cell] + entry // page]
             entries = kv[cell[0]][cell[1]][cell[2]]
-            pool[page_id, rows.column[cell], :, entry % page] = entries[:, entry]
+            pool[page_id, rows.column[cell], :, entry % page] = entries[:vectors, entry]
     k, v = (_newest(kv, tokens, side) for side in (0, 1))
     ends = np.cumsum(tokens)
     for i, j in np.ndindex(r, h):
@@ -109,7 +110,13 @@ def make_batch(
         kv[i][1][j][:, -int(tokens[i]) :] = torch.stack([k[own, j], v[own, j]])
     q, sinks = torch.randn(len(k), h * g, d).to(dtype), torch.randn(h * g)
     flat = torch.from_numpy(flat_lengths)
+    v = v[..., :value_dim]
     return Batch(rows, pool, torch.from_numpy(tables), flat, kv, q, k, v, sinks, tokens)
+
+
+def _entries(vectors: int, n: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Keys and values [2, n, D], the same where an entry is one vector."""
+    return torch.randn(vectors, int(n), d).to(dtype).expand(2, -1, -1).clone()
 
 
 def _newest(kv: Sequence[Sequence[Sequence[Tensor]]], tokens: np.ndarray, side: int) -> Tensor:
@@ -157,14 +164,19 @@ def dense_decode(
     batch: Batch, layer: int, *, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     heads = batch.k.shape[1]
-    grouped = batch.q.unflatten(1, (heads, -1))
-    out = torch.empty_like(grouped)
+    grouped, value_dim = batch.q.unflatten(1, (heads, -1)), batch.v.shape[2]
+    out = grouped.new_empty((*grouped.shape[:3], value_dim))
     tokens = [(row, behind) for row, n in enumerate(batch.counts) for behind in range(n)[::-1]]
     for (token, (row, behind)), head in product(enumerate(tokens), range(heads)):
         k, v = batch.kv[row][layer][head][:, : len(batch.kv[row][layer][head][0]) - behind]
         seen = slice(-WINDOW if layer else 0, None)
         sink = None if sinks is None else sinks.view(heads, -1)[head]
         out[token, head] = dense_attention(
-            grouped[token, head][None], k[seen], v[seen], None, softcap=softcap, sinks=sink
+            grouped[token, head][None],
+            k[seen],
+            v[seen, :value_dim],
+            None,
+            softcap=softcap,
+            sinks=sink,
         )[0]
     return out.flatten(1, 2)

@@ -26,6 +26,22 @@ from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import Event, Request, SamplingParams
 
+# What a config with latent attention has besides: entries have 32 + 8 elements.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 

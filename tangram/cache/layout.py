@@ -1,8 +1,8 @@
 """Where every head's KV entries lie: head groups, columns and slot arithmetic. Integers only.
 
 A *head group* is up to `Hp` (layer, head) pairs that share one page table. A page of the one pool
-holds `Hp` *columns*. Each column is a contiguous single-head block of `P` keys and `P` values. A
-sequence's table for group g reads
+holds `Hp` *columns*. Each column is a contiguous single-head block of `P` keys and `P` values, or
+of `P` latents, which are both. A sequence's table for group g reads
 
     [ chunk 0: sealed_pages[g] ] [ chunk 1: sealed_pages[g] ] … [ raw tail: up to C / P pages ]
 
@@ -304,8 +304,8 @@ class Layout:
         return list(Counter(self.geometry.windows).items())
 
     def page_bytes(self, element_bytes: int) -> int:
-        """Bytes of one page: keys and values of Hp heads × P tokens."""
-        return self.heads_per_page * 2 * self.page_tokens * self.geometry.head_dim * element_bytes
+        """Bytes of one page: the entries of Hp heads × P tokens."""
+        return self.page_slots * self.geometry.entry_elements * element_bytes
 
 
 def adjacent_groups(

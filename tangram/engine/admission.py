@@ -249,7 +249,7 @@ class Admission:
         )
 
     def _entry_bytes(self, layout: Layout) -> int:
-        return 2 * layout.geometry.head_dim * self.element_bytes
+        return layout.geometry.entry_elements * self.element_bytes
 
 
 def count_state(sequence: TokenSequence) -> tuple[int, int]:

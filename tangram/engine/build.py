@@ -54,6 +54,7 @@ from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
@@ -416,6 +417,7 @@ class EngineBuilder:
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)
+            pack_weights(loaded.model)
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes
@@ -477,10 +479,19 @@ class EngineBuilder:
 
 
 def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
-    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head."""
+    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head.
+
+    Raises `ConfigError` if it verifies none.
+    """
     drafts, most = config.speculation, MOST_QUERIES // group - 1
     if drafts is None or drafts.num_speculative_tokens <= most:
         return config
+    if most < 1:
+        raise ConfigError(
+            f"{NAME}.num_speculative_tokens is {drafts.num_speculative_tokens}: a GPU verifies at "
+            f"most {MOST_QUERIES} queries of a KV head at a time, and here one token has {group}: "
+            f"leave {NAME} out"
+        )
     _log.warning(
         "%s.num_speculative_tokens is lowered from %d to %d: with %d query heads of a KV head a "
         "GPU verifies no more at a time",

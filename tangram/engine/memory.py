@@ -18,6 +18,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.offload import STAGING_BYTES
+from tangram.model.latent import output_like
 from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30
@@ -31,8 +32,8 @@ class _NoAttention:
     """Replaces a step's attention."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return the queries, which are as large as the output of attention."""
-        return q
+        """Zeros, as large as the output of attention."""
+        return output_like(module, q).zero_()
 
 
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
@@ -151,7 +152,8 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
-    return max(MOST_BYTES, 2 * shape.kv_heads * longest * shape.head_dim * loaded.dtype.itemsize)
+    entry_bytes = shape.entry_elements * loaded.dtype.itemsize
+    return max(MOST_BYTES, shape.kv_heads * longest * entry_bytes)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -209,7 +209,8 @@ def calibrate_model(
     scorer.check_model(loaded.fingerprint)
     most = min(most_tokens or loaded.geometry.max_positions, loaded.geometry.max_positions)
     samples = [loaded.tokenizer.encode(text)[:most] for text in texts]
-    magnitudes = Magnitudes()
+    # A latent is key and value, with one scale for both: it stays 1.
+    magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     if foretell:
         foretell_calibration(scores, samples, config.chunk_tokens)

@@ -36,7 +36,7 @@ from tangram.types import Int32, Int64
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, 2, P, D] of `cache_dtype`.
+    """Runs steps of one model over one pool, [pages, Hp, S, P, D] of `cache_dtype`.
 
     `cache` manages the pool's pages and its host memory. `scorers` have those that the retentions
     name. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
@@ -69,10 +69,14 @@ class Runner:
         self._loaded = loaded
         self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
         layout = retentions[0].layout
-        shape = (pages, layout.heads_per_page, 2, layout.page_tokens, layout.geometry.head_dim)
+        geometry = layout.geometry
+        entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
+        shape = (pages, layout.heads_per_page, *entries)
         self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
+        for scorer in scorers.values():
+            scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
-        rotary = model_rotary(loaded.model, layout.geometry.head_dim) if needs_rotary else None
+        rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
         scales = join_scales(retention.scales for retention in retentions)
         self._scales = None if scales is None else torch.tensor(scales, device=loaded.device)
         serving = self._make_kernels(kernels, layout)

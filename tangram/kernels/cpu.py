@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: append, tasks and merge in one compiled call (float32 pools).
+"""Decode attention on the CPU: append, tasks and merge in one compiled call.
 
 Threads take tasks from an atomic counter in the plan's order (longest first), so that uneven heads
 balance. Each task and each merge is computed alone and in fixed order, so timing never changes a
@@ -42,6 +42,13 @@ def _share_torch_openmp() -> None:
 
 
 _share_torch_openmp()
+
+# The dtypes of pools that compiled code reads, and the integers that hold their bits for Numba.
+COMPILED = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,23 +96,22 @@ class CpuPlan:
 
 def runs_compiled(pool: Tensor) -> bool:
     """True if `decode_step` over `pool` runs compiled code, False if the reference."""
-    return pool.dtype is torch.float32 and pool.device.type == "cpu"
+    return pool.dtype in COMPILED and pool.device.type == "cpu"
 
 
-def warm_up() -> None:
+def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
-    Starting Numba's threads also sets the size of torch's OpenMP pool, so torch's own size is
-    restored.
+    They are those of pools of `dtype`, one of `COMPILED`. Starting Numba's threads also sets the
+    size of torch's OpenMP pool, so torch's own size is restored.
     """
     threads = torch.get_num_threads()
     one = np.zeros((1, 1, 1), np.int64)
     rows = DecodeRows(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
     plan = CpuPlan.build(plan_plain(rows), rows)
-    decode_step(
-        entry, entry, entry, torch.zeros(1, 1, 2, 16, 16), index, index + 1, plan, 0, scaling=1.0
-    )
+    pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
+    decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, scaling=1.0)
     torch.set_num_threads(threads)
 
 
@@ -124,10 +130,10 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, D].
+    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
-    k, v are [T, H, D]. `counts` are the tokens of each row; None means one. Compiled code computes
-    in float32; pools of other dtypes go to the reference.
+    k is [T, H, D], v [T, H, V]. `counts` are the tokens of each row; None means one. Compiled code
+    computes in float32; pools of dtypes that are not `COMPILED` go to the reference.
     """
     if counts is None:
         counts = np.ones(plan.address.shape[1], np.int32)
@@ -135,17 +141,19 @@ def decode_step(
         table, column, index = np.moveaxis(plan.address[layer], -1, 0)
         reference.append(k, v, pool, tables, lengths, table, column, index, counts)
         decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-        return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts)
+        return decode(
+            q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
+        )
     if numba.get_num_threads() != plan.threads:
         numba.set_num_threads(plan.threads)
-    out = torch.empty(q.shape, dtype=torch.float32)
+    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
+    bits = COMPILED[pool.dtype]
     indptr, merges = plan.plan.layer_indptr, plan.plan.merge_indptr
     step(
         _array(q.float()),
-        _array(k.float()),
-        _array(v.float()),
-        _array(pool),
+        *(_array(reference.as_entries(x, pool.dtype).view(bits)) for x in (k, v)),
+        _array(pool.view(bits)),
         _array(tables),
         _array(lengths),
         np.append(0, np.cumsum(counts)),

@@ -6,6 +6,9 @@ file only.
 A task processes its range in blocks of `STRETCH` entries: scores for all query heads, online
 softmax, then values (running maximum and sum, FlashAttention). So each key and value is read from
 memory once for its G query heads.
+
+Numba knows no bfloat16 and no FP8. Pools of these dtypes come as the unsigned integers of their
+bits, and `widen` makes float32 of a page. Everything else is computed in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import platform
 from typing import Any
 
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
 
 from tangram.kernels.numba_cache import compile_kept
 
@@ -24,6 +28,7 @@ else:
     from tangram.kernels.cpu_portable import next_task, power_of_two, prefetch  # type: ignore[assignment]
 
 STRETCH = 128
+CACHE_LINE = 64  # bytes
 # KV elements of a layer below which waking a second thread costs more than it saves.
 SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
@@ -34,9 +39,60 @@ KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
 
 @compile_kept()
 def prefetch_block(block):  # type: ignore[no-untyped-def]
-    """Prefetch every cache line of a contiguous float32 block [P, D]."""
-    for offset in range(0, block.size, 16):
+    """Prefetch every cache line of a contiguous block [P, D]."""
+    for offset in range(0, block.size, CACHE_LINE // block.itemsize):
         prefetch(block, offset)  # type: ignore[call-arg]
+
+
+@compile_kept()
+def widen_bfloat16(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """wide[begin:end] = block[begin:end], uint16 bits of bfloat16."""
+    bits = wide.view(np.uint32)
+    for t in range(begin, end):
+        for d in range(block.shape[1]):
+            bits[t, d] = np.uint32(block[t, d]) << np.uint32(16)
+
+
+@compile_kept()
+def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """wide[begin:end] = block[begin:end], uint8 bits of E4M3, whose exponents are 120 lower."""
+    bits = wide.view(np.uint32)
+    for t in range(begin, end):
+        for d in range(block.shape[1]):
+            code = np.uint32(block[t, d])
+            size = code & np.uint32(0x7F)
+            bits[t, d] = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
+            wide[t, d] *= np.float32(2.0**120)
+            if size == np.uint32(0x7F):
+                wide[t, d] = np.nan
+
+
+def widen(block: Any, begin: int, end: int, wide: Any) -> Any:
+    """A float32 array [P, D] whose entries [begin, end) are those of `block` [P, D].
+
+    `block` itself if it is float32; else `wide`, to which they are written.
+    """
+    if block.dtype == np.float32:
+        return block
+    (widen_bfloat16 if block.dtype == np.uint16 else widen_e4m3)(block, begin, end, wide)
+    return wide
+
+
+@overload(widen)
+def _compile_widen(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """`widen` for the dtype of `block`, which Numba knows when it compiles.
+
+    Numba compares the parameters of both functions, annotations included.
+    """
+    if block.dtype == types.float32:
+        return lambda block, begin, end, wide: block
+    convert = widen_bfloat16 if block.dtype == types.uint16 else widen_e4m3
+
+    def widen_bits(block, begin, end, wide):  # type: ignore[no-untyped-def]
+        convert(block, begin, end, wide)
+        return wide
+
+    return widen_bits
 
 
 @compile_kept(inline="always")
@@ -91,8 +147,8 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
 def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address):  # type: ignore[no-untyped-def]
     """Write k, v [T, H, D] so that the last token of a row is at index length − 1.
 
-    Row r has the tokens first[r] to first[r + 1]. `address` [R, H, 3] holds table offset, column
-    and length index.
+    They have the dtype of the pool; latents are keys and values. Row r has the tokens first[r] to
+    first[r + 1]. `address` [R, H, 3] holds table offset, column and length index.
     """
     page_tokens = blocks.shape[2]
     for row in range(address.shape[0]):
@@ -103,7 +159,8 @@ def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address): 
                 page = tables[address[row, head, 0] + index // page_tokens]
                 block, place = page * heads_per_page + address[row, head, 1], index % page_tokens
                 blocks[block, 0, place, :] = k[token, head]
-                blocks[block, 1, place, :] = v[token, head]
+                if blocks.shape[1] == 2:
+                    blocks[block, 1, place, :] = v[token, head]
 
 
 @compile_kept(fastmath=FAST)
@@ -228,10 +285,11 @@ def attend(  # type: ignore[no-untyped-def]
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head.
 
     Query m sees entries oldest[m] to newest[m] of them; all, where these arrays are empty. Writes
-    out [M, D] and lse [M].
+    out [M, V] and lse [M]. The values of latents are the first V elements of the keys.
     """
-    page_tokens = blocks.shape[2]
+    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
     scores = np.empty((query.shape[0], STRETCH), np.float32)
+    wide = np.empty((page_tokens, query.shape[1]), np.float32)
     maximum, total = (
         np.full(query.shape[0], -np.inf, np.float32),
         np.zeros(query.shape[0], np.float32),
@@ -247,9 +305,10 @@ def attend(  # type: ignore[no-untyped-def]
             if page < last_page:
                 prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 0])
             else:
-                prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, 1])
+                prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, value])
             low, high = max(start, first), min(stop, first + page_tokens)
-            dot_keys(query, blocks[block, 0], low - first, high - first, scores, low - start)
+            keys = widen(blocks[block, 0], low - first, high - first, wide)
+            dot_keys(query, keys, low - first, high - first, scores, low - start)
         if softcap > 0:
             cap(scores, stop - start, softcap)
         if masked and (start < seen_from or stop > seen_to):
@@ -258,13 +317,14 @@ def attend(  # type: ignore[no-untyped-def]
         for page in range(first_page, last_page + 1):
             block, first = tables[table + page] * heads_per_page + column, page * page_tokens
             if page < last_page:
-                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 1])
+                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, value])
             elif stop < end:
                 prefetch_block(
                     blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0]
                 )
             low, high = max(start, first), min(stop, first + page_tokens)
-            add_values(scores, low - start, blocks[block, 1], low - first, high - first, out)
+            values = widen(blocks[block, value], low - first, high - first, wide)
+            add_values(scores, low - start, values, low - first, high - first, out)
     for m in range(query.shape[0]):
         lse[m] = -np.inf
         if total[m] > 0:
@@ -357,7 +417,7 @@ def _work(  # type: ignore[no-untyped-def]
         if kind == KIND_WINDOW and drafts:
             begin = max(begin - drafts, 0)
             oldest[:] = np.maximum(newest + 1 - a, 0)
-        out, lse = np.empty_like(query), np.empty(at, np.float32)
+        out, lse = np.empty((at, outs.shape[3]), np.float32), np.empty(at, np.float32)
         attend(
             query,
             oldest,
@@ -422,15 +482,15 @@ def step(  # type: ignore[no-untyped-def]
         most = max(most, first[row + 1] - first[row])
     heads, heads_per_page = k.shape[1], pool.shape[1]
     group = query_heads // heads
-    blocks = pool.reshape((pool.shape[0] * heads_per_page, 2, pool.shape[3], head_dim))
+    blocks = pool.reshape((pool.shape[0] * heads_per_page, pool.shape[2], pool.shape[3], head_dim))
     queries, outs = (
         q.reshape((rows, heads, group, head_dim)),
-        out.reshape((rows, heads, group, head_dim)),
+        out.reshape((rows, heads, group, out.shape[2])),
     )
     sink = sinks.reshape((heads, group))
     append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address)
     partial_out, partial_lse = (
-        np.empty((slots, most, group, head_dim), np.float32),
+        np.empty((slots, most, group, out.shape[2]), np.float32),
         np.empty((slots, most, group), np.float32),
     )
     counters = np.arange(task_begin, task_begin + workers)

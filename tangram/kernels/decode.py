@@ -7,6 +7,9 @@ task need not be neighbours. A row's only part is final; other parts go to slots
 tail, launched last, waits for its other parts and finishes the row (`finish`). Rows without such a
 tail are merged in the plan's order, by `merge.py` or here by the last task.
 
+An entry is a key and a value, or a latent, read once for both. A latent of D elements is V of the
+value and the rotary rest. Each has a block of its own: of a power of two above D half is empty.
+
 Sums are in float32, exponentials base 2. The grid is fixed and the number of tasks is read from
 memory, so that a captured graph replays with any plan.
 """
@@ -36,6 +39,7 @@ def _take(
     peak,
     total,
     q,
+    q_rotary,
     page,
     n,
     stop,
@@ -49,7 +53,9 @@ def _take(
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -61,11 +67,23 @@ def _take(
     [low, high) of each query.
     """
     d = tl.arange(0, BLOCK_D)
-    entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
+    vectors: tl.constexpr = 1 if BLOCK_R else 2
+    entry = (page.to(tl.int64) * HP + column) * (vectors * P * D) + (n % P) * D
     place = pool + entry[:, None] + d[None, :]
     # Entries read by few rows must not evict shared entries and partial results from L2.
     keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 * NQ else "evict_last"
-    if MASKED:
+    if BLOCK_R:
+        r = tl.arange(0, BLOCK_R)
+        there = (n < stop) if MASKED else (n >= 0)
+        k = tl.load(place, mask=there[:, None] & (d < V)[None, :], other=0.0, eviction_policy=keep)
+        v = k
+        rotary = tl.load(
+            pool + entry[:, None] + V + r[None, :],
+            mask=there[:, None] & (r < D - V)[None, :],
+            other=0.0,
+            eviction_policy=keep,
+        )
+    elif MASKED:
         seen = (n < stop)[:, None] & (d < D)[None, :]
         k = tl.load(place, mask=seen, other=0.0, eviction_policy=keep)
         v = tl.load(place + P * D, mask=seen, other=0.0, eviction_policy=keep)
@@ -76,6 +94,8 @@ def _take(
         k = tl.load(place, eviction_policy=keep)
         v = tl.load(place + P * D, eviction_policy=keep)
     scores = multiply(q, tl.trans(widen(k, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    if BLOCK_R:
+        scores = multiply(q_rotary, tl.trans(widen(rotary, q.dtype)), scores)
     if SOFTCAP:
         scores = soft_cap(scores, scaling * k_scale, softcap)
     else:
@@ -101,6 +121,7 @@ def _tiles(
     peak,
     total,
     q,
+    q_rotary,
     pool,
     tables,
     table,
@@ -116,7 +137,9 @@ def _tiles(
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -137,6 +160,7 @@ def _tiles(
             peak,
             total,
             q,
+            q_rotary,
             page,
             n,
             stop,
@@ -150,7 +174,9 @@ def _tiles(
             HP,
             P,
             D,
+            V,
             BLOCK_D,
+            BLOCK_R,
             BLOCK_N,
             MASKED,
             SOFTCAP,
@@ -169,7 +195,7 @@ def _finish(
     slot,
     before,
     G: tl.constexpr,
-    D: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Add the `before` parts in front of `slot` to the online softmax of the last part.
@@ -183,8 +209,8 @@ def _finish(
         # Other multiprocessors wrote these: bypass this one's own cache.
         lse = tl.load(part_lse + at, mask=here, other=float("-inf"), cache_modifier=".cg")
         value = tl.load(
-            part_out + at[:, None] * D + d[None, :],
-            mask=here[:, None] & (d < D)[None, :],
+            part_out + at[:, None] * V + d[None, :],
+            mask=here[:, None] & (d < V)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -206,7 +232,7 @@ def _finish_last(
     group,
     head,
     G: tl.constexpr,
-    D: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
@@ -233,8 +259,8 @@ def _finish_last(
             # Other multiprocessors wrote these: bypass this one's own cache.
             lse = tl.load(part_lse + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
             value = tl.load(
-                part_out + slot[:, None] * D + d[None, :],
-                mask=here[:, None] & (d < D)[None, :],
+                part_out + slot[:, None] * V + d[None, :],
+                mask=here[:, None] & (d < V)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
@@ -245,7 +271,7 @@ def _finish_last(
             total = total + tl.exp2(sink - safe)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
-            out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < D)[None, :]
+            out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < V)[None, :]
         )
         tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
 
@@ -292,12 +318,14 @@ def decode_tasks(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     HP: tl.constexpr,
     P: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -309,12 +337,14 @@ def decode_tasks(
 ):
     """Run the tasks of one layer and one tile size.
 
-    q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, D]; pool, tables, lengths as in
-    `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to first_tokens[r + 1],
-    at most NQ of them. Each sees the entries up to its own. Otherwise row and token are the same.
+    The grid is (tasks, BLOCK_M at a time of the queries of the longest task). BLOCK_R > 0: entries
+    are latents. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool, tables,
+    lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to
+    first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row and
+    token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 5]:
     row, direct, slot, segment, parts to finish. `scales` [L, H, 2] multiply keys and values of an
-    FP8 pool. part_out [slots, NQ * G, D] is in any floating dtype, part_lse [slots, NQ * G] in
+    FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in
     float32 (base 2). ATOMIC and SHORT need NQ = 1.
     """
     GT: tl.constexpr = NQ * G
@@ -332,7 +362,7 @@ def decode_tasks(
         length_place = lengths + tl.load(record + 1)
         column = tl.load(record + 2)
         head = tl.load(record + 3)
-        m = tl.arange(0, BLOCK_M)
+        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         group = m % GT
         query_number = group // G
@@ -360,8 +390,16 @@ def decode_tasks(
         place = (token * H + head) * G + group % G
         source = token * stride_row + (head * G + group % G) * stride_head
         query = tl.load(
-            q + source[:, None] + d[None, :], mask=serves[:, None] & (d < D)[None, :], other=0.0
+            q + source[:, None] + d[None, :], mask=serves[:, None] & (d < V)[None, :], other=0.0
         )
+        rotary = query
+        if BLOCK_R:
+            r = tl.arange(0, BLOCK_R)
+            rotary = tl.load(
+                q + source[:, None] + V + r[None, :],
+                mask=serves[:, None] & (r < D - V)[None, :],
+                other=0.0,
+            )
         k_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
@@ -381,6 +419,7 @@ def decode_tasks(
                 peak,
                 total,
                 query,
+                rotary,
                 page,
                 n,
                 end,
@@ -394,7 +433,9 @@ def decode_tasks(
                 HP,
                 P,
                 D,
+                V,
                 BLOCK_D,
+                BLOCK_R,
                 BLOCK_N,
                 True,
                 SOFTCAP,
@@ -425,6 +466,7 @@ def decode_tasks(
                 peak,
                 total,
                 query,
+                rotary,
                 pool,
                 tables,
                 table,
@@ -440,7 +482,9 @@ def decode_tasks(
                 HP,
                 P,
                 D,
+                V,
                 BLOCK_D,
+                BLOCK_R,
                 BLOCK_N,
                 False,
                 SOFTCAP,
@@ -451,6 +495,7 @@ def decode_tasks(
             peak,
             total,
             query,
+            rotary,
             pool,
             tables,
             table,
@@ -466,7 +511,9 @@ def decode_tasks(
             HP,
             P,
             D,
+            V,
             BLOCK_D,
+            BLOCK_R,
             BLOCK_N,
             True,
             SOFTCAP,
@@ -482,7 +529,7 @@ def decode_tasks(
             if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(
-                acc, peak, total, part_out, part_lse, slot, before, GT, D, BLOCK_D
+                acc, peak, total, part_out, part_lse, slot, before, GT, V, BLOCK_D
             )
         seen = tl.where(total > 0, total, 1.0)
         result = acc / seen[:, None]
@@ -490,19 +537,19 @@ def decode_tasks(
         partial = serves & (final == 0)
         part = result.to(part_out.dtype.element_ty)
         tl.store(
-            part_out + slot[:, None] * D + d[None, :],
+            part_out + slot[:, None] * V + d[None, :],
             part,
-            mask=partial[:, None] & (d < D)[None, :],
+            mask=partial[:, None] & (d < V)[None, :],
         )
         tl.store(part_lse + slot, lse, mask=partial)
         if SINKS:
             sink = tl.load(sinks + head * G + group % G).to(tl.float32) * LOG2E
             result = result / (1.0 + tl.exp2(sink - lse))[:, None]
-        out_place = out + place[:, None] * D + d[None, :]
+        out_place = out + place[:, None] * V + d[None, :]
         tl.store(
             out_place,
             result.to(out.dtype.element_ty),
-            mask=(serves & final)[:, None] & (d < D)[None, :],
+            mask=(serves & final)[:, None] & (d < V)[None, :],
         )
         if ATOMIC:
             entry = tl.load(record + 7) + m // G
@@ -521,7 +568,7 @@ def decode_tasks(
                 group,
                 head,
                 G,
-                D,
+                V,
                 BLOCK_M,
                 BLOCK_D,
                 SINKS,

@@ -22,7 +22,7 @@ from tangram.kernels.decode import decode_tasks
 from tangram.kernels.e4m3 import address
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import Capacity, DecodeOptions, PackedPlan, pack
-from tangram.kernels.tiling import Operands, Tile, fit_tile
+from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
 
@@ -52,9 +52,9 @@ class GpuDecode:
 
     This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
     buffers; with `slack` the sizes are rounded up to powers of two, and doubled without `least`.
-    `group` is G. A row has up to `queries` tokens. An FP8 pool needs `scales`, float32 [L, H, 2],
-    the factors of stored keys and values. `card` None is the pool's own, and `buffers` None are the
-    decoder's own. Raises `ConfigError` if a plan does not fit.
+    `group` is G, `head_dim` D. A row has up to `queries` tokens. An FP8 pool needs `scales`,
+    float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's own, and
+    `buffers` None are the decoder's own. Raises `ConfigError` if a plan does not fit.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class GpuDecode:
         if queries > 1:
             self._options = self._options.for_drafts
         self._group, self._head_dim, self._scales = group, head_dim, scales
+        self._latent = pool.shape[2] == 1
         self._queries = queries
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
@@ -157,10 +158,11 @@ class GpuDecode:
         out: Tensor | None = None,
         first_tokens: Tensor | None = None,
     ) -> Tensor:
-        """One layer of the loaded plan: q [T, Q, D] → [T, Q, D], contiguous.
+        """One layer of the loaded plan: q [T, Q, D] → [T, Q, V], contiguous.
 
-        The contract of `reference.decode`. `first_tokens` int32 [R + 1] on the device: where the
-        tokens of each row begin; needed with several queries.
+        The contract of `reference.decode`. The width of `out` is V; None means D. `first_tokens`
+        int32 [R + 1] on the device: where the tokens of each row begin; needed with several
+        queries.
         """
         first = self._part_lse if first_tokens is None else first_tokens
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -187,8 +189,8 @@ class GpuDecode:
         sinks: Tensor | None,
     ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
-        block_dim, tile = triton.next_power_of_2(self._head_dim), self._tiles_for(q)[kind]
-        decode_tasks[(min(self.capacity.tasks[kind], options.programs),)](
+        tile, grid = self._fit(kind, q, out)
+        decode_tasks[grid](
             q,
             pool,
             tables,
@@ -215,12 +217,12 @@ class GpuDecode:
             KIND=kind,
             KINDS=len(options.kinds),
             **self._sizes,
+            **self._widths(out.shape[-1]),
             HP=pool.shape[1],
             P=pool.shape[3],
             TILE=self._tile_tokens,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.entries,
-            BLOCK_D=block_dim,
             SOFTCAP=softcap is not None,
             SINKS=sinks is not None,
             SCALED=self._scales is not None,
@@ -233,13 +235,24 @@ class GpuDecode:
             **self._launch_options,
         )
 
-    def _tiles_for(self, q: Tensor) -> list[Tile]:
+    def _fit(self, kind: int, q: Tensor, out: Tensor) -> tuple[Tile, tuple[int, int]]:
+        """The tile of a kind of tasks; programs over the tasks and over the queries of one."""
+        tile = self._tiles_for(q, out)[kind]
+        tasks = min(self.capacity.tasks[kind], self._options.programs)
+        return tile, (tasks, triton.cdiv(self._options.kinds[kind].queries, tile.queries))
+
+    def _tiles_for(self, q: Tensor, out: Tensor) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
         if q.dtype not in self._tiles:
-            operands = Operands(triton.next_power_of_2(self._head_dim), q.element_size(), hops=2)
-            self._tiles[q.dtype] = [
-                fit_tile(tile, operands, self._card) for tile in self._options.kinds
-            ]
+            widths = self._widths(out.shape[-1])
+            operands = Operands(
+                widths["BLOCK_D"] + widths["BLOCK_R"],
+                q.element_size(),
+                hops=2,
+                vectors=self._pool.shape[2],
+            )
+            kinds = [tile.for_latents if self._latent else tile for tile in self._options.kinds]
+            self._tiles[q.dtype] = [fit_tile(tile, operands, self._card) for tile in kinds]
         return self._tiles[q.dtype]
 
     def _launch_merge(self, layer: int, out: Tensor, first: Tensor, sinks: Tensor | None) -> None:
@@ -252,7 +265,8 @@ class GpuDecode:
             next((few for few in FEW_PARTS if self.capacity.segment_parts <= few), MANY_PARTS),
         )
         total = group * self._queries
-        block_group = triton.next_power_of_2(group) if parts <= 4 else 1
+        # All heads' parts of latents fit into no register file.
+        block_group = triton.next_power_of_2(group) if parts <= 4 and not self._latent else 1
         grid = (
             min(self.capacity.segments, self._options.programs),
             triton.cdiv(total, block_group),
@@ -268,17 +282,31 @@ class GpuDecode:
             layer,
             **self._sizes,
             BLOCK_G=block_group,
-            BLOCK_D=triton.next_power_of_2(self._head_dim),
+            V=out.shape[-1],
+            BLOCK_D=triton.next_power_of_2(out.shape[-1]),
             BLOCK_PARTS=parts,
             SINKS=sinks is not None,
             CHAINED=self._chained,
-            num_warps=1 if parts <= 8 else 4,
+            num_warps=8 if self._latent else 1 if parts <= 8 else 4,
             **self._launch_options,
         )
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"H": self._kv_heads, "G": self._group, "D": self._head_dim, "NQ": self._queries}
+        return {"H": self._kv_heads, "G": self._group, "NQ": self._queries}
+
+    def _widths(self, value_dim: int) -> dict[str, int]:
+        """D, V and their blocks; that of rotary elements is at least what matrix instructions take.
+
+        It is 0 without latents.
+        """
+        rotary = triton.next_power_of_2(self._head_dim - value_dim) if self._latent else 0
+        return {
+            "D": self._head_dim,
+            "V": value_dim,
+            "BLOCK_D": triton.next_power_of_2(value_dim),
+            "BLOCK_R": max(LEAST_ENTRIES, rotary) if self._latent else 0,
+        }
 
     @property
     def _launch_options(self) -> dict[str, bool]:

@@ -93,8 +93,15 @@ class Ranking(ABC):
         """
 
 
+# Latents [n, D] → the keys [Q, n, D'] and values [Q, n, V] of the query heads.
+Expansion = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 class PoolKernels(Protocol):
-    """All attention kernels of one pool [N_pages, Hp, 2, P, D], in its dtype.
+    """All attention kernels of one pool [N_pages, Hp, S, P, D], in its dtype.
+
+    S is 2 where an entry is a key and a value. It is 1 in a pool of latents: each is the one key of
+    all query heads, H is 1, and its value is the first V of its D elements.
 
     Call `load` when the decoding rows change, `begin` before each forward pass, then `decode`,
     `seal` and `prefill` in every layer. Results of a row depend on its own tokens and past alone.
@@ -177,7 +184,8 @@ class PoolKernels(Protocol):
     ) -> None:
         """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
 
-        Each token attends to the entries up to its own. q → out, both [T, Q, D].
+        Each token attends to the entries up to its own. q → out, both [T, Q, D]. In a pool of
+        latents v [T, 1, V] is a part of k, and out is [T, Q, V].
         """
         ...
 
@@ -193,10 +201,12 @@ class PoolKernels(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """Store the whole rows after their pasts; then attend to the past and, causally, the row.
 
-        q [T, Q, D], k and v [T', H, D] → out [T, Q, D].
+        q [T, Q, D], k and v [T', H, D] → out [T, Q, D]. A pool of latents needs `expand`: then q
+        [T, Q, D'] are queries of its keys, and out is [T, Q, V'], as its values are.
         """
         ...
 

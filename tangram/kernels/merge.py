@@ -26,7 +26,7 @@ def merge_segments(
     layer,
     H: tl.constexpr,
     G: tl.constexpr,
-    D: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -67,8 +67,8 @@ def merge_segments(
             here = (n < stop)[:, None] & merged[None, :]
             lse = tl.load(part_lse + at, mask=here, other=float("-inf"))
             value = tl.load(
-                part_out + at[:, :, None] * D + d[None, None, :],
-                mask=here[:, :, None] & (d < D)[None, None, :],
+                part_out + at[:, :, None] * V + d[None, None, :],
+                mask=here[:, :, None] & (d < V)[None, None, :],
                 other=0.0,
             )
             new_peak = tl.maximum(peak, tl.max(lse, 0))
@@ -84,7 +84,7 @@ def merge_segments(
             total = total + tl.exp2(sink - safe)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
-            out + (place * G + g % G)[:, None] * D + d[None, :],
+            out + (place * G + g % G)[:, None] * V + d[None, :],
             result.to(out.dtype.element_ty),
-            mask=merged[:, None] & (d < D)[None, :],
+            mask=merged[:, None] & (d < V)[None, :],
         )

@@ -1,10 +1,11 @@
 """The specification of every kernel, in plain torch: any dtype, any device, sums in float32.
 
-The pool is a tensor [N_pages, Hp, 2, P, D], keys at [:, :, 0] and values at [:, :, 1]. So (page,
-column) is a contiguous single-head block; `page * Hp + column` numbers these *virtual blocks*.
-`tables` is the flat int32 array of page ids, `lengths` the flat int32 array of entries per head. A
-head is addressed by `table_off`, the offset of its first page in `tables`, and its `column`.
-Addresses are integer arrays, NumPy or torch.
+The pool is a tensor [N_pages, Hp, S, P, D], keys at [:, :, 0] and values at [:, :, 1]. With S = 1
+it holds latents: the first V elements of a key are its value (`PoolKernels`). So (page, column) is
+a contiguous single-head block; `page * Hp + column` numbers these *virtual blocks*. `tables` is the
+flat int32 array of page ids, `lengths` the flat int32 array of entries per head. A head is
+addressed by `table_off`, the offset of its first page in `tables`, and its `column`. Addresses are
+integer arrays, NumPy or torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
 
 
 def blocks(pool: Tensor) -> Tensor:
-    """The pool as virtual blocks [N_pages * Hp, 2, P, D], without a copy."""
+    """The pool as virtual blocks [N_pages * Hp, S, P, D], without a copy."""
     return pool.view(-1, *pool.shape[2:])
 
 
@@ -34,14 +35,16 @@ def gather(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [end - begin, D] of one head's entries [begin, end).
 
-    Only the pages that hold them are read.
+    Only the pages that hold them are read. Latents are both.
     """
     heads_per_page, page_tokens, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
     first, last = begin // page_tokens, -(-end // page_tokens)
     block = tables[table + first : table + max(first, last)].long() * heads_per_page + column
     inside = slice(begin - first * page_tokens, end - first * page_tokens)
-    keys, values = (blocks(pool)[block, half].view(-1, head_dim)[inside] for half in (0, 1))
-    return keys, values
+    held = [
+        blocks(pool)[block, vector].view(-1, head_dim)[inside] for vector in range(pool.shape[2])
+    ]
+    return held[0], held[-1]
 
 
 def first_keys(
@@ -59,9 +62,9 @@ def first_keys(
 def softmax_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None
 ) -> Part:
-    """Attention of q [..., n, D] over k, v [..., m, D] as a mergeable part.
+    """Attention of q [..., n, D] over k [..., m, D], v [..., m, V] as a mergeable part.
 
-    Returns out [..., n, D] and log-sum-exp [..., n]. `bias` [n, m] is added to the scores (-inf
+    Returns out [..., n, V] and log-sum-exp [..., n]. `bias` [n, m] is added to the scores (-inf
     hides an entry). Where nothing is visible, out is 0 and the log-sum-exp -inf.
     """
     scores = q.float() @ k.float().transpose(-1, -2) * scaling
@@ -111,18 +114,22 @@ def decode(
     counts: Indices | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
-    """Execute one layer of a work plan: q [T, Q, D] → [T, Q, D] in q's dtype.
+    """Execute one layer of a work plan: q [T, Q, D] → [T, Q, V] in q's dtype.
 
-    `counts` are the tokens of each row, end to end; None means one. `lengths` already count the
-    tokens just appended. A token attends to the entries up to its own. `softcap` c bounds scores to
-    c · tanh(s / c); `sinks` [Q] adds one logit per query head to the softmax denominator.
+    Values have `value_dim` V elements; None means D. `counts` are the tokens of each row, end to
+    end; None means one. `lengths` already count the tokens just appended. A token attends to the
+    entries up to its own. `softcap` c bounds scores to c · tanh(s / c); `sinks` [Q] adds one logit
+    per query head to the softmax denominator.
     """
     queries = q.reshape(len(q), plan.kv_heads, -1, q.shape[-1])
-    out = torch.zeros_like(queries)
+    out = q.new_zeros((*queries.shape[:3], q.shape[-1] if value_dim is None else value_dim))
     sink = None if sinks is None else sinks.reshape(plan.kv_heads, -1)
     rows = _rows(np.ones(len(q), np.int64) if counts is None else np.asarray(counts))
-    final, parts = _run_tasks(queries, pool, tables, lengths, plan, layer, scaling, softcap, rows)
+    final, parts = _run_tasks(
+        queries, pool, tables, lengths, plan, layer, scaling, softcap, rows, out.shape[-1]
+    )
     segments = plan.segments(layer)
     for segment in range(segments.start, segments.stop):
         slots = plan.part_slot[plan.part_indptr[segment] : plan.part_indptr[segment + 1]].tolist()
@@ -131,7 +138,7 @@ def decode(
     for (row, head), part in final.items():
         found = apply_sinks(part, None if sink is None else sink[head]).to(q.dtype)
         out[rows[row], head] = found
-    return out.view(q.shape)
+    return out.flatten(1, 2)
 
 
 def _rows(counts: npt.NDArray[np.integer]) -> list[slice]:
@@ -150,6 +157,7 @@ def _run_tasks(
     scaling: float,
     softcap: float | None,
     rows: Sequence[slice],
+    value_dim: int,
 ) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
     """Run a layer's tasks on queries [T, H, G, D]; row r has the tokens `rows[r]`.
 
@@ -179,8 +187,9 @@ def _run_tasks(
         for entry in range(row_begin, row_end):
             row = int(plan.rows[entry])
             asked = queries[rows[row], head].flatten(0, 1)
-            found = softmax_part(asked, keys, values, bias, scaling, softcap)
-            part = found[0].view(-1, *queries.shape[2:]), found[1].view(-1, queries.shape[2])
+            found = softmax_part(asked, keys, values[:, :value_dim], bias, scaling, softcap)
+            group = queries.shape[2]
+            part = found[0].view(-1, group, value_dim), found[1].view(-1, group)
             if plan.direct[entry]:
                 final[row, head] = part
             else:
@@ -260,10 +269,15 @@ def _write(
     """Scatter entries k, v [..., D] to `index` [...] of the heads at (table, column) [...]."""
     heads_per_page, page_tokens = pool.shape[1], pool.shape[3]
     block = tables[table + index // page_tokens].long() * heads_per_page + column
-    if pool.dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
-        k, v = (x.float().clamp(-FP8_MAX, FP8_MAX) for x in (k, v))
-    blocks(pool)[block, 0, index % page_tokens] = k.to(pool.dtype)
-    blocks(pool)[block, 1, index % page_tokens] = v.to(pool.dtype)
+    for vector, entries in enumerate((k, v)[: pool.shape[2]]):  # latents are keys and values
+        blocks(pool)[block, vector, index % page_tokens] = as_entries(entries, pool.dtype)
+
+
+def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a pool of `dtype` stores them: rounded, and bounded to FP8's range."""
+    if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
+        x = x.float().clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def prefill(
@@ -326,7 +340,7 @@ def prefill(
     return out
 
 
-def _merge_two(one: Part, other: Part) -> Part:
+def merge_two(one: Part, other: Part) -> Part:
     """`merge_parts` of two parts that are not EMPTY, in one pass."""
     weight = torch.sigmoid(one[1] - other[1])[..., None]
     return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
@@ -344,7 +358,7 @@ def _attend_all(
     part = _part(q, *own, None, scaling=scaling, softcap=softcap, causal=True)
     if not len(past[0]):
         return part
-    return _merge_two(_part(q, *past, None, scaling=scaling, softcap=softcap), part)
+    return merge_two(_part(q, *past, None, scaling=scaling, softcap=softcap), part)
 
 
 def _attend_window(

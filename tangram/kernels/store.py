@@ -1,6 +1,6 @@
 """Writes into pages on the GPU: a row's newest entry, all new ones, or a chunk's kept ones.
 
-Triton.
+Triton. S is 2 where an entry is a key and a value, 1 where it is a latent, of which v is a part.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def append_entries(
     stride_v_head,
     H: tl.constexpr,
     D: tl.constexpr,
+    S: tl.constexpr,
     HP: tl.constexpr,
     P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -66,18 +67,19 @@ def append_entries(
     page = tl.load(tables + tl.load(record) + tl.maximum(index, 0) // P).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     here = d < tl.where(index >= 0, D, 0)
-    place = pool + (page * HP + tl.load(record + 1)) * (2 * P * D) + (index % P) * D + d
+    place = pool + (page * HP + tl.load(record + 1)) * (S * P * D) + (index % P) * D + d
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
         k_scale = tl.load(scales + (layer * H + head) * 2)
         v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
     key = tl.load(k + token * stride_k + head * stride_k_head + d, mask=here)
-    value = tl.load(v + token * stride_v + head * stride_v_head + d, mask=here)
     tl.store(place, _convert(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    tl.store(
-        place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
-    )
+    if S == 2:
+        value = tl.load(v + token * stride_v + head * stride_v_head + d, mask=here)
+        tl.store(
+            place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
+        )
 
 
 @triton.jit(
@@ -100,6 +102,7 @@ def store_rows(
     stride_v_head,
     H: tl.constexpr,
     D: tl.constexpr,
+    S: tl.constexpr,
     HP: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -124,15 +127,12 @@ def store_rows(
         page = tl.load(
             tables + tl.load(address + place * 3) + index // P, mask=n < count, other=0
         ).to(tl.int64)
-        entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
+        entry = (page * HP + tl.load(address + place * 3 + 1)) * (S * P * D) + (index % P) * D
         target = pool + entry[:, None] + d[None, :]
         source = (begin + n).to(tl.int64)[:, None]
         head = tl.program_id(1)
         keys = tl.load(
             k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0
-        )
-        values = tl.load(
-            v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
         )
         k_scale = 1.0
         v_scale = 1.0
@@ -140,11 +140,15 @@ def store_rows(
             k_scale = tl.load(scales + (layer * H + head) * 2)
             v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
         tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-        tl.store(
-            target + P * D,
-            _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
-            mask=here,
-        )
+        if S == 2:
+            values = tl.load(
+                v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
+            )
+            tl.store(
+                target + P * D,
+                _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
+                mask=here,
+            )
 
 
 @triton.jit
@@ -195,6 +199,7 @@ def seal_chunk(
     C: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
+    S: tl.constexpr,
     HP: tl.constexpr,
     P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -254,7 +259,7 @@ def seal_chunk(
         tl.int64
     )
     d = tl.arange(0, BLOCK_D)
-    entry = (page * HP + tl.load(address + place * 3 + 1)) * (2 * P * D) + (index % P) * D
+    entry = (page * HP + tl.load(address + place * 3 + 1)) * (S * P * D) + (index % P) * D
     target = pool + entry[:, None] + d[None, :]
     here = stored[:, None] & (d < D)[None, :]
     k_scale = 1.0
@@ -265,12 +270,15 @@ def seal_chunk(
     source = (chunk * C + own).to(tl.int64)[:, None]
     keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
     tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    values = tl.load(
-        v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
-    )
-    tl.store(
-        target + P * D, _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
-    )
+    if S == 2:
+        values = tl.load(
+            v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
+        )
+        tl.store(
+            target + P * D,
+            _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
+            mask=here,
+        )
 
 
 def append(
@@ -305,6 +313,7 @@ def append(
         *v.stride()[:2],
         H=heads,
         D=dim,
+        S=pool.shape[2],
         HP=pool.shape[1],
         P=pool.shape[3],
         BLOCK_D=triton.next_power_of_2(dim),
@@ -349,6 +358,7 @@ def store(
         *v.stride()[:2],
         H=heads,
         D=k.shape[2],
+        S=pool.shape[2],
         HP=pool.shape[1],
         P=pool.shape[3],
         BLOCK=32,
@@ -407,6 +417,7 @@ def seal(
         C=tokens,
         H=heads,
         D=dim,
+        S=pool.shape[2],
         HP=pool.shape[1],
         P=pool.shape[3],
         BLOCK_C=triton.next_power_of_2(tokens),

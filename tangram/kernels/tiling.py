@@ -22,19 +22,30 @@ class Tile:
     warps: int = 4
     stages: int = 2
 
+    @property
+    def for_latents(self) -> Tile:
+        """The same for a pool of latents: sums of 512 elements a query fill the registers.
+
+        More queries than it has are those of several programs.
+        """
+        queries = min(self.queries, 64)
+        return Tile(queries, min(self.entries, 32), warps=8 if queries > 16 else 4)
+
 
 @dataclass(frozen=True)
 class Operands:
     """The operands of a program: `head_dim` rounded up as loaded, `element_bytes` of queries.
 
     `hops` are the dependent loads before a product: 2 where the loop looks up the place of entries.
-    `widens`: entries are stored in FP8 and scaled before they are multiplied.
+    `vectors` of an entry: a key and a value, or a latent. `widens`: entries are stored in FP8 and
+    scaled before they are multiplied.
     """
 
     head_dim: int
     element_bytes: int
     hops: int
     widens: bool = False
+    vectors: int = 2
 
 
 def count_shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
@@ -47,7 +58,7 @@ def count_shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
     ahead = max(1, tile.stages - operands.hops) + (card.multiplies_shared and tile.queries >= 64)
     if size == 4:
         ahead = 1  # multiplied without tensor cores, and not pipelined
-    rows = 2 * ahead * tile.entries + tile.queries
+    rows = operands.vectors * ahead * tile.entries + tile.queries
     taken = rows * dim * size + tile.queries * tile.entries * size + _BESIDE
     if operands.widens:
         taken += 2 * tile.entries * dim * (ahead + size)

@@ -1,6 +1,6 @@
 """Attention without Triton.
 
-Compiled decode for float32 pools in host memory, the torch specification otherwise.
+Decode is compiled where `cpu.py` can, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
-from tangram.kernels import cpu, reference
-from tangram.kernels.interface import PaddedShape, PrefillRows, Ranking
+from tangram.kernels import cpu, latents, reference
+from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
@@ -54,7 +54,7 @@ class TorchKernels:
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):
-            cpu.warm_up()
+            cpu.warm_up(pool.dtype)
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: always `tokens`."""
@@ -131,6 +131,7 @@ class TorchKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         q, k, v = self._fold(layer, q, k, v)
@@ -143,6 +144,18 @@ class TorchKernels:
                 )
         for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
+            if expand is not None:
+                (address,) = self._rows.address[layer, row].tolist()
+                out[begin:end] = latents.prefill(
+                    q[begin:end],
+                    k[first:last, 0],
+                    self._pool,
+                    self._tables,
+                    address,
+                    expand=expand,
+                    scaling=scaling,
+                )
+                continue
             out[begin:end] = reference.prefill(
                 q[begin:end],
                 k[first:last],

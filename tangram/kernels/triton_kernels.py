@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import dense, gathered, keydiff, prefill, reference, store
+from tangram.kernels import dense, gathered, keydiff, latents, prefill, reference, store
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
-from tangram.kernels.interface import MOST_BYTES, PaddedShape, PrefillRows, Ranking
+from tangram.kernels.interface import MOST_BYTES, Expansion, PaddedShape, PrefillRows, Ranking
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.padded import RowBuffers
+from tangram.kernels.torch_kernels import NOTHING_FUSED
 from tangram.kernels.transfer import advance, stage, upload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
@@ -46,7 +47,6 @@ class TritonKernels:
     pool's own.
     """
 
-    fused_scores = FUSED_SCORES
     _decoder: GpuDecode
     _decode_address: Tensor
     _lengths: Tensor
@@ -67,7 +67,9 @@ class TritonKernels:
         card: Card | None = None,
     ) -> None:
         self._card = card or Card.of(pool.device)
-        self._pool, self._dtype = address(pool, self._card), pool.dtype
+        self._stored, self._pool, self._dtype = pool, address(pool, self._card), pool.dtype
+        self._latent = pool.shape[2] == 1
+        self.fused_scores = NOTHING_FUSED if self._latent else FUSED_SCORES
         self._group, self._policy, self._width, self._fixed = group, policy, 0, schedule
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
@@ -80,8 +82,8 @@ class TritonKernels:
         self._padded: dict[Hashable, RowBuffers] = {}
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
-            gathered.serves(pool, self._card),
-            dense.serves(pool, self._card),
+            not self._latent and gathered.serves(pool, self._card),
+            not self._latent and dense.serves(pool, self._card),
         )
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
@@ -209,7 +211,7 @@ class TritonKernels:
         advance(self._lengths[:-1].view(self._shape), slots, growth)
 
     def _load_rows(self, prefill: PrefillRows) -> None:
-        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
+        entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
         self._runs = dense.runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
@@ -239,8 +241,10 @@ class TritonKernels:
 
     def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
         """See `PoolKernels`. A row that another kernel computes, or in parts, is not padded."""
+        if self._latent:
+            return False
         self._scale(row.address.shape[0], row.address.shape[2])
-        entry_bytes = 2 * self._pool.shape[-1] * self._pool.dtype.itemsize
+        entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
         cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)
         copied, entries = (
             sum(int(part.total.max()) for part in cells.gathered),
@@ -324,6 +328,7 @@ class TritonKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         rows, address, spans = self._rows, self._address[layer], self._spans
@@ -341,6 +346,9 @@ class TritonKernels:
                 longest=rows.longest,
                 scales=self._scales,
             )
+        if expand is not None:
+            self._attend_latents(layer, q, k, out, expand, scaling)
+            return
         plain = window is None and softcap is None and sinks is None
         for run in self._runs if plain else ():
             dense.attend(q, k, v, out, run, scaling=scaling)
@@ -366,6 +374,22 @@ class TritonKernels:
                 scales=self._scales,
                 out=out,
                 card=self._card,
+            )
+
+    def _attend_latents(
+        self, layer: int, q: Tensor, k: Tensor, out: Tensor, expand: Expansion, scaling: float
+    ) -> None:
+        asking = self._rows.asking
+        for row in range(asking.start, asking.stop):
+            begin, end, first, last, _ = self._rows.spans[row].tolist()
+            out[begin:end] = latents.prefill(
+                q[begin:end],
+                k[first:last, 0],
+                self._stored,
+                self._tables,
+                self._rows.address[layer, row, 0].tolist(),
+                expand=expand,
+                scaling=scaling,
             )
 
     def _attend_gathered(

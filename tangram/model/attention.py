@@ -2,7 +2,7 @@
 
 Transformers passes the step through as the keyword argument `tangram`, so there is no global state.
 Queries, keys and values arrive as [1, heads, T, D] for the flattened batch: DECODE rows first, one
-token each, then SEAL and TAIL rows.
+token each, then SEAL and TAIL rows. Layers with latents pass these instead (`latent.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import PoolKernels, PrefillRows
 from tangram.kernels.stopwatch import Stopwatch
+from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
 
 IMPLEMENTATION = "tangram"
@@ -27,7 +28,11 @@ class AttentionContext(Protocol):
     """Computes attention for one forward pass."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D]."""
+        """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D].
+
+        In a layer with latents k [T, 1, rank] are these and v [T, 1, rotary] their rotary keys, and
+        the output is [T, Q, V].
+        """
         ...
 
 
@@ -80,18 +85,42 @@ class StepAttention:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        k, v = self._round(k), self._round(v)
-        out, known = torch.empty(q.shape, dtype=q.dtype, device=q.device), _translate(options)
-        self.kernels.decode(layer, q, k, v, out, **known)
+        layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
+        out, known = output_like(module, q), _translate(options)
+        if heads is None:
+            k, v = self._round(k), self._round(v)
+            self.kernels.decode(layer, q, k, v, out, **known)
+        else:
+            k, v = join_entries(k, v)
+            k = self._round(k)
+            v = k[..., : v.shape[-1]]
+            self._decode_latents(heads, layer, q[: self.width], k, v, out[: self.width], known)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
         # attend in parallel.
         if self.sealers:
             with self.sealing.timing():
                 for sealer in self.sealers:
-                    self._seal(sealer, layer, q, k, v, options["scaling"])
-        self.kernels.prefill(layer, q, k, v, out, window=self.windows[layer], **known)
+                    self._seal(sealer, layer, heads, q, k, v, options["scaling"])
+        expand = None if heads is None else heads.expand
+        self.kernels.prefill(
+            layer, q, k, v, out, window=self.windows[layer], expand=expand, **known
+        )
         return out
+
+    def _decode_latents(
+        self,
+        heads: LatentHeads,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        known: Mapping[str, Any],
+    ) -> None:
+        if self.width:
+            means = torch.empty((*q.shape[:2], heads.rank), dtype=q.dtype, device=q.device)
+            self.kernels.decode(layer, heads.absorb(q), k, v, means, **known)
+            out.copy_(heads.read_values(means))
 
     def _round(self, entries: Tensor) -> Tensor:
         """Keys or values [T, H, D] of the pass, those of sealed chunks rounded."""
@@ -106,17 +135,19 @@ class StepAttention:
         self,
         sealer: ChunkSealer | GroupSealer,
         layer: int,
+        heads: LatentHeads | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scaling: float,
     ) -> None:
-        begin, end = (
-            self.prefill.spans[sealer.rows.start, 0],
-            self.prefill.spans[sealer.rows.stop - 1, 1],
+        own = slice(
+            int(self.prefill.spans[sealer.rows.start, 0]),
+            int(self.prefill.spans[sealer.rows.stop - 1, 1]),
         )
-        hidden = None if self.hidden is None else self.hidden[begin:end]
-        sealer.take(layer, q[begin:end], k[begin:end], v[begin:end], scaling=scaling, hidden=hidden)
+        hidden = None if self.hidden is None else self.hidden[own]
+        asked = q[own] if heads is None else heads.absorb(q[own])
+        sealer.take(layer, asked, k[own], v[own], scaling=scaling, hidden=hidden)
 
 
 @dataclass
@@ -134,17 +165,26 @@ class RepeatAttention:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the repetition; see `AttentionContext`."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
+        if heads is not None:
+            k, v = join_entries(k, v)
         keys, values = (
             torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True)
         )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out, expand = output_like(module, q), None if heads is None else heads.expand
         self.kernels.prefill(
-            layer, q, keys, values, out, window=self.windows[layer], **_translate(options)
+            layer,
+            q,
+            keys,
+            values,
+            out,
+            window=self.windows[layer],
+            expand=expand,
+            **_translate(options),
         )
         if layer in self.sealer.pending:
             with self.sealing.timing():
-                self.sealer.reconstruct(layer, q, k)
+                self.sealer.reconstruct(layer, q if heads is None else heads.absorb(q), k)
         return out
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 # Transformers' names of the linear maps that read the same tensor.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
 
 
 class _JoinedMaps(nn.Module):

@@ -28,6 +28,7 @@ from tangram.foreign_files import expand_home
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
+from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
@@ -167,9 +168,11 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """
     refuse_unsupported(model.config)
     model.train(False).requires_grad_(False)
+    pass_latents(model, IMPLEMENTATION)
     geometry = probe_geometry(model)
     for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+        own = hasattr(module, "k_proj") or latent_heads(module) is not None
+        if hasattr(module, "layer_idx") and own:
             module.register_forward_pre_hook(keep_hidden, with_kwargs=True)
     return LoadedModel(
         name=name,

@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tangram.errors import ModelError
+from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
 from tangram.types import Geometry
 
 _COUNTS = (
@@ -49,7 +50,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
                 "'linear' in config.json"
             )
     for field, why in (
-        ("kv_lora_rank", "multi-head latent attention keeps no per-head keys"),
+        ("index_topk", "sparse attention reads the entries that an index chooses, not all of them"),
         ("attention_chunk_size", "chunked attention is not full or sliding attention"),
         (
             "num_kv_shared_layers",
@@ -75,6 +76,7 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[torch.Size, torch.Size, torch.Size, int | None]] = {}
         self.problems: list[str] = []
+        self.value_dim: int | None = None
 
     def attend(
         self,
@@ -89,8 +91,32 @@ class _Probe:
             self.problems.append(f"layer {layer} calls attention more than once")
         if not getattr(module, "is_causal", True):
             self.problems.append(f"layer {layer} is not causal")
+        heads = latent_heads(module)
+        out = output_like(module, q).zero_()
+        if heads is not None:
+            self.value_dim = heads.rank
+            k, v = join_entries(k, v)
+            self._check_latents(layer, heads, q, k, options)
+            q, v = heads.absorb(q), k
         self.layers[layer] = (q.shape, k.shape, v.shape, options.get("sliding_window"))
-        return q
+        return out
+
+    def _check_latents(
+        self, layer: int, heads: LatentHeads, q: torch.Tensor, k: torch.Tensor, options: Any
+    ) -> None:
+        """Note what decode would compute wrongly: it absorbs the expansion of any latents."""
+        for name in ("sliding_window", "softcap", "s_aux"):
+            if options.get(name) is not None:
+                self.problems.append(f"layer {layer} has latents and {name}")
+        random = torch.Generator(q.device).manual_seed(0)
+        q, k = (torch.randn(x.shape, generator=random, device=q.device).to(q) for x in (q, k))
+        keys, values = heads.expand(k[:, 0])
+        expanded = torch.einsum("tqd,qnd->tqn", q, keys), values.transpose(0, 1)
+        latents = k[:, 0].expand(q.shape[1], -1, -1).transpose(0, 1)
+        absorbed = heads.absorb(q) @ k[:, 0].T, heads.read_values(latents[..., : heads.rank])
+        for ours, theirs in zip(absorbed, expanded, strict=True):
+            if (ours - theirs).abs().max() > 0.05 * theirs.abs().max():
+                self.problems.append(f"layer {layer} expands latents by more than a matrix")
 
 
 def probe_geometry(model: PreTrainedModel) -> Geometry:
@@ -133,4 +159,5 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
         vocab_size=int(config.vocab_size),
         max_positions=int(config.max_position_embeddings),
         windows=tuple(probe.layers[layer][3] for layer in range(layers)),
+        value_dim=probe.value_dim,
     )

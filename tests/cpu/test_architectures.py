@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -25,7 +28,7 @@ from tangram.errors import ModelError
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import GREEDY, profile_file, run, small_engine
+from tests.support import GREEDY, LATENT, profile_file, run, small_engine
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -40,6 +43,8 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+MLA = {name: value for name, value in BASE.items() if name != "head_dim"} | LATENT
+MLA |= {"num_key_value_heads": 6}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**BASE),
@@ -65,6 +70,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt_oss": GptOssConfig(
         **BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
     ),
+    "deepseek_v2": DeepseekV2Config(**(MLA | {"q_lora_rank": None})),
+    "deepseek_v3": DeepseekV3Config(**MLA),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**MLA),
 }
 PROMPTS = [[5, 9, 17, 3], list(range(3, 93)), [(7 * i) % 90 + 3 for i in range(150)]]
 
@@ -144,7 +152,7 @@ def test_joined_projections_and_steps_launched_ahead_change_nothing(
             ),
             "dynamic",
         ),
-        (LlamaConfig(**BASE, kv_lora_rank=16), "kv_lora_rank"),
+        (LlamaConfig(**BASE, index_topk=16), "index_topk"),
         (Qwen3Config(**BASE, attention_chunk_size=64), "attention_chunk_size"),
     ],
 )

@@ -243,3 +243,10 @@ def test_a_gpu_drafts_no_more_than_a_task_verifies(
     assert (f"lowered from {drafts.num_speculative_tokens} to {most}" in caplog.text) == (
         lowered != drafts
     )
+
+
+def test_a_gpu_that_could_verify_no_draft_says_so() -> None:
+    """All 128 query heads of DeepSeek-V3 are those of one KV head."""
+    config = EngineConfig(speculative_config={"method": "suffix"})
+    with pytest.raises(ConfigError, match="one token has 128: leave speculative_config out"):
+        limit_drafts(config, 128)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numba
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tangram.errors import IntegrityError
-from tangram.kernels import cpu, reference
+from tangram.kernels import cpu, cpu_tasks, reference
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -45,6 +46,7 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
         layer,
         scaling=SCALING,
         counts=batch.counts,
+        value_dim=batch.v.shape[2],
         **options,  # type: ignore[arg-type]
     )
 
@@ -105,6 +107,20 @@ def test_a_draft_sees_the_entries_up_to_its_own(
 
 
 @pytest.mark.parametrize("run", [run_reference, run_compiled])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 2)])
+def test_the_values_of_latents_are_the_first_elements_of_their_keys(
+    run, counts: tuple[int, ...]
+) -> None:  # type: ignore[no-untyped-def]
+    batch = make_batch(3, 1, 6, 72, counts=counts, seed=len(counts), value_dim=64)
+    for plan in plans(batch.rows):
+        for layer in (0, 1):
+            out = run(batch.copy(), plan, layer)
+            expected = dense_decode(batch, layer, softcap=None, sinks=None)
+            assert out.shape[2] == 64
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_compiled])
 def test_a_plan_serves_rows_whose_drafts_were_refused(run) -> None:  # type: ignore[no-untyped-def]
     """A plan with fixed ranges, made when the rows were longer."""
     batch = make_batch(3, 2, 2, 16, longest=200, counts=(4, 1, 3), seed=5)
@@ -114,8 +130,11 @@ def test_a_plan_serves_rows_whose_drafts_were_refused(run) -> None:  # type: ign
     torch.testing.assert_close(run(batch.copy(), plan, 0), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "pool_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_the_compiled_kernel_equals_the_specification(seed: int) -> None:
+def test_the_compiled_kernel_equals_the_specification(seed: int, pool_dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
     h, g, d = (int(rng.choice(options)) for options in ([1, 2, 3], [1, 3, 4], [16, 64, 80]))
     longest = int(rng.choice([2, 40, 600]))
@@ -128,6 +147,7 @@ def test_the_compiled_kernel_equals_the_specification(seed: int) -> None:
         longest=longest,
         seed=seed,
     )
+    batch.pool = batch.pool.to(pool_dtype)
     for plan in plans(batch.rows):
         for layer in (0, 1):
             ours, theirs = batch.copy(), batch.copy()
@@ -137,7 +157,7 @@ def test_the_compiled_kernel_equals_the_specification(seed: int) -> None:
                 run_reference(theirs, plan, layer, **options),
             )
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-            assert torch.equal(ours.pool.nan_to_num(7.0), theirs.pool.nan_to_num(7.0))
+            assert torch.equal(*(one.pool.float().nan_to_num(7.0) for one in (ours, theirs)))
 
 
 def test_a_plan_made_before_growth_serves_longer_rows() -> None:
@@ -194,10 +214,27 @@ def test_two_threads_give_the_same_bits_every_time() -> None:
 def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     batch = make_batch(2, 2, 3, 64, dtype=dtype)
     out = run_compiled(batch.copy(), plan_aot(batch.rows, 8), 0)
-    assert out.dtype == dtype
+    assert out.dtype == dtype and cpu.runs_compiled(batch.pool) == (dtype is torch.bfloat16)
     torch.testing.assert_close(
         out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2
     )
+
+
+def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it() -> None:
+    """Subnormal numbers and NaN too."""
+    for bits, dtype, codes in (
+        (torch.uint8, torch.float8_e4m3fn, 1 << 8),
+        (torch.uint16, torch.bfloat16, 1 << 16),
+    ):
+        block = torch.arange(codes, dtype=torch.int32).to(bits).view(-1, 16)
+        wide = np.empty(block.shape, np.float32)
+        found = read_all(block.numpy(), wide)
+        np.testing.assert_array_equal(found, block.view(dtype).float().numpy())
+
+
+@numba.njit
+def read_all(block, wide):  # type: ignore[no-untyped-def]
+    return cpu_tasks.widen(block, 0, len(block), wide)
 
 
 def prefill(

@@ -14,7 +14,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.cpu.test_purity import TINY, World
+from tests.cpu.test_purity import TINY, TINY_LATENT, World
 from tests.support import drain, run, sealed_state
 
 C = 32
@@ -35,7 +35,7 @@ SLIDING = Gemma3TextConfig(
     query_pre_attn_scalar=16,
     tie_word_embeddings=False,
 )
-MODELS = {"llama": TINY, "sliding windows": SLIDING}
+MODELS = {"llama": TINY, "sliding windows": SLIDING, "latents": TINY_LATENT}
 ANSWER = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 HISTORIES = [tuple(3 + (i * i * k + i) % 9 for i in range(3 * C + 9 + k)) for k in range(1, 5)]
 

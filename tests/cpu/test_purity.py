@@ -13,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import SCORERS
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import profile_file, run, sealed_state, small_engine
+from tests.support import LATENT, profile_file, run, sealed_state, small_engine
 
 TINY = LlamaConfig(
     vocab_size=96,
@@ -30,6 +30,19 @@ TINY = LlamaConfig(
     num_attention_heads=6,
     num_key_value_heads=3,
     head_dim=16,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+TINY_LATENT = DeepseekV3Config(
+    **LATENT,
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
     max_position_embeddings=512,
     bos_token_id=1,
     eos_token_id=2,
@@ -76,11 +89,13 @@ class World:
         return run(engine, [prompt], ANSWER)[0], sealed_state(engine)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[TINY, TINY_LATENT], ids=["heads", "latents"])
 def world(
-    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
+    return World(adopt_tiny(request.param), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
 tokens = st.integers(3, 12)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, LlamaConfig, PretrainedConfig
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,7 +31,7 @@ from tangram.kernels.triton_kernels import TritonKernels
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS
-from tests.support import profile_file, small_engine, tiny_model
+from tests.support import LATENT, profile_file, small_engine, tiny_model
 
 CHUNK = 64
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
@@ -44,6 +44,10 @@ FAMILIES: dict[str, Any] = {
     "windows and softcap": (
         Gemma2Config,
         {**SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    ),
+    "latents": (
+        DeepseekV3Config,
+        LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
     ),
 }
 
@@ -61,21 +65,24 @@ class Variant:
     drafts: int = 0
 
     def config(self) -> PretrainedConfig:
+        """Two groups of query heads; those of latents are one."""
         made, own = FAMILIES[self.family]
-        return made(
-            vocab_size=96,
-            hidden_size=16 * self.group,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_key_value_heads=2,
-            num_attention_heads=2 * self.group,
-            head_dim=self.head_dim,
-            max_position_embeddings=512,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            **own,
-        )
+        latent = self.family == "latents"
+        heads = self.group if latent else 2 * self.group
+        fields: dict[str, Any] = {
+            "vocab_size": 96,
+            "hidden_size": 16 * self.group,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": heads if latent else 2,
+            "num_attention_heads": heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        return made(**(fields | own))
 
 
 # Of each card one, together every family, and shapes that come near its limits.
@@ -87,6 +94,12 @@ SHORT = {
     100: Variant(64, group=7),
     120: Variant(128, "float16", group=3, drafts=3),
 }
+# Heads of GLM-4.7-Flash, DeepSeek-V2-Lite and DeepSeek-V3.
+LATENTS = [
+    Variant(576, family="latents", fp8=fp8, group=group)
+    for group in (20, 16, 128)
+    for fp8 in (False, True)
+]
 LONG = [
     *(
         Variant(dim, dtype, fp8, group)
@@ -104,6 +117,8 @@ LONG = [
     *(Variant(dim, "float32", fp8) for dim in (64, 128) for fp8 in (False, True)),
     *(Variant(dim, fp8=fp8, drafts=7) for dim in (64, 128, 256) for fp8 in (False, True)),
     Variant(64, group=8, family="windows and sinks", drafts=15),
+    *LATENTS,
+    Variant(576, family="latents", group=16, drafts=3),
 ]
 
 

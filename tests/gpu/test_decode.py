@@ -67,7 +67,8 @@ def run(
     )
     decoder.load(plan, planned_at)
     options["first_tokens"] = first
-    return decoder.attend(layer, q, tables, lengths, scaling=SCALING, **options).cpu()  # type: ignore[arg-type]
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=device)
+    return decoder.attend(layer, q, tables, lengths, scaling=SCALING, out=out, **options).cpu()  # type: ignore[arg-type]
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -111,6 +112,32 @@ def test_a_draft_sees_the_entries_up_to_its_own(
     for layer in (0, 1):
         out = run(batch, plan, layer, device, sinks=batch.sinks.to(device))
         assert_close(out, dense_decode(batch, layer, softcap=None, sinks=batch.sinks))
+
+
+@pytest.mark.parametrize(
+    ("planner", "group", "counts", "merge"),
+    interpreter_few(
+        [
+            (name, group, counts, merge)
+            for name in PLANNERS
+            for group, counts in ((6, (1, 1, 1)), (6, (1, 5, 9)), (128, (1, 1, 1)), (20, (2, 2, 2)))
+            for merge in MERGES
+        ],
+        ("aot", 6, (1, 5, 9), "kernel"),
+        ("work queue", 128, (1, 1, 1), "tails"),
+        ("work queue", 6, (1, 1, 1), "atomic"),
+        ("plain", 20, (2, 2, 2), "tails"),
+    ),
+)
+def test_the_values_of_latents_are_the_first_elements_of_their_keys(
+    planner: str, group: int, counts: tuple[int, ...], merge: str, device: torch.device
+) -> None:
+    """128 query heads are more than one program has room for."""
+    batch = make_batch(3, 1, group, 72, longest=200, counts=counts, value_dim=64)
+    plan = PLANNERS[planner](batch)
+    for layer in (0, 1):
+        out = run(batch, plan, layer, device, options=options(merge))
+        assert_close(out, dense_decode(batch, layer, softcap=None, sinks=None))
 
 
 @pytest.mark.parametrize("merge", ["tails", "kernel"])

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
@@ -32,7 +39,7 @@ from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tests.interpreter import interpreter_few
-from tests.support import drain, profile_file, small_engine, tiny_model
+from tests.support import LATENT, drain, profile_file, small_engine, tiny_model
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -119,6 +126,11 @@ def log_probabilities(events: list[Event]) -> Tensor:
     )
 
 
+LATENTS = DeepseekV3Config(
+    **LATENT,
+    **{name: value for name, value in BASE.items() if name != "head_dim"}
+    | {"num_key_value_heads": 4},
+)
 CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
     "llama": (LLAMA, "keydiff", 0.5),
     "llama, uncompressed": (LLAMA, "keydiff", 1.0),
@@ -132,6 +144,8 @@ CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
     ),
     "gemma 2, softcap": (GEMMA_2, "keydiff", 0.5),
     "gemma 3": (GEMMA_3, "keydiff", 0.5),
+    "latents": (LATENTS, "keydiff", 0.5),
+    "latents, uncompressed": (LATENTS, "keydiff", 1.0),
 }
 
 
@@ -183,6 +197,7 @@ def in_step(
         "llama, another scorer",
         "gpt-oss, windows in a second pass",
         "gemma 2, softcap",
+        "latents",
     ),
 )
 def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
@@ -271,9 +286,16 @@ def test_rows_that_share_a_prefix_read_it_together(
 @pytest.mark.parametrize(
     "case",
     interpreter_few(
-        ["llama", "llama, uncompressed", "llama, second pass", "gpt-oss, windows and sinks"],
+        [
+            "llama",
+            "llama, uncompressed",
+            "llama, second pass",
+            "gpt-oss, windows and sinks",
+            "latents",
+        ],
         "llama, second pass",
         "gpt-oss, windows and sinks",
+        "latents",
     ),
 )
 def test_an_fp8_cache_holds_what_the_specification_holds(

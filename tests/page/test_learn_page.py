@@ -165,7 +165,9 @@ def test_what_it_costs(page: Any) -> None:
     choose(widget, "Cache elements", "4-bit")
     assert figure(widget, "A token") == f"{2 * size.bytes_per_token:,} bytes"
     choose(widget, "Model", "kimi-k2")
-    assert figure(widget, "A page") == "MLA is not paged"
+    latent = kv_size("kimi-k2", 32_768, retention=0.25)
+    assert figure(widget, "A page") == f"{latent.page_bytes / 4 / 1024} KiB"  # of 4 bits, not 16
+    assert figure(widget, "Pages") == f"{latent.pages:,}"
 
 
 def read_parameters(model: str) -> int:

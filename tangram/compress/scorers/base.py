@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
 from tangram.errors import ConfigError, IntegrityError
+from tangram.types import Geometry
 
 Value = TypeVar("Value")
 
@@ -36,8 +37,10 @@ class ChunkView:
     """One full chunk in one layer, as a scorer sees it.
 
     All tensors lie on one device, in the model's dtype. `queries` [Q, C, D] and `keys` [H, C, D]
-    are post-RoPE; `values` is [H, C, D]. `start` is the position of the chunk's first token in the
-    sequence, a multiple of C; `layer` counts all layers. The model multiplies q·k with `scaling`.
+    are post-RoPE; `values` is [H, C, V]. V is D, and less where entries are latents: these are the
+    keys, their first elements the values, and queries are those of latents. `start` is the position
+    of the chunk's first token in the sequence, a multiple of C; `layer` counts all layers. The
+    model multiplies q·k with `scaling`.
 
     `rotary`, present when the scorer needs "rotary", maps positions, int64 [n], to (cos, sin), each
     [n, D_rot], in the half-rotation convention: dimension i rotates with i + D_rot/2. D_rot may be
@@ -84,6 +87,8 @@ class Scorer(ABC):
     # Whether a token's score depends on its own activations alone, not on its position or on other
     # tokens: then the tokens of several chunks can be scored as if they were one.
     by_token: ClassVar[bool] = False
+    # What the method reads of each head that latents do not have; None if it serves them.
+    reads_of_heads: ClassVar[str | None] = None
 
     @property
     def fewest_tokens(self) -> int:
@@ -96,6 +101,16 @@ class Scorer(ABC):
             raise ConfigError(
                 f"chunk_tokens is {chunk_tokens}, scorer {self.name} needs at least "
                 f"{self.fewest_tokens}: raise chunk_tokens or choose another scorer"
+            )
+
+    @classmethod
+    def check_geometry(cls, geometry: Geometry) -> None:
+        """Raise `ConfigError` if the model has latent attention and this method cannot serve it."""
+        if geometry.value_dim is not None and cls.reads_of_heads is not None:
+            raise ConfigError(
+                f"scorer is {cls.name!r}, which reads {cls.reads_of_heads}; the model has latent "
+                f"attention, where all heads of a layer share entries of {geometry.head_dim} "
+                "elements: choose another scorer, such as keydiff"
             )
 
     @property

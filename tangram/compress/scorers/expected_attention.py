@@ -28,6 +28,7 @@ class ExpectedAttention(Scorer):
 
     name: ClassVar[str] = "expected_attention"
     needs: ClassVar[frozenset[str]] = frozenset({"rotary"})
+    reads_of_heads: ClassVar[str | None] = "the values of each head and queries before rotation"
     future_tokens: int = 512
     sinks: int = 4
     epsilon: float = 1e-2

@@ -63,8 +63,7 @@ function Cost({ models: { models, listed }, cards: { cards } }) {
   const [weight, setWeight] = useState(2);
   const model = models.find((one) => one.name === name);
   const shape = shapeOf(model, kind);
-  const kept = model.latent ? 1 : retention;
-  const size = kvSize(shape, { ...PAGES, context_tokens: tokens, dtype, retention: kept });
+  const size = kvSize(shape, { ...PAGES, context_tokens: tokens, dtype, retention });
   const rows = cards.map((card) => {
     const found = fit(size, model.parameters * weight, card.memory_gib * STEPS_SHARE);
     const fits = found.cache_gib > 0;
@@ -94,17 +93,12 @@ function Cost({ models: { models, listed }, cards: { cards } }) {
       format=${count}
     />
     <${RetentionSlider} value=${retention} onChange=${setRetention} />
-    ${
-      model.latent &&
-      retention < 1 &&
-      html`<p>MLA shares one vector among all heads, so ρ stays 1.</p>`
-    }
     <${Figures}
       rows=${[
         ["A token", `${count(size.bytes_per_token)} bytes`],
         ["Nothing dropped", gib(size.uncompressed_bytes)],
-        [`At ρ ${kept.toFixed(2)}, at most`, gib(size.compressed_bytes)],
-        ["A page", size.page_bytes === null ? "MLA is not paged" : bytes(size.page_bytes)],
+        [`At ρ ${retention.toFixed(2)}, at most`, gib(size.compressed_bytes)],
+        ["A page", bytes(size.page_bytes)],
         ["Pages", count(size.pages)],
       ]}
     />

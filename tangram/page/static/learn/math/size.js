@@ -4,8 +4,10 @@ const GIB = 2 ** 30;
 /** Bytes of an element. The engine has no 4-bit cache; a size is all that is given for it. */
 export const ELEMENT_BYTES = { fp32: 4, bf16: 2, fp16: 2, fp8: 1, "4-bit": 0.5 };
 
-/** Elements that one layer stores for a token; MLA stores one vector for all heads. */
-export const layerElements = (shape) => (shape.latent ? 1 : 2) * shape.kv_heads * shape.head_dim;
+/** Vectors of an entry: a key and a value; MLA stores one that is both, for all query heads. */
+const entryVectors = (shape) => (shape.latent ? 1 : 2);
+/** Elements that one layer stores for a token. */
+export const layerElements = (shape) => entryVectors(shape) * shape.kv_heads * shape.head_dim;
 
 const fullLayers = (shape) => shape.windows.filter((window) => window === null).length;
 const windowTokens = (shape, tokens) =>
@@ -13,7 +15,7 @@ const windowTokens = (shape, tokens) =>
 
 /**
  * The KV cache of one sequence, as `KVSize` computes it.
- * `shape`: kv_heads, head_dim, latent, windows. Pages are null for MLA.
+ * `shape`: kv_heads, head_dim, latent, windows.
  */
 export function kvSize(shape, options) {
   const { context_tokens: tokens, dtype, retention, chunk_tokens: chunk } = options;
@@ -23,21 +25,23 @@ export function kvSize(shape, options) {
   const sealed = chunks * chunk * fullLayers(shape) * each;
   const raw = tail * fullLayers(shape) + windowTokens(shape, tokens);
   const kept = Math.floor(retention * sealed) + raw * each;
-  const layout = shape.latent ? null : layoutOf(shape, options);
+  const layout = layoutOf(shape, options);
   return {
     context_tokens: tokens,
     bytes_per_token: shape.windows.length * layerBytes,
     uncompressed_bytes: (fullLayers(shape) * tokens + windowTokens(shape, tokens)) * layerBytes,
     compressed_bytes: kept * ELEMENT_BYTES[dtype],
     fp8_bytes: kept,
-    page_bytes: layout && pageBytes(shape, options),
-    pages: layout && countHeldPages(layout, chunks, tail),
-    most_pages: layout && mostPages(layout, tokens),
+    page_bytes: pageBytes(shape, options),
+    pages: countHeldPages(layout, chunks, tail),
+    most_pages: mostPages(layout, tokens),
   };
 }
 
-const pageBytes = (shape, options) =>
-  options.heads_per_page * 2 * options.page_tokens * shape.head_dim * ELEMENT_BYTES[options.dtype];
+function pageBytes(shape, options) {
+  const entries = options.heads_per_page * options.page_tokens;
+  return entries * entryVectors(shape) * shape.head_dim * ELEMENT_BYTES[options.dtype];
+}
 
 /** The page counts of a layout that keeps ρ in total. */
 export function layoutOf(shape, options) {
@@ -78,10 +82,6 @@ export function fit(size, weightBytes, memoryGib) {
   const cacheGib = memoryGib - weightBytes / GIB;
   const bytes = Math.floor(cacheGib * GIB);
   const sequences =
-    cacheGib <= 0
-      ? 0
-      : size.page_bytes === null
-        ? Math.floor(bytes / size.uncompressed_bytes)
-        : Math.floor(Math.floor(bytes / size.page_bytes) / size.most_pages);
+    cacheGib <= 0 ? 0 : Math.floor(Math.floor(bytes / size.page_bytes) / size.most_pages);
   return { cache_gib: cacheGib, sequences, tokens: sequences * size.context_tokens };
 }

@@ -1,0 +1,39 @@
+"""A model and its KV cache in bfloat16 on a CPU: the purity law holds there, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tangram.kernels import cpu
+from tangram.types import SamplingParams
+from tests.cpu.test_purity import TINY, World
+from tests.support import run, sealed_state, tiny_model
+
+CHUNK = 32
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def world(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> World:
+    loaded = tiny_model(TINY, tokenizer, dtype=torch.bfloat16)
+    return World(loaded, tmp_path_factory.mktemp("profiles"), "keydiff", CHUNK)
+
+
+def test_sealed_pages_do_not_depend_on_what_else_runs(world: World) -> None:
+    """Prompts that share a chunk, at once and one after the other; some chunks decode completes."""
+    shared = [3 + (i * 5) % 9 for i in range(CHUNK + 9)]
+    prompts = [(*shared, *(3 + (i * k) % 11 for i in range(40))) for k in range(1, 5)]
+    together = world.engine()
+    assert cpu.runs_compiled(together._runner.pool)
+    answers = run(together, prompts, LONG)
+    found = sealed_state(together)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = world.engine()
+        run(alone, [(*prompt, *answer)], ONE)
+        expected = sealed_state(alone)
+        assert len(expected.keys() & found.keys()) >= 3
+        for key in expected.keys() & found.keys():
+            assert torch.equal(found[key], expected[key])
