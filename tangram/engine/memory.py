@@ -51,7 +51,8 @@ def host_page_bytes(config: EngineConfig, loaded: LoadedModel, layout: Layout) -
     form = host_form(config)
     if form is None:
         return layout.page_bytes(cache_dtype(config, loaded).itemsize)
-    return form.page_bytes(2 * layout.page_slots, layout.geometry.head_dim)
+    geometry = layout.geometry
+    return form.page_bytes(geometry.entry_vectors * layout.page_slots, geometry.head_dim)
 
 
 def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:

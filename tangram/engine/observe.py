@@ -112,6 +112,8 @@ def chunk_source(
 
 def _take_chunk(magnitudes: Magnitudes, pool: Tensor, row: Row, cache: CacheManager) -> None:
     """Give `magnitudes` what `row` stored of a chunk, where a page is one head's chunk."""
+    if pool.shape[2] == 1:
+        return  # an entry of latents has one part, with a scale of 1
     layout = row.retention.layout
     span = cache.tables[row.slot, layout.span_entries(row.start // layout.chunk_tokens)]
     magnitudes.take(pool[torch.from_numpy(span[layout.head_group])][:, :, 0])

@@ -19,7 +19,7 @@ from tangram.kernels.transfer import upload
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
-_PACKING = 8
+_PACKING = 8  # bytes that torch takes for packing, for each byte of the pages
 # Programs: all of the device for a moment, or few while a forward pass runs.
 _GATHERING, _TRAVELLING = (2048, 32)
 _log = logging.getLogger("tangram")
@@ -38,7 +38,6 @@ class GpuHostMemory:
     def __init__(self, pool: Tensor, pages: int, form: HostForm | None = None) -> None:
         size, self._device, self._form = page_words(pool, form), pool.device, form
         self._pool, self._host = words(pool) if form is None else pool, _pin(pages, size)
-        # Packing takes several times the bytes of the pages that it packs.
         most = STAGING_BYTES // _PARTS // (1 if form is None else _PACKING)
         self._room = max(1, most // (4 * page_words(pool)))
         self._staging = torch.empty(_PARTS, self._room, size, dtype=torch.int32, device=pool.device)

@@ -116,7 +116,7 @@ class Int4Form:
         begin, end = torch.split(ends.float(), 1, -1)
         a_code = torch.where(end > begin, _MOST / (end - begin), 0.0)
         codes = ((wide - begin) * a_code).round().clamp(0, _MOST)
-        # The ends were rounded, too; who was at one is there.
+        # A number at an end stays there, though the end has been rounded.
         codes = torch.where(wide == high, _MOST, codes)
         return ends, torch.where(wide == low, 0.0, codes)
 
