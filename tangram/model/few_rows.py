@@ -29,10 +29,10 @@ class FewRowsLinear(nn.Module):
             return nn.functional.linear(x, self.weight, self.bias)
         if count == 1:
             rows = torch.cat([rows, rows])  # a product of one row is the slow one
-        product = torch.mm(self.weight, rows.t())[:, :count].t()
+        product = torch.mm(self.weight, rows.t())[:, :count].t().contiguous()
         if self.bias is not None:
-            product = product + self.bias
-        return product.reshape(*x.shape[:-1], -1)
+            product += self.bias
+        return product.unflatten(0, x.shape[:-1])
 
 
 def multiply_few_rows_fast(model: nn.Module, chunk_tokens: int) -> None:

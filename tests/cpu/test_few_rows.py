@@ -16,7 +16,9 @@ def test_products_are_those_of_the_map(shape: tuple[int, ...], bias: bool) -> No
     source = nn.Linear(24, 40, bias=bias)
     x = torch.randn(shape)
     with torch.no_grad():
-        torch.testing.assert_close(FewRowsLinear(source)(x), source(x), rtol=1e-5, atol=1e-6)
+        product = FewRowsLinear(source)(x)
+        torch.testing.assert_close(product, source(x), rtol=1e-5, atol=1e-6)
+        assert product.is_contiguous(), "as attention expects"
         assert FewRowsLinear(source)(x[:0]).shape == (0, *shape[1:-1], 40)
 
 
