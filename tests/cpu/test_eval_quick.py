@@ -92,6 +92,6 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
 def test_what_it_settles_is_refused_beside_it(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_model", None)
+    monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_configured", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
     assert result.exit_code == 2 and "but --quick fixes it" in " ".join(result.output.split())

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/cpu/test_kernels.py::test_the_compiled_kernel_equals_the_specification"
-FEW = (0, 4, 5)  # each length and head dim once
+# Each length and head dim once, and each dtype of a pool.
+FEW = ("0-torch.float32", "4-torch.float32", "5-torch.bfloat16", "0-torch.float8_e4m3fn")
 ON_ARM = """
 import platform, sys
 import numba, pytest, torch  # they may ask for themselves
@@ -27,7 +28,7 @@ sys.exit(code)
 @pytest.mark.parametrize(
     ("environment", "tests"),
     [
-        ({"NUMBA_DISABLE_JIT": "1"}, [f"{TESTS}[{seed}]" for seed in FEW]),
+        ({"NUMBA_DISABLE_JIT": "1"}, [f"{TESTS}[{case}]" for case in FEW]),
         pytest.param({"NUMBA_DISABLE_JIT": "1"}, [TESTS], marks=pytest.mark.nightly),
         pytest.param({}, [TESTS], marks=pytest.mark.nightly),
     ],
