@@ -1,8 +1,8 @@
-"""What rounded weights cost in answers, and what they give in memory and speed, on the CPU.
+"""What smaller weights cost in answers, and what they give in memory and speed, on the CPU.
 
-Each form of `--quantization` reads the same passages of real text as the plain weights. The cost is
-the divergence of its probabilities of the next token from theirs, and the share of places where
-both have the same likeliest token. Then engines take turns: prefill of a prompt, and decode behind
+Bfloat16, and each form of `--quantization` beside it, read the same passages of real text as
+float32. The cost is the divergence of the probabilities of the next token from those in float32,
+and the share of places where both have the same likeliest token. Then engines take turns: prefill of a prompt, and decode behind
 another. At ρ 1.0, without the prefix cache.
 """
 
@@ -32,7 +32,7 @@ from tangram.model.load import LoadedModel, load_configured
 from tangram.types import Event, Request, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
-PLAIN = "plain"
+PLAIN = "float32"
 
 
 def next_token_logs(loaded: LoadedModel, passages: list[tuple[int, ...]]) -> list[Tensor]:
@@ -40,7 +40,8 @@ def next_token_logs(loaded: LoadedModel, passages: list[tuple[int, ...]]) -> lis
     loaded.model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         found = [
-            loaded.model(torch.tensor([passage])).logits[0].log_softmax(-1) for passage in passages
+            loaded.model(torch.tensor([passage])).logits[0].float().log_softmax(-1)
+            for passage in passages
         ]
     loaded.model.set_attn_implementation("tangram")
     return found
@@ -92,13 +93,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    forms = [PLAIN, *(form for form in CHOICES["quantization"] if form != "fp8")]
+    forms = {PLAIN: (PLAIN, None), "bfloat16": ("bfloat16", None)}
+    forms |= {form: ("bfloat16", form) for form in CHOICES["quantization"] if form != "fp8"}
     engines, figures = {}, dict[str, dict[str, Any]]()
     expected: list[Tensor] = []
     passages: list[tuple[int, ...]] = []
-    for form in forms:
+    for form, (dtype, quantization) in forms.items():
         config = EngineConfig(
-            quantization=None if form == PLAIN else form,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            quantization=quantization,  # type: ignore[arg-type]
             kv_retention=1.0,
             kv_cache_gib=0.5,
             enable_prefix_caching=False,

@@ -29,7 +29,7 @@ from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.latent import latent_heads, pass_latents
-from tangram.model.place import find_device
+from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.source import check_source, gguf_file, is_gguf
@@ -90,8 +90,8 @@ def load_model(
 ) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
-    `dtype` auto is float32 on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF file's
-    quantised weights. `load_format` dummy reads the config alone and makes random weights; without
+    `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
+    file's quantised weights. `load_format` dummy reads the config alone and makes random weights; without
     a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8). Raises
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
@@ -106,7 +106,7 @@ def load_model(
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
     own = None if is_gguf(name) else config.dtype
-    chosen = _DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else own or torch.bfloat16)
+    chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
     try:
         if load_format == "dummy":
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)

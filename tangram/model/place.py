@@ -39,6 +39,12 @@ def find_device(device: str) -> torch.device:
     return place
 
 
+def cpu_dtype() -> torch.dtype:
+    """The dtype that this CPU serves best: bfloat16 if it has products of it, otherwise float32."""
+    has_products = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_products else torch.float32
+
+
 def _find() -> torch.device:
     if torch.cuda.is_available():
         why = explain_unserved()
