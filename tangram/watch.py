@@ -220,8 +220,8 @@ class KeptPositions:
 class News:
     """What has happened: `step` is done, sequences and links of the prefix cache have changed.
 
-    Changes are in their order. Sequences that a step admits are told of before it runs; then `step` is None. `idle` engines
-    have nothing to do.
+    Changes are in their order. Sequences that a step admits are told of before it runs; then `step`
+    is None. `idle` engines have nothing to do.
     """
 
     step: StepDone | None
