@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 
 import msgspec
 import pytest
+import typer
 import zmq
 
+from tangram.cli import app
 from tangram.errors import ConfigError
 from tangram.kv_events.messages import AllBlocksCleared, BlockRemoved, EventBatch, hash_of
 from tangram.kv_events.publisher import EventPublisher
@@ -111,3 +114,23 @@ def test_an_endpoint_in_use_is_refused_and_the_other_is_free_again() -> None:
         port = taken.endpoint.rpartition(":")[2]
         with pytest.raises(ConfigError, match=r"kv_events_replay is .* in use"):
             EventPublisher(FREE, f"tcp://*:{port}")
+
+
+def serve(*options: str) -> None:
+    command = typer.main.get_command(app)
+    command.main(["serve", "smollm2", "--port", "0", *options], standalone_mode=False)
+
+
+def test_options_of_events_without_events_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    serve("--kv-events-topic", "kv@pod@model")
+    assert "without kv_events: add kv_events" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "tangram.kv_events.publisher")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    serve("--kv-events", FREE)
+    said = capsys.readouterr().err
+    assert "zmq is not installed: pip install 'tangram-serve[kv-events]'" in said
