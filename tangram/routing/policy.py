@@ -2,9 +2,10 @@
 
 The unit of all costs is a chunk: the time in which a replica computes one. A request waits until
 what the replica has taken in before is computed. Then the chunks of its prompt that are not there
-are computed anew. These count more than once, because they also take pages, and time from all that
-come later. So the replica with the longest prefix is *overloaded* for a request when the wait
-there exceeds the wait elsewhere by more than the prefix saves.
+are computed anew. These count more than once, because they also take time from all that come later,
+and twice that where the pool is full, because others are evicted for them. So the replica with the
+longest prefix is *overloaded* for a request when the wait there exceeds the wait elsewhere by more
+than the prefix saves.
 
 A report is always old. The router adds what it has sent since: those requests count as load, and
 their chunks as held, because the replica computes them before any later request.
@@ -14,11 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tangram.routing.digest import PREFIX_BYTES, KeyDigest
+
+# Without reports: of so many recent prompts the first so many keys are counted. Fewer than so many
+# equal ones are no system's prompt.
+_RECENT, _HEAD, _FEW = 1024, 8, 16
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,16 @@ class ReplicaReport:
 class LoadCosts:
     """What a request costs at a replica, in the time of a chunk.
 
-    `anew` is for each chunk of it that is not there. The rest is for what came before: `queued` for
-    a completion without a place, which waits until one ends, `running` for one that decodes, which
-    slows each step. `docs/scale.md` says what was measured.
+    `anew` is for each chunk of it that is not there, twice that if no page is free. The rest is for
+    what came before: `queued` for a completion without a place, which waits until one ends,
+    `running` for one that decodes, which slows each step. For ties a request counts as `answer`
+    chunks, besides those that it computes. `docs/scale.md` says what was measured.
     """
 
-    anew: float = 2.0
+    anew: float = 3.0
     queued: float = 8.0
     running: float = 0.125
+    answer: float = 16.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class _Replica:
     """The last report of a replica, made at `made_s`, and what was sent there.
 
     `coming` counts the keys of chunks that are being computed, or were since the report: those of
-    open requests, and of requests that `ended` since. `work` is the chunks sent in all, for ties.
+    open requests, and of requests that `ended` since. `work` is what was sent in all, for ties.
     """
 
     work: float
@@ -82,14 +89,8 @@ class _Replica:
         self.report, self.made_s = report, made_s
         self.new_requests = self.new_chunks = 0
         for keys in self.ended:
-            self.forget(keys)
+            _discount(self.coming, keys)
         self.ended.clear()
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        self.coming.subtract(keys)
-        for key in keys:
-            if not self.coming[key]:
-                del self.coming[key]
 
     def count_held(self, keys: Sequence[bytes], report: ReplicaReport | None) -> int:
         """`KeyDigest.longest_prefix`, with what is coming."""
@@ -134,6 +135,7 @@ class Router:
         self._costs = LoadCosts() if costs is None else costs
         self._stale_s, self._clock = stale_s, clock
         self._replicas: dict[str, _Replica] = {}
+        self._heads, self._recent = Counter[bytes](), deque[Sequence[bytes]]()
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """The replicas there are now. What is known of others is forgotten."""
@@ -150,9 +152,8 @@ class Router:
     def rank(self, chain: Sequence[bytes]) -> Sequence[Candidate]:
         """All replicas, the best for a prompt of the chunk keys `chain` first.
 
-        A replica without a report is taken to hold nothing, and to have the mean load of the
-        others. If none has one, the first chunk decides (`_rank_by_hash`). Equal costs go to the
-        replica with the largest share of free pages, then to the one that was sent the least.
+        A replica without a report is taken to be empty, and to have the mean load of the others. If none has one, a hash decides (`_rank_by_hash`). Equal costs go to the replica
+        that was sent the least.
         """
         keys = _cut(chain)
         reports = {name: self._fresh(replica) for name, replica in self._replicas.items()}
@@ -164,39 +165,53 @@ class Router:
         if not loads:
             return self._rank_by_hash(keys)
         mean = sum(loads.values()) / len(loads)
-        ranked = list[tuple[float, float, float, str, Candidate]]()
+        ranked = list[tuple[float, float, str, Candidate]]()
         for name, replica in self._replicas.items():
             report = reports[name]
             if report is None:
-                load, used = mean + self._costs.queued * replica.open_requests, 1.0
+                load, used = mean + self._costs.queued * replica.open_requests, 0.0
             else:
                 load, used = loads[name], 1 - report.free_pages / report.total_pages
             held = replica.count_held(keys, report)
-            cost = load + self._costs.anew * (len(keys) + 1 - held)
-            ranked.append((cost, used, replica.work, name, Candidate(name, held, cost)))
-        ranked.sort(key=lambda entry: entry[:4])
+            missing = len(keys) + 1 - held
+            cost = load + self._costs.anew * missing * (1 + used)
+            ranked.append((cost, replica.work, name, Candidate(name, held, cost)))
+        ranked.sort(key=lambda entry: entry[:3])
         return [entry[-1] for entry in ranked]
 
     def _rank_by_hash(self, keys: Sequence[bytes]) -> Sequence[Candidate]:
-        """Replicas by rendezvous hashing of the first chunk's key, those in bounds first.
+        """Replicas by rendezvous hashing of the conversation's first chunk, those in bounds first.
 
         In bounds is a replica with at most 1.25 times the mean of the requests that this router has
-        open, and one more ("Consistent hashing with bounded loads", Mirrokni et al., 2018).
-        Otherwise a beginning that all prompts share would send all of them to one replica. A
-        prompt that fills no chunk goes where the fewest requests are open.
+        open, and one more ("Consistent hashing with bounded loads", Mirrokni et al., 2018). A
+        prompt that has no chunk of its own goes where the fewest requests are open.
         """
-        replicas = self._replicas
+        replicas, key = self._replicas, self._first_own(keys)
         total = sum(replica.open_requests for replica in replicas.values())
         bound = 1 + 1.25 * total / max(1, len(replicas))
 
         def place(name: str) -> tuple[float, float]:
             replica = replicas[name]
-            if not keys:
+            if key is None:
                 return replica.open_requests, replica.work
-            return replica.open_requests > bound, -weigh(name, keys[0])
+            return replica.open_requests > bound, -weigh(name, key)
 
         order = sorted(replicas, key=place)
         return [Candidate(name, 0, 0.0) for name in order]
+
+    def _first_own(self, keys: Sequence[bytes]) -> bytes | None:
+        """The first key that does not begin more of the recent prompts than a replica's share.
+
+        What begins more than that, a system's prompt, must be on several replicas.
+        """
+        share = max(_FEW, len(self._recent) / max(1, len(self._replicas)))
+        return next((key for key in keys[:_HEAD] if self._heads[key] <= share), None)
+
+    def _remember(self, keys: Sequence[bytes]) -> None:
+        if len(self._recent) == _RECENT:
+            _discount(self._heads, self._recent.popleft())
+        self._recent.append(keys[:_HEAD])
+        self._heads.update(keys[:_HEAD])
 
     def begin(self, candidate: Candidate, chain: Sequence[bytes]) -> Placement:
         """The request of `chain` is sent to `candidate`, which is still there."""
@@ -205,8 +220,9 @@ class Router:
         replica.open_requests += 1
         replica.new_requests += 1
         replica.new_chunks += computed
-        replica.work += computed
+        replica.work += computed + self._costs.answer
         replica.coming.update(keys)
+        self._remember(keys)
         return Placement(keys, replica)
 
     def end(self, placement: Placement) -> None:
@@ -217,7 +233,7 @@ class Router:
         replica = placement._replica
         replica.open_requests -= 1
         if self._fresh(replica) is None:
-            replica.forget(placement.keys)
+            _discount(replica.coming, placement.keys)
         else:
             replica.ended.append(placement.keys)
 
@@ -228,6 +244,13 @@ class Router:
 def weigh(replica: str, key: bytes) -> int:
     """The weight of `replica` for `key`: rendezvous hashing takes the replica of the highest."""
     return int.from_bytes(hashlib.sha256(replica.encode() + b"\0" + key).digest()[:8], "big")
+
+
+def _discount(counts: Counter[bytes], keys: Sequence[bytes]) -> None:
+    counts.subtract(keys)
+    for key in keys:
+        if not counts[key]:
+            del counts[key]
 
 
 def _cut(chain: Sequence[bytes]) -> Sequence[bytes]:
