@@ -106,10 +106,10 @@ def _read_sizes(text: str) -> list[int]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="simulated")
+    table = Table(title="a simulated fleet")
+    table.add_column("balancer", no_wrap=True)
     for column in (
         "replicas",
-        "balancer",
         "hits",
         "of ideal",
         "first token, s: p50",
@@ -119,11 +119,11 @@ def _show(rows: list[dict[str, Any]]) -> None:
         "decision, µs: p50",
         "p99",
     ):
-        table.add_column(column, justify="left" if column == "balancer" else "right")
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            str(row["replicas"]),
             row["balancer"],
+            str(row["replicas"]),
             f"{row['hit_share']:.3f}",
             f"{row['of_ideal']:.3f}",
             *(f"{row['ttft_s'][share]:.2f}" for share in ("p50", "p90", "p99")),

@@ -18,12 +18,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeVar
 
 from tangram.routing.digest import PREFIX_BYTES, KeyDigest
 
-# Without reports: of so many recent prompts the first so many keys are counted. Fewer than so many
-# equal ones are no system's prompt.
-_RECENT, _HEAD, _FEW = 1024, 8, 16
+_Key = TypeVar("_Key")
+# Pools are compared by eighths of their pages: nearly equal ones are taken as equal.
+_LEVELS = 8
+# Of so many recent prompts the first so many keys are remembered, and what followed them.
+_RECENT, _HEAD = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class LoadCosts:
     anew: float = 3.0
     queued: float = 8.0
     running: float = 0.125
-    answer: float = 16.0
+    answer: float = 32.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ class Router:
         self._costs = LoadCosts() if costs is None else costs
         self._stale_s, self._clock = stale_s, clock
         self._replicas: dict[str, _Replica] = {}
-        self._heads, self._recent = Counter[bytes](), deque[Sequence[bytes]]()
+        self._recent = deque[Sequence[tuple[bytes, bytes]]]()
+        self._pairs, self._followers = Counter[tuple[bytes, bytes]](), Counter[bytes]()
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """The replicas there are now. What is known of others is forgotten."""
@@ -152,8 +157,9 @@ class Router:
     def rank(self, chain: Sequence[bytes]) -> Sequence[Candidate]:
         """All replicas, the best for a prompt of the chunk keys `chain` first.
 
-        A replica without a report is taken to be empty, and to have the mean load of the others. If none has one, a hash decides (`_rank_by_hash`). Equal costs go to the replica
-        that was sent the least.
+        A replica without a report is taken to be empty, and to have the mean load of the others. If
+        none has one, a hash decides (`_rank_by_hash`). Equal costs go to the replica that was sent
+        the least.
         """
         keys = _cut(chain)
         reports = {name: self._fresh(replica) for name, replica in self._replicas.items()}
@@ -164,16 +170,17 @@ class Router:
         }
         if not loads:
             return self._rank_by_hash(keys)
-        mean = sum(loads.values()) / len(loads)
+        mean, common = sum(loads.values()) / len(loads), self._count_common(keys)
         ranked = list[tuple[float, float, str, Candidate]]()
         for name, replica in self._replicas.items():
             report = reports[name]
             if report is None:
                 load, used = mean + self._costs.queued * replica.open_requests, 0.0
             else:
-                load, used = loads[name], 1 - report.free_pages / report.total_pages
+                load = loads[name]
+                used = round(_LEVELS * (1 - report.free_pages / report.total_pages)) / _LEVELS
             held = replica.count_held(keys, report)
-            missing = len(keys) + 1 - held
+            missing = len(keys) + 1 - max(held, common)
             cost = load + self._costs.anew * missing * (1 + used)
             ranked.append((cost, replica.work, name, Candidate(name, held, cost)))
         ranked.sort(key=lambda entry: entry[:3])
@@ -186,7 +193,8 @@ class Router:
         open, and one more ("Consistent hashing with bounded loads", Mirrokni et al., 2018). A
         prompt that has no chunk of its own goes where the fewest requests are open.
         """
-        replicas, key = self._replicas, self._first_own(keys)
+        replicas, common = self._replicas, self._count_common(keys)
+        key = keys[common] if common < len(keys) else None
         total = sum(replica.open_requests for replica in replicas.values())
         bound = 1 + 1.25 * total / max(1, len(replicas))
 
@@ -199,19 +207,26 @@ class Router:
         order = sorted(replicas, key=place)
         return [Candidate(name, 0, 0.0) for name in order]
 
-    def _first_own(self, keys: Sequence[bytes]) -> bytes | None:
-        """The first key that does not begin more of the recent prompts than a replica's share.
+    def _count_common(self, keys: Sequence[bytes]) -> int:
+        """How many keys at the beginning are those of a system's prompt, or the like.
 
-        What begins more than that, a system's prompt, must be on several replicas.
+        More different chunks followed them lately than an eighth of the replicas. Every replica
+        will hold them soon, so they draw no conversation to one that does.
         """
-        share = max(_FEW, len(self._recent) / max(1, len(self._replicas)))
-        return next((key for key in keys[:_HEAD] if self._heads[key] <= share), None)
+        most = max(2, len(self._replicas) // 8)
+        heads = enumerate(keys[:_HEAD], 1)
+        return max((count for count, key in heads if self._followers[key] > most), default=0)
 
     def _remember(self, keys: Sequence[bytes]) -> None:
-        if len(self._recent) == _RECENT:
-            _discount(self._heads, self._recent.popleft())
-        self._recent.append(keys[:_HEAD])
-        self._heads.update(keys[:_HEAD])
+        pairs = list(pairwise(keys[: _HEAD + 1]))
+        for pair in pairs:
+            self._followers[pair[0]] += pair not in self._pairs
+            self._pairs[pair] += 1
+        self._recent.append(pairs)
+        if len(self._recent) > _RECENT:
+            oldest = self._recent.popleft()
+            _discount(self._pairs, oldest)
+            _discount(self._followers, [pair[0] for pair in oldest if pair not in self._pairs])
 
     def begin(self, candidate: Candidate, chain: Sequence[bytes]) -> Placement:
         """The request of `chain` is sent to `candidate`, which is still there."""
@@ -246,7 +261,7 @@ def weigh(replica: str, key: bytes) -> int:
     return int.from_bytes(hashlib.sha256(replica.encode() + b"\0" + key).digest()[:8], "big")
 
 
-def _discount(counts: Counter[bytes], keys: Sequence[bytes]) -> None:
+def _discount(counts: Counter[_Key], keys: Sequence[_Key]) -> None:
     counts.subtract(keys)
     for key in keys:
         if not counts[key]:

@@ -188,6 +188,27 @@ def test_without_replicas_there_is_no_candidate() -> None:
     assert Router().rank(make_chain("a", 2)) == []
 
 
+def test_a_system_prompt_draws_no_new_conversation_to_the_replica_that_has_it_already() -> None:
+    system = make_chain("the system's prompt", 4)
+    router = router_of(x=report(), y=report(), z=report(), w=report())
+    sent = list[str]()
+    for number in range(40):
+        name, placement = send(router, [*system, *make_chain(str(number), 2)])
+        sent.append(name)
+        router.end(placement)
+        router.take_report(name, report(system))
+    assert max(map(sent.count, "xyzw")) <= 13 and min(map(sent.count, "xyzw")) >= 8
+    # One conversation alone is none: it stays where it is, however long.
+    router, chain = router_of(x=report(), y=report()), make_chain("a", 40)
+    names = set[str]()
+    for turn in range(1, 40):
+        name, placement = send(router, chain[:turn])
+        names.add(name)
+        router.end(placement)
+        router.take_report(name, report(chain[:turn]))
+    assert len(names) == 1
+
+
 # -- without statistics ----------------------------------------------------------------------------
 
 

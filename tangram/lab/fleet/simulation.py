@@ -31,7 +31,7 @@ class Loss:
 
 @dataclass(eq=False)
 class FleetRun:
-    """What one replay has shown. Times are in seconds, `decision_s` in real ones."""
+    """What one replay has shown. Times are simulated, but `decision_s` is that of this CPU."""
 
     balancer: str
     replicas: int
@@ -117,9 +117,9 @@ class Fleet:
         return self.run
 
     def _send(self, visit: Visit) -> None:
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         name = self._balancer.send(visit)
-        self.run.decision_s.append(time.perf_counter() - begin_s)
+        self.run.decision_s.append(time.thread_time() - begin_s)
         self.run.report_ages_s.append(self.now_s - self._reported_s[name])
         self.run.visits.append(visit)
         replica = self._alive[name]
