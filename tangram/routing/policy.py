@@ -24,6 +24,7 @@ from typing import TypeVar
 from tangram.routing.digest import PREFIX_BYTES, KeyDigest
 
 _Key = TypeVar("_Key")
+_NOTHING = KeyDigest()
 # Pools are compared by eighths of their pages: nearly equal ones are taken as equal.
 _LEVELS = 8
 # Of so many recent prompts the first so many keys are remembered, and what followed them.
@@ -95,14 +96,6 @@ class _Replica:
         for keys in self.ended:
             _discount(self.coming, keys)
         self.ended.clear()
-
-    def count_held(self, keys: Sequence[bytes], report: ReplicaReport | None) -> int:
-        """`KeyDigest.longest_prefix`, with what is coming."""
-        prefixes = frozenset[bytes]() if report is None else report.digest.prefixes
-        for count, key in enumerate(keys):
-            if key not in prefixes and key not in self.coming:
-                return count
-        return len(keys)
 
     def load(self, report: ReplicaReport, costs: LoadCosts) -> float:
         """What a request waits for, in chunks."""
@@ -179,7 +172,8 @@ class Router:
             else:
                 load = loads[name]
                 used = round(_LEVELS * (1 - report.free_pages / report.total_pages)) / _LEVELS
-            held = replica.count_held(keys, report)
+            digest = _NOTHING if report is None else report.digest
+            held = digest.longest_prefix(keys, replica.coming)
             missing = len(keys) + 1 - max(held, common)
             cost = load + self._costs.anew * missing * (1 + used)
             ranked.append((cost, replica.work, name, Candidate(name, held, cost)))
