@@ -257,12 +257,7 @@ def main(folder: Path, suffix: str) -> None:
         "font.family": "DejaVu Sans",
         "hatch.linewidth": 0.6,
     }
-    pictures = {
-        "walk": draw_walk,
-        "pages": draw_pages,
-        "drafts": draw_drafts,
-        "fleet": draw_fleet,
-    }
+    pictures = {"walk": draw_walk, "pages": draw_pages, "drafts": draw_drafts, "fleet": draw_fleet}
     for name, draw in pictures.items():
         draw()
         plt.savefig(

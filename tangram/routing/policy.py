@@ -55,7 +55,7 @@ class LoadCosts:
     `anew` is for each chunk of it that is not there, twice that if no page is free. The rest is for
     what came before: `queued` for a completion without a place, which waits until one ends,
     `running` for one that decodes, which slows each step. For ties a request counts as `answer`
-    chunks, besides those that it computes. `docs/scale.md` says what was measured.
+    chunks, besides those that it computes. `docs/scale.md` has what they lead to.
     """
 
     anew: float = 3.0
