@@ -1,8 +1,8 @@
 """Products of small matrices with AVX-512 and AVX512-BF16, which Numba does not offer.
 
-A matrix of bfloat16 is a uint16 array of its bits. The instruction for bfloat16 adds the products
-of two pairs at once. So the right matrix of such a product holds rows of pairs: the elements of two
-of its rows, one after the other. `PAIR` says how many elements a step takes. Sums are float32.
+The left matrix of a product is float32, or uint16 that holds the bits of bfloat16. The right one is
+an array of 32-bit words: float32, or uint32 that holds the bits of two rows of bfloat16. The
+instruction for bfloat16 adds the products of such pairs. Sums are float32.
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ def to_bfloat16(typingctx: Any, x: Any) -> Any:
     return types.uint16(types.float32), codegen
 
 
+@intrinsic
+def shift_power(typingctx: Any, x: Any) -> Any:
+    """The float32 whose bits are those of float32 x, shifted to the left by 23."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _WORD)
+        return builder.bitcast(builder.shl(bits, ir.Constant(_WORD, 23)), _FLOAT)
+
+    return types.float32(types.float32), codegen
+
+
 def _product(vectors: int) -> Any:
     """The product of a tile with columns of `vectors` vectors."""
 
@@ -88,11 +99,9 @@ class _Tile:
         self._words = ir.VectorType(word, LANES)
         pointers = [builder.bitcast(x.data, word.as_pointer()) for x in arrays[:2]]
         self._a, self._b, self._c = *pointers, arrays[2].data
-        widths = [builder.extract_value(x.shape, 1) for x in arrays]
+        self._widths = [builder.extract_value(x.shape, 1) for x in arrays]
         if self._narrow:
-            one = ir.Constant(_INDEX, 1)
-            widths[:2] = [builder.lshr(width, one) for width in widths[:2]]
-        self._widths = widths
+            self._widths[0] = builder.lshr(self._widths[0], ir.Constant(_INDEX, 1))
 
     def emit(self, row: Any, steps: Any, place: Any, column: Any, adds: Any) -> None:
         """C[place + i, column + j] = Σ A[row + i, s] · B[s, column + j], added to it if `adds`."""

@@ -23,9 +23,14 @@ from numba.extending import overload
 from tangram.kernels.numba_cache import compile_kept
 
 if platform.machine() in ("x86_64", "AMD64"):
-    from tangram.kernels.cpu_intrinsics import next_task, power_of_two, prefetch
+    from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
 else:
-    from tangram.kernels.cpu_portable import next_task, power_of_two, prefetch  # type: ignore[assignment]
+    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
+        larger,
+        next_task,
+        power_of_two,
+        prefetch,
+    )
 
 STRETCH = 128
 CACHE_LINE = 64  # bytes
@@ -214,12 +219,12 @@ def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped
             t += 1
 
 
-@compile_kept(fastmath=FAST | {"nnan"})
+@compile_kept()
 def largest(scores, count):  # type: ignore[no-untyped-def]
-    """The maximum of scores[:count], count ≥ 1; assuming there is no NaN lets it vectorise."""
+    """The maximum of scores[:count], count ≥ 1."""
     top = scores[0]
-    for i in range(1, count):
-        top = max(top, scores[i])
+    for i in range(count):
+        top = larger(top, scores[i])  # type: ignore[call-arg]
     return top
 
 
