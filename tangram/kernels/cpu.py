@@ -1,4 +1,7 @@
-"""Decode attention on the CPU: append, tasks and merge in one compiled call.
+"""Compiled attention on the CPU.
+
+Decode is append, tasks and merge in one call. Prefill is one call, too, where the processor has the
+instructions.
 
 Threads take tasks from an atomic counter in the plan's order (longest first), so that uneven heads
 balance. Each task and each merge is computed alone and in fixed order, so timing never changes a
@@ -24,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tangram.kernels import reference
+from tangram.kernels import cpu_prefill, reference
 from tangram.kernels.cpu_tasks import step
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -70,7 +73,6 @@ class CpuPlan:
     @classmethod
     def build(cls, plan: WorkPlan, rows: DecodeRows, threads: int | None = None) -> CpuPlan:
         """Pack `plan` for `threads` threads; None means as many as torch uses."""
-        limit = int(vars(numba.config)["NUMBA_NUM_THREADS"])
         task_fields = (
             plan.table,
             plan.length_index,
@@ -86,12 +88,17 @@ class CpuPlan:
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         return cls(
             plan,
-            min(torch.get_num_threads() if threads is None else threads, limit),
+            _most_threads() if threads is None else threads,
             np.stack(task_fields, axis=1).astype(np.int64),
             np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
             np.stack(segments, axis=1).astype(np.int64),
             np.ascontiguousarray(address, np.int64),
         )
+
+
+def _most_threads() -> int:
+    """As many threads as torch uses and Numba may."""
+    return min(torch.get_num_threads(), int(vars(numba.config)["NUMBA_NUM_THREADS"]))
 
 
 def runs_compiled(pool: Tensor) -> bool:
@@ -102,7 +109,9 @@ def runs_compiled(pool: Tensor) -> bool:
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
-    They are those of pools of `dtype`, one of `COMPILED`. Starting Numba's threads also sets the
+    They are those of pools of `dtype`, one of `COMPILED`, with prefill of queries in float32 for a
+    pool in float32 and in bfloat16 for the others; prefill of other queries is compiled when they
+    come. Starting Numba's threads also sets the
     size of torch's OpenMP pool, so torch's own size is restored.
     """
     threads = torch.get_num_threads()
@@ -112,6 +121,10 @@ def warm_up(dtype: torch.dtype) -> None:
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
     decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, scaling=1.0)
+    asked = entry.to(torch.bfloat16 if dtype.itemsize < entry.itemsize else dtype)
+    if prefills_compiled(asked, pool):
+        address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
+        prefill(asked, asked, asked, asked.clone(), pool, index, address, spans, scaling=1.0)
     torch.set_num_threads(threads)
 
 
@@ -175,6 +188,86 @@ def decode_step(
         plan.threads,
     )
     return out.to(q.dtype)
+
+
+def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
+    """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
+
+    It takes AVX-512, in bfloat16 AVX512-BF16. Processors with AMX multiply bfloat16 faster than it
+    would, by torch.
+    """
+    has_products = (
+        torch.cpu._is_avx512_supported()
+        if q.dtype is torch.float32
+        else q.dtype is torch.bfloat16
+        and torch.cpu._is_avx512_bf16_supported()
+        and not torch.cpu._is_amx_tile_supported()
+    )
+    return has_products and runs_compiled(pool) and q.shape[-1] % 2 == 0
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Int32,
+    spans: Int32,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """`reference.prefill` of N rows that lie end to end in q [T, Q, D] → out [T, Q, D].
+
+    k, v [T', H, D] have the dtype of q. `address` [N, H, 3] and `spans` [N, 5] are those of
+    `PrefillRows`. The result of a row does not depend on other rows, or on the number of threads.
+    Sums are float32. Call it only where `prefills_compiled`. Raises `IntegrityError` as
+    `reference.prefill` does.
+    """
+    if window is not None:
+        for lengths, position in zip(address[..., 2].tolist(), spans[:, 4].tolist(), strict=True):
+            reference.refuse_other_pasts(lengths, position)
+    heads, group, dim, bits = k.shape[1], q.shape[1] // k.shape[1], q.shape[2], COMPILED[q.dtype]
+    places, first = spans.astype(np.int64), int(spans[0, 0])
+    places[:, :2] -= first
+    tokens = int(places[-1, 1])
+    if not tokens:
+        return
+    queries, found = q.new_empty(2, heads, tokens * group + cpu_prefill.TILE_ROWS, dim)
+    by_head = heads, tokens, group, dim
+    asked = q[first : first + tokens].view(tokens, heads, group, dim).transpose(0, 1)
+    queries[:, : tokens * group].view(by_head).copy_(asked)
+    asked_arrays = cpu_prefill.Asked(
+        *(_array(x.view(bits)) for x in (queries, k.contiguous(), v.contiguous(), found)),
+        places,
+        address.astype(np.int64),
+    )
+    threads = _most_threads()
+    if numba.get_num_threads() != threads:
+        numba.set_num_threads(threads)
+    no_sinks = np.full((heads, group), -np.inf, np.float32)
+    cpu_prefill.attend(
+        asked_arrays,
+        cpu_prefill.Pages(
+            _array(reference.blocks(pool).view(COMPILED[pool.dtype])), pool.shape[1], _array(tables)
+        ),
+        cpu_prefill.Scoring(
+            window or 0,
+            np.float32(scaling),
+            np.float32(softcap or 0.0),
+            no_sinks if sinks is None else _array(sinks.float()).reshape(heads, group),
+        ),
+        cpu_prefill.split_rows(places, heads, group),
+        cpu_prefill.scratch(threads, pool.shape[3], asked_arrays.q, group),
+        np.arange(threads),
+        threads,
+    )
+    answers = found[:, : tokens * group].view(by_head).transpose(0, 1)
+    out[first : first + tokens].view(tokens, heads, group, dim).copy_(answers)
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:

@@ -36,9 +36,11 @@ Array = npt.NDArray[Any]
 
 
 class Asked(NamedTuple):
-    """What attends: q, out [T, Q, D], k and v [T', H, D], and where rows and their pasts lie.
+    """What attends, and where rows and their pasts lie.
 
-    `spans` [N, 5] and `address` [N, H, 3] are those of `PrefillRows`.
+    `q` [H, T * G + TILE_ROWS, D] are the queries of a KV head, token by token, and what is behind
+    them takes any value. `out` is like q. `k` and `v` are [T', H, D]. `spans` [N, 5] and `address`
+    [N, H, 3] are those of `PrefillRows`.
     """
 
     q: Array
@@ -58,7 +60,7 @@ class Pages(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become weights; `window` and `softcap` are 0, `sinks` [Q] −∞ where there are none."""
+    """How scores become weights; `window` and `softcap` are 0 and `sinks` [H, G] −∞ for none."""
 
     window: int
     scaling: np.float32
@@ -69,60 +71,56 @@ class Scoring(NamedTuple):
 class Scratch(NamedTuple):
     """Memory of W workers. E are elements of a 32-bit word, M the queries of a task.
 
-    `query` [W, M, D], `keys` and `values` [W, BLOCK, D], `weights` [W, TILE_ROWS, BLOCK] have the
-    dtype of the queries. `key_words` [W, BLOCK, D / E] are the words of `keys`. `packed_keys`
-    [W, D / E, BLOCK] and `packed_values` [W, BLOCK / E, V] are words, too. Float32 are `scores`
-    [W, TILE_ROWS, BLOCK], `wide` [W, P, D], `sums` [W, M, V], `maximum` and `total` [W, M]. V is D,
-    rounded up to whole vectors.
+    `entries` [W, 2, BLOCK, D] are keys and values, `weights` [W, TILE_ROWS, BLOCK], in the dtype of
+    the queries. `keys` [W, D / E, BLOCK] and `values` [W, BLOCK / E, V] are words for products.
+    Float32 are `scores` [W, TILE_ROWS, BLOCK], `wide` [W, P, D], `sums` [W, M, V] and `state`
+    [W, M, 2], running maximum and sum. V is D, rounded up to whole vectors.
     """
 
-    query: Array
-    keys: Array
-    key_words: Array
-    values: Array
-    packed_keys: Array
-    packed_values: Array
-    scores: Array
+    entries: Array
     weights: Array
+    keys: Array
+    values: Array
+    scores: Array
     wide: Array
     sums: Array
-    maximum: Array
-    total: Array
+    state: Array
 
 
-def scratch(workers: int, queries: int, page_tokens: int, q: Array) -> Scratch:
-    """Memory for tasks of up to `queries` queries like q [T, Q, D]."""
+def scratch(workers: int, page_tokens: int, q: Array, group: int) -> Scratch:
+    """Memory for the tasks of queries q [..., D]."""
     word = np.dtype(np.float32 if q.dtype == np.float32 else np.uint32)
-    dim, per_word = q.shape[2], word.itemsize // q.itemsize
-    width, most = -(-dim // LANES) * LANES, -(-queries // TILE_ROWS) * TILE_ROWS
-    keys = np.empty((workers, BLOCK, dim), q.dtype)
+    dim, per_word = q.shape[-1], word.itemsize // q.itemsize
+    width = -(-dim // LANES) * LANES
+    most = -(-task_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     return Scratch(
-        np.empty((workers, most, dim), q.dtype),
-        keys,
-        keys.view(word),
-        np.empty((workers, BLOCK, dim), q.dtype),
+        np.empty((workers, 2, BLOCK, dim), q.dtype),
+        np.empty((workers, TILE_ROWS, BLOCK), q.dtype),
         np.empty((workers, dim // per_word, BLOCK), word),
         np.zeros((workers, BLOCK // per_word, width), word),
         np.empty((workers, TILE_ROWS, BLOCK), np.float32),
-        np.empty((workers, TILE_ROWS, BLOCK), q.dtype),
         np.empty((workers, page_tokens, dim), np.float32),
         np.empty((workers, most, width), np.float32),
-        np.empty((workers, most), np.float32),
-        np.empty((workers, most), np.float32),
+        np.empty((workers, most, 2), np.float32),
     )
 
 
+def task_tokens(group: int) -> int:
+    """The tokens of a task."""
+    return max(1, TASK_QUERIES // group)
+
+
 def split_rows(spans: Array, heads: int, group: int) -> Int64:
-    """Tasks [N, 4] of rows with `spans`: row, head, first and last query; the longest come first.
+    """Tasks [N, 4] of rows with `spans`: row, head, first and last token; the longest come first.
 
     The split of a row depends on nothing but its queries.
     """
-    queries = max(1, TASK_QUERIES // group)
+    tokens = task_tokens(group)
     counts = (spans[:, 1] - spans[:, 0]).tolist()
     tasks = [
-        (row, head, first, min(first + queries, count))
+        (row, head, first, min(first + tokens, count))
         for row, count in reversed(list(enumerate(counts)))
-        for first in reversed(range(0, count, queries))
+        for first in reversed(range(0, count, tokens))
         for head in range(heads)
     ]
     return np.array(tasks, np.int64).reshape(-1, 4)
@@ -138,11 +136,6 @@ def _compile_as_element(x, like):  # type: ignore[no-untyped-def]
     if like.dtype == types.float32:
         return lambda x, like: x
     return lambda x, like: to_bfloat16(x)
-
-
-def as_row(block: Any, begin: int, end: int, wide: Any, out: Any) -> Any:
-    """Entries [begin, end) of `block` [P, D], in a form that `as_element` or a copy takes."""
-    return block if block.dtype == out.dtype else widen(block, begin, end, wide)
 
 
 def copy_entries(block: Any, begin: int, end: int, wide: Any, out: Any, at: int) -> None:
@@ -172,40 +165,44 @@ def _compile_copy_entries(block, begin, end, wide, out, at):  # type: ignore[no-
     return convert
 
 
-def pack_values(values: Any, count: int, packed: Any) -> None:
-    """The first `count` values [BLOCK, D] as words: those of bfloat16 in pairs of entries."""
+def pack(entries: Any, count: int, keys: Any, values: Any) -> None:
+    """Write the first `count` `entries` [2, BLOCK, D], a multiple of LANES, as words for products.
+
+    A word holds a float32, or two bfloat16: of a key neighbours, of values those of two entries.
+    """
 
 
-@overload(pack_values)
-def _compile_pack_values(values, count, packed):  # type: ignore[no-untyped-def]
-    if values.dtype == types.float32:
+@overload(pack)
+def _compile_pack(entries, count, keys, values):  # type: ignore[no-untyped-def]
+    if entries.dtype == types.float32:
 
-        def copy_values(values, count, packed):  # type: ignore[no-untyped-def]
+        def pack_singles(entries, count, keys, values):  # type: ignore[no-untyped-def]
+            for t in range(0, count, LANES):
+                for d in range(entries.shape[2]):
+                    for i in range(LANES):
+                        keys[d, t + i] = entries[0, t + i, d]
             for t in range(count):
-                for d in range(values.shape[1]):
-                    packed[t, d] = values[t, d]
+                for d in range(entries.shape[2]):
+                    values[t, d] = entries[1, t, d]
 
-        return copy_values
+        return pack_singles
 
-    def pair_values(values, count, packed):  # type: ignore[no-untyped-def]
+    def pack_pairs(entries, count, keys, values):  # type: ignore[no-untyped-def]
+        for t in range(0, count, LANES):
+            for d in range(keys.shape[0]):
+                for i in range(LANES):
+                    low = np.uint32(entries[0, t + i, 2 * d])
+                    high = np.uint32(entries[0, t + i, 2 * d + 1])
+                    keys[d, t + i] = low | high << np.uint32(16)
         for t in range(count // 2):
-            for d in range(values.shape[1]):
-                low, high = np.uint32(values[2 * t, d]), np.uint32(values[2 * t + 1, d])
-                packed[t, d] = low | high << np.uint32(16)
+            for d in range(entries.shape[2]):
+                low, high = np.uint32(entries[1, 2 * t, d]), np.uint32(entries[1, 2 * t + 1, d])
+                values[t, d] = low | high << np.uint32(16)
 
-    return pair_values
-
-
-@compile_kept()
-def pack_keys(words, count, packed):  # type: ignore[no-untyped-def]
-    """packed[d, t] = words[t, d] for the first `count` entries, a multiple of LANES."""
-    for t in range(0, count, LANES):
-        for d in range(words.shape[1]):
-            for i in range(LANES):
-                packed[d, t + i] = words[t + i, d]
+    return pack_pairs
 
 
-@compile_kept()
+@compile_kept(inline="always")
 def multiply(a, row, steps, b, c, place, columns, adds):  # type: ignore[no-untyped-def]
     """c[place + i] = a[row + i] · b for TILE_ROWS rows and `columns`, a multiple of LANES.
 
@@ -220,97 +217,65 @@ def multiply(a, row, steps, b, c, place, columns, adds):  # type: ignore[no-unty
         column += LANES
 
 
-@compile_kept(fastmath=FAST)
-def weigh(scores, m, columns, scaling, work, worker, r):  # type: ignore[no-untyped-def]
-    """Turn scores[m, :columns] into weights of query r.
+@compile_kept(inline="always")
+def read_block(asked, pages, row, head, begin, past, start, stop, work, worker):  # type: ignore[no-untyped-def]
+    """Read and pack entries [start, stop) of a head: `past` ones from `begin` on, then its own.
 
-    Updates its running maximum and sum, and rescales its sums where the maximum rises.
+    Returns their count, rounded up to a multiple of LANES.
     """
-    maximum, total, weights = work.maximum[worker], work.total[worker], work.weights[worker, m]
-    s = scores[m]
-    top = max(maximum[r], scaling * largest(s, columns))
+    page_tokens, blocks, entries = pages.blocks.shape[2], pages.blocks, work.entries[worker]
+    entry, last_past = start, min(stop, past)
+    while entry < last_past:
+        place = (begin + entry) % page_tokens
+        page = pages.tables[asked.address[row, head, 0] + (begin + entry) // page_tokens]
+        block = page * pages.heads_per_page + asked.address[row, head, 1]
+        last = min(page_tokens, place + last_past - entry)
+        for vector in range(2):
+            copy_entries(
+                blocks[block, vector], place, last, work.wide[worker], entries[vector], entry - start
+            )
+        entry += last - place
+    own = asked.spans[row, 2] - past
+    columns = (stop - start + LANES - 1) // LANES * LANES
+    for t in range(entry - start, columns):
+        at = own + start + t
+        for d in range(entries.shape[2]):
+            entries[0, t, d] = asked.k[at, head, d] if t < stop - start else 0
+            entries[1, t, d] = asked.v[at, head, d] if t < stop - start else 0
+    pack(entries, columns, work.keys[worker], work.values[worker])
+    return columns
+
+
+@compile_kept(inline="always")
+def weigh(s, weights, columns, scaling, sums, state):  # type: ignore[no-untyped-def]
+    """Turn the scores s[:columns] of a query into `weights`.
+
+    Updates its `state`, and rescales its `sums` where the maximum rises.
+    """
+    top = max(state[0], scaling * largest(s, columns))
+    if top > state[0]:
+        shrink = exp_negative(state[0] - top)
+        state[0], state[1] = top, state[1] * shrink
+        for d in range(len(sums)):
+            sums[d] *= shrink
     if top == -np.inf:  # nothing is visible yet
-        for i in range(columns):
-            weights[i] = as_element(np.float32(0.0), weights)
-        return
-    if top > maximum[r]:
-        shrink = exp_negative(maximum[r] - top)
-        total[r] *= shrink
-        for d in range(work.sums.shape[2]):
-            work.sums[worker, r, d] *= shrink
-        maximum[r] = top
+        top = np.float32(0.0)
     part = np.float32(0.0)
     for i in range(columns):
         weight = exp_negative(s[i] * scaling - top)
         part += weight
         weights[i] = as_element(weight, weights)
-    total[r] += part
+    state[1] += part
 
 
-@compile_kept()
-def read_block(asked, pages, row, head, begin, past, start, stop, work, worker):  # type: ignore[no-untyped-def]
-    """Read and pack entries [start, stop) of a head: `past` ones from `begin` on, then its own."""
-    page_tokens, blocks = pages.blocks.shape[2], pages.blocks
-    table, column = asked.address[row, head, 0], asked.address[row, head, 1]
-    keys, values = work.keys[worker], work.values[worker]
-    entry = start
-    while entry < min(stop, past):
-        place = (begin + entry) % page_tokens
-        page = pages.tables[table + (begin + entry) // page_tokens]
-        block = page * pages.heads_per_page + column
-        last = min(page_tokens, place + min(stop, past) - entry)
-        copy_entries(blocks[block, 0], place, last, work.wide[worker], keys, entry - start)
-        copy_entries(blocks[block, 1], place, last, work.wide[worker], values, entry - start)
-        entry += last - place
-    own = asked.spans[row, 2] - past
-    for t in range(entry, stop):
-        for d in range(keys.shape[1]):
-            keys[t - start, d] = asked.k[own + t, head, d]
-            values[t - start, d] = asked.v[own + t, head, d]
-    columns = (stop - start + LANES - 1) // LANES * LANES
-    for t in range(stop - start, columns):
-        for d in range(keys.shape[1]):
-            keys[t, d] = 0
-            values[t, d] = 0
-    pack_keys(work.key_words[worker], columns, work.packed_keys[worker])
-    pack_values(values, columns, work.packed_values[worker])
-    return columns
+@compile_kept(fastmath=FAST)
+def attend_tile(q, r, newest, group, columns, scoring, work, worker, at):  # type: ignore[no-untyped-def]
+    """Add `columns` entries to the sums of a tile of queries, q[r] and following.
 
-
-@compile_kept()
-def read_queries(asked, row, head, first, last, work, worker):  # type: ignore[no-untyped-def]
-    """Begin a task: its queries, token by token, filled up with zeros to whole tiles."""
-    query, dim = work.query[worker], asked.q.shape[2]
-    group = asked.q.shape[1] // asked.k.shape[1]
-    count = (last - first) * group
-    rows = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    for r in range(rows):
-        work.maximum[worker, r], work.total[worker, r] = -np.inf, 0.0
-        for d in range(work.sums.shape[2]):
-            work.sums[worker, r, d] = 0.0
-        token, h = asked.spans[row, 0] + first + r // group, head * group + r % group
-        for d in range(dim):
-            query[r, d] = asked.q[token, h, d] if r < count else 0
-    return count
-
-
-@compile_kept()
-def hide(scores, m, columns, oldest, newest):  # type: ignore[no-untyped-def]
-    """scores[m] = −∞ outside of [oldest, newest]."""
-    for i in range(max(0, newest + 1), columns):
-        scores[m, i] = -np.inf
-    for i in range(min(columns, oldest)):
-        scores[m, i] = -np.inf
-
-
-@compile_kept()
-def attend_tile(r, newest, start, columns, scoring, group, work, worker):  # type: ignore[no-untyped-def]
-    """Add entries [start, start + columns) to the sums of the tile of queries from r on.
-
-    Entry `newest` is the newest one that the task's first token sees.
+    They are queries `at` and following of their task. Its first token sees entries up to `newest`.
     """
-    scores, words = work.scores[worker], work.packed_keys.shape[1]
-    multiply(work.query[worker], r, words, work.packed_keys[worker], scores, 0, columns, False)
+    scores, weights, window = work.scores[worker], work.weights[worker], scoring.window
+    multiply(q, r, work.keys.shape[1], work.keys[worker], scores, 0, columns, False)
     scaling = scoring.scaling
     if scoring.softcap > 0:
         for m in range(TILE_ROWS):
@@ -319,67 +284,58 @@ def attend_tile(r, newest, start, columns, scoring, group, work, worker):  # typ
         cap(scores, columns, scoring.softcap)
         scaling = np.float32(1.0)
     for m in range(TILE_ROWS):
-        seen = newest + (r + m) // group - start
-        hide(scores, m, columns, seen + 1 - scoring.window if scoring.window > 0 else 0, seen)
-        weigh(scores, m, columns, scaling, work, worker, r + m)
-    steps = columns * work.packed_values.shape[1] // work.keys.shape[1]
-    width = work.sums.shape[2]
-    multiply(
-        work.weights[worker], 0, steps, work.packed_values[worker], work.sums[worker], r, width, True
-    )
+        seen = newest + (at + m) // group
+        for i in range(max(0, seen + 1), columns):
+            scores[m, i] = -np.inf
+        if window > 0:
+            for i in range(min(columns, seen + 1 - window)):
+                scores[m, i] = -np.inf
+        weigh(scores[m], weights[m], columns, scaling, work.sums[worker, at + m], work.state[worker, at + m])
+    steps = columns * work.values.shape[1] // BLOCK
+    values, sums = work.values[worker], work.sums[worker]
+    multiply(weights, 0, steps, values, sums, at, sums.shape[1], True)
 
 
 @compile_kept()
-def write_queries(asked, row, head, first, count, scoring, work, worker):  # type: ignore[no-untyped-def]
-    """Write the results of a task."""
-    group = asked.q.shape[1] // asked.k.shape[1]
-    for r in range(count):
-        h = head * group + r % group
-        out = asked.out[asked.spans[row, 0] + first + r // group, h]
-        total = work.total[worker, r] + np.exp(scoring.sinks[h] - work.maximum[worker, r])
-        for d in range(len(out)):
-            out[d] = as_element(work.sums[worker, r, d] / total, out)
-
-
-@compile_kept()
-def attend_rows(asked, pages, scoring, task, work, worker):  # type: ignore[no-untyped-def]
-    """Run one task."""
-    row, head, first, last = task[0], task[1], task[2], task[3]
-    begin_query, end_query, first_key, last_key, position = asked.spans[row]
-    group = asked.q.shape[1] // asked.k.shape[1]
-    begin = max(0, position - scoring.window + 1) if scoring.window > 0 else 0
-    past = asked.address[row, head, 2] - begin
-    count = read_queries(asked, row, head, first, last, work, worker)
-    # Queries belong to the last keys.
-    newest = past + last_key - first_key - (end_query - begin_query) + first
-    end = newest + last - first
-    oldest = max(0, newest + 1 - scoring.window) if scoring.window > 0 else 0
-    for start in range(oldest // BLOCK * BLOCK, end, BLOCK):
-        stop = min(start + BLOCK, end)
-        columns = read_block(asked, pages, row, head, begin, past, start, stop, work, worker)
-        for r in range(0, count, TILE_ROWS):
-            seen = newest + min(r + TILE_ROWS - 1, count - 1) // group
-            if seen < start:
-                continue
-            if scoring.window > 0 and newest + r // group + 1 - scoring.window >= stop:
-                continue
-            visible = min(columns, (seen - start) // LANES * LANES + LANES)
-            attend_tile(r, newest, start, visible, scoring, group, work, worker)
-    write_queries(asked, row, head, first, count, scoring, work, worker)
-
-
-@compile_kept()
-def _take_tasks(asked, pages, scoring, tasks, work, counters, worker, workers):  # type: ignore[no-untyped-def]
+def attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers):  # type: ignore[no-untyped-def]
     """The loop of one thread: take the next task until none is left."""
+    group, window = scoring.sinks.shape[1], scoring.window
     while True:
         number = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
         if number >= len(tasks):
             break
-        attend_rows(asked, pages, scoring, tasks[number], work, worker)
+        row, head, first, last = tasks[number]
+        begin_query, end_query, first_key, last_key, position = asked.spans[row]
+        begin = max(0, position - window + 1) if window > 0 else 0
+        past = asked.address[row, head, 2] - begin
+        at, count = (begin_query + first) * group, (last - first) * group
+        for r in range(work.sums.shape[1]):
+            work.state[worker, r, 0], work.state[worker, r, 1] = -np.inf, 0.0
+            for d in range(work.sums.shape[2]):
+                work.sums[worker, r, d] = 0.0
+        # Queries belong to the last keys.
+        newest = past + last_key - first_key - (end_query - begin_query) + first
+        end = newest + last - first
+        oldest = max(0, newest + 1 - window) if window > 0 else 0
+        for start in range(oldest // BLOCK * BLOCK, end, BLOCK):
+            stop = min(start + BLOCK, end)
+            columns = read_block(asked, pages, row, head, begin, past, start, stop, work, worker)
+            for r in range(0, count, TILE_ROWS):
+                seen = newest + min(r + TILE_ROWS - 1, count - 1) // group
+                if seen < start or window > 0 and newest + r // group + 1 - window >= stop:
+                    continue
+                visible = min(columns, (seen - start) // LANES * LANES + LANES)
+                attend_tile(asked.q[head], at + r, newest - start, group, visible, scoring, work, worker, r)
+        for r in range(count):
+            maximum, total = work.state[worker, r]
+            total += np.exp(scoring.sinks[head, r % group] - maximum)
+            out = asked.out[head, at + r]
+            for d in range(len(out)):
+                out[d] = as_element(work.sums[worker, r, d] / total, out)
 
 
 @compile_kept(parallel=True, notice=NOTICE)
 def attend(asked, pages, scoring, tasks, work, counters, workers):  # type: ignore[no-untyped-def]
     """Run all `tasks`: attention of `asked` over their pasts and, causally, themselves."""
     for worker in prange(workers):
-        _take_tasks(asked, pages, scoring, tasks, work, counters, worker, workers)
+        attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers)

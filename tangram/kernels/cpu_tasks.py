@@ -1,8 +1,5 @@
 """Numba code of the CPU decode kernel, called by `cpu.py`.
 
-All of it is in one file, because Numba's cache of a function detects changes in that function's
-file only.
-
 A task processes its range in blocks of `STRETCH` entries: scores for all query heads, online
 softmax, then values (running maximum and sum, FlashAttention). So each key and value is read from
 memory once for its G query heads.
@@ -230,10 +227,12 @@ def largest(scores, count):  # type: ignore[no-untyped-def]
 
 @compile_kept(fastmath=FAST)
 def cap(scores, count, softcap):  # type: ignore[no-untyped-def]
-    """Bound scores[m, :count] to softcap · tanh(s / softcap)."""
+    """Bound scores[m, :count] to softcap · tanh(s / softcap), to a millionth of softcap."""
     for m in range(scores.shape[0]):
         for i in range(count):
-            scores[m, i] = softcap * np.tanh(scores[m, i] / softcap)
+            part = exp_negative(abs(scores[m, i]) * (np.float32(-2.0) / softcap))
+            bounded = softcap * (np.float32(1.0) - part) / (np.float32(1.0) + part)
+            scores[m, i] = bounded if scores[m, i] > np.float32(0.0) else -bounded
 
 
 @compile_kept(fastmath=FAST)

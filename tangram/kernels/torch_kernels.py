@@ -142,6 +142,25 @@ class TorchKernels:
                 self._store(
                     layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
                 )
+        if expand is None and len(asking) and cpu.prefills_compiled(q, self._pool):
+            own = self._rows.asking
+            cpu.prefill(
+                q,
+                k,
+                v,
+                out,
+                self._pool,
+                self._tables,
+                self._rows.address[layer, own],
+                self._rows.spans[own],
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            for begin, end in self._rows.spans[own, :2].tolist():
+                self._unfold(layer, out[begin:end])
+            return
         for row in asking:
             begin, end, first, last, position = self._rows.spans[row].tolist()
             if expand is not None:
