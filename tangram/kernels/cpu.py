@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import cpu_prefill, reference
+from tangram.kernels.cpu_products import TILE_ROWS
 from tangram.kernels.cpu_tasks import step
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -109,9 +110,9 @@ def runs_compiled(pool: Tensor) -> bool:
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
-    They are those of pools of `dtype`, one of `COMPILED`, with prefill of queries in float32 for a
-    pool in float32 and in bfloat16 for the others; prefill of other queries is compiled when they
-    come. Starting Numba's threads also sets the
+    They are those of pools of `dtype`, one of `COMPILED`. Prefill is that of queries in float32 for
+    a pool in float32, and in bfloat16 for others. If other queries come, theirs is compiled then.
+    Starting Numba's threads also sets the
     size of torch's OpenMP pool, so torch's own size is restored.
     """
     threads = torch.get_num_threads()
@@ -121,8 +122,9 @@ def warm_up(dtype: torch.dtype) -> None:
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
     decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, scaling=1.0)
-    asked = entry.to(torch.bfloat16 if dtype.itemsize < entry.itemsize else dtype)
-    if prefills_compiled(asked, pool):
+    likely = entry if dtype is torch.float32 else entry.bfloat16()
+    asked = next((x for x in (likely, entry) if prefills_compiled(x, pool)), None)
+    if asked is not None:
         address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
         prefill(asked, asked, asked, asked.clone(), pool, index, address, spans, scaling=1.0)
     torch.set_num_threads(threads)
@@ -237,12 +239,15 @@ def prefill(
     tokens = int(places[-1, 1])
     if not tokens:
         return
-    queries, found = q.new_empty(2, heads, tokens * group + cpu_prefill.TILE_ROWS, dim)
+    queries, found = q.new_empty(2, heads, tokens * group + TILE_ROWS, dim)
     by_head = heads, tokens, group, dim
     asked = q[first : first + tokens].view(tokens, heads, group, dim).transpose(0, 1)
     queries[:, : tokens * group].view(by_head).copy_(asked)
     asked_arrays = cpu_prefill.Asked(
-        *(_array(x.view(bits)) for x in (queries, k.contiguous(), v.contiguous(), found)),
+        _array(queries.view(bits)),
+        _array(k.contiguous().view(bits)),
+        _array(v.contiguous().view(bits)),
+        _array(found.view(bits)),
         places,
         address.astype(np.int64),
     )

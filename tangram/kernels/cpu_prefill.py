@@ -18,14 +18,15 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
-from tangram.kernels.cpu_products import (
-    LANES,
-    TILE_ROWS,
-    multiply_four,
-    multiply_one,
-    to_bfloat16,
+from tangram.kernels.cpu_products import LANES, TILE_ROWS, multiply_four, multiply_one, to_bfloat16
+from tangram.kernels.cpu_tasks import (  # type: ignore[attr-defined]
+    FAST,
+    cap,
+    exp_negative,
+    largest,
+    next_task,
+    widen,
 )
-from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest, next_task, widen
 from tangram.kernels.numba_cache import compile_kept
 from tangram.types import Int64
 
@@ -128,78 +129,66 @@ def split_rows(spans: Array, heads: int, group: int) -> Int64:
 
 def as_element(x: Any, like: Any) -> Any:
     """Float32 x as an element of array `like`: itself, or the bits of bfloat16."""
-    return x if like.dtype == np.float32 else to_bfloat16(x)
+    return x if like.dtype == np.float32 else to_bfloat16(x)  # type: ignore[call-arg]
 
 
 @overload(as_element, inline="always")
 def _compile_as_element(x, like):  # type: ignore[no-untyped-def]
-    if like.dtype == types.float32:
+    if x == like.dtype:
         return lambda x, like: x
-    return lambda x, like: to_bfloat16(x)
+    return lambda x, like: to_bfloat16(x)  # type: ignore[call-arg]
 
 
-def copy_entries(block: Any, begin: int, end: int, wide: Any, out: Any, at: int) -> None:
-    """out[at + i] = block[begin + i] for entries [begin, end), in the dtype of `out`.
-
-    Where it differs from that of `block`, they pass through `wide` [P, D], float32.
-    """
+def as_readable(block: Any, begin: int, end: int, wide: Any, like: Any) -> Any:
+    """Entries [begin, end) of `block` [P, D], of which `as_element` makes those of `like`."""
+    return block if block.dtype == like.dtype else widen(block, begin, end, wide)
 
 
-@overload(copy_entries)
-def _compile_copy_entries(block, begin, end, wide, out, at):  # type: ignore[no-untyped-def]
-    if block.dtype == out.dtype:
-
-        def copy(block, begin, end, wide, out, at):  # type: ignore[no-untyped-def]
-            for t in range(begin, end):
-                for d in range(block.shape[1]):
-                    out[at + t - begin, d] = block[t, d]
-
-        return copy
-
-    def convert(block, begin, end, wide, out, at):  # type: ignore[no-untyped-def]
-        found = widen(block, begin, end, wide)
-        for t in range(begin, end):
-            for d in range(block.shape[1]):
-                out[at + t - begin, d] = as_element(found[t, d], out)
-
-    return convert
+@overload(as_readable)
+def _compile_as_readable(block, begin, end, wide, like):  # type: ignore[no-untyped-def]
+    if block.dtype == like.dtype:
+        return lambda block, begin, end, wide, like: block
+    return lambda block, begin, end, wide, like: widen(block, begin, end, wide)
 
 
-def pack(entries: Any, count: int, keys: Any, values: Any) -> None:
+def per_word(entries: Any) -> int:
+    """How many elements of `entries` a 32-bit word holds."""
+    return 4 // int(entries.itemsize)
+
+
+@overload(per_word, inline="always")
+def _compile_per_word(entries):  # type: ignore[no-untyped-def]
+    return (lambda entries: 1) if entries.dtype == types.float32 else (lambda entries: 2)
+
+
+def join(first: Any, last: Any) -> Any:
+    """The word of elements that begins with `first` and ends with `last`."""
+    return first if first is last else np.uint32(first) | np.uint32(last) << np.uint32(16)
+
+
+@overload(join, inline="always")
+def _compile_join(first, last):  # type: ignore[no-untyped-def]
+    if first == types.float32:
+        return lambda first, last: first
+    return lambda first, last: np.uint32(first) | np.uint32(last) << np.uint32(16)
+
+
+@compile_kept()
+def pack(entries, count, keys, values):  # type: ignore[no-untyped-def]
     """Write the first `count` `entries` [2, BLOCK, D], a multiple of LANES, as words for products.
 
     A word holds a float32, or two bfloat16: of a key neighbours, of values those of two entries.
     """
-
-
-@overload(pack)
-def _compile_pack(entries, count, keys, values):  # type: ignore[no-untyped-def]
-    if entries.dtype == types.float32:
-
-        def pack_singles(entries, count, keys, values):  # type: ignore[no-untyped-def]
-            for t in range(0, count, LANES):
-                for d in range(entries.shape[2]):
-                    for i in range(LANES):
-                        keys[d, t + i] = entries[0, t + i, d]
-            for t in range(count):
-                for d in range(entries.shape[2]):
-                    values[t, d] = entries[1, t, d]
-
-        return pack_singles
-
-    def pack_pairs(entries, count, keys, values):  # type: ignore[no-untyped-def]
-        for t in range(0, count, LANES):
-            for d in range(keys.shape[0]):
-                for i in range(LANES):
-                    low = np.uint32(entries[0, t + i, 2 * d])
-                    high = np.uint32(entries[0, t + i, 2 * d + 1])
-                    keys[d, t + i] = low | high << np.uint32(16)
-        for t in range(count // 2):
-            for d in range(entries.shape[2]):
-                low, high = np.uint32(entries[1, 2 * t, d]), np.uint32(entries[1, 2 * t + 1, d])
-                values[t, d] = low | high << np.uint32(16)
-
-    return pack_pairs
+    size = per_word(entries)
+    behind = size - 1
+    for t in range(0, count, LANES):
+        for d in range(keys.shape[0]):
+            for i in range(LANES):
+                entry, at = t + i, size * d
+                keys[d, entry] = join(entries[0, entry, at], entries[0, entry, at + behind])
+    for t in range(count // size):
+        for d in range(entries.shape[2]):
+            values[t, d] = join(entries[1, size * t, d], entries[1, size * t + behind, d])
 
 
 @compile_kept(inline="always")
@@ -231,9 +220,10 @@ def read_block(asked, pages, row, head, begin, past, start, stop, work, worker):
         block = page * pages.heads_per_page + asked.address[row, head, 1]
         last = min(page_tokens, place + last_past - entry)
         for vector in range(2):
-            copy_entries(
-                blocks[block, vector], place, last, work.wide[worker], entries[vector], entry - start
-            )
+            held = as_readable(blocks[block, vector], place, last, work.wide[worker], entries)
+            for t in range(place, last):
+                for d in range(entries.shape[2]):
+                    entries[vector, entry - start + t - place, d] = as_element(held[t, d], entries)
         entry += last - place
     own = asked.spans[row, 2] - past
     columns = (stop - start + LANES - 1) // LANES * LANES
@@ -290,10 +280,16 @@ def attend_tile(q, r, newest, group, columns, scoring, work, worker, at):  # typ
         if window > 0:
             for i in range(min(columns, seen + 1 - window)):
                 scores[m, i] = -np.inf
-        weigh(scores[m], weights[m], columns, scaling, work.sums[worker, at + m], work.state[worker, at + m])
-    steps = columns * work.values.shape[1] // BLOCK
-    values, sums = work.values[worker], work.sums[worker]
-    multiply(weights, 0, steps, values, sums, at, sums.shape[1], True)
+        weigh(
+            scores[m],
+            weights[m],
+            columns,
+            scaling,
+            work.sums[worker, at + m],
+            work.state[worker, at + m],
+        )
+    steps, width = columns // per_word(weights), work.sums.shape[2]
+    multiply(weights, 0, steps, work.values[worker], work.sums[worker], at, width, True)
 
 
 @compile_kept()
@@ -322,10 +318,12 @@ def attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers):
             columns = read_block(asked, pages, row, head, begin, past, start, stop, work, worker)
             for r in range(0, count, TILE_ROWS):
                 seen = newest + min(r + TILE_ROWS - 1, count - 1) // group
-                if seen < start or window > 0 and newest + r // group + 1 - window >= stop:
+                if seen < start or (window > 0 and newest + r // group + 1 - window >= stop):
                     continue
                 visible = min(columns, (seen - start) // LANES * LANES + LANES)
-                attend_tile(asked.q[head], at + r, newest - start, group, visible, scoring, work, worker, r)
+                attend_tile(
+                    asked.q[head], at + r, newest - start, group, visible, scoring, work, worker, r
+                )
         for r in range(count):
             maximum, total = work.state[worker, r]
             total += np.exp(scoring.sinks[head, r % group] - maximum)

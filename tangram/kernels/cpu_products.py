@@ -48,17 +48,6 @@ def to_bfloat16(typingctx: Any, x: Any) -> Any:
     return types.uint16(types.float32), codegen
 
 
-@intrinsic
-def shift_power(typingctx: Any, x: Any) -> Any:
-    """The float32 whose bits are those of float32 x, shifted to the left by 23."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _WORD)
-        return builder.bitcast(builder.shl(bits, ir.Constant(_WORD, 23)), _FLOAT)
-
-    return types.float32(types.float32), codegen
-
-
 def _product(vectors: int) -> Any:
     """The product of a tile with columns of `vectors` vectors."""
 

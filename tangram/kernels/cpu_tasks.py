@@ -22,12 +22,7 @@ from tangram.kernels.numba_cache import compile_kept
 if platform.machine() in ("x86_64", "AMD64"):
     from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
 else:
-    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
-        larger,
-        next_task,
-        power_of_two,
-        prefetch,
-    )
+    from tangram.kernels.cpu_portable import larger, next_task, power_of_two, prefetch  # type: ignore[assignment]
 
 STRETCH = 128
 CACHE_LINE = 64  # bytes
