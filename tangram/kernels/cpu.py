@@ -89,7 +89,7 @@ class CpuPlan:
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         return cls(
             plan,
-            _most_threads() if threads is None else threads,
+            _threads(threads),
             np.stack(task_fields, axis=1).astype(np.int64),
             np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
             np.stack(segments, axis=1).astype(np.int64),
@@ -97,9 +97,10 @@ class CpuPlan:
         )
 
 
-def _most_threads() -> int:
-    """As many threads as torch uses and Numba may."""
-    return min(torch.get_num_threads(), int(vars(numba.config)["NUMBA_NUM_THREADS"]))
+def _threads(wanted: int | None = None) -> int:
+    """`wanted` threads, but no more than Numba may use; None means as many as torch uses."""
+    limit = int(vars(numba.config)["NUMBA_NUM_THREADS"])
+    return min(torch.get_num_threads() if wanted is None else wanted, limit)
 
 
 def runs_compiled(pool: Tensor) -> bool:
@@ -195,8 +196,8 @@ def decode_step(
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
     """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
 
-    It takes AVX-512, in bfloat16 AVX512-BF16. Processors with AMX multiply bfloat16 faster than it
-    would, by torch.
+    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel stays where there is AMX, which it uses
+    for bfloat16: the two were not compared.
     """
     has_products = (
         torch.cpu._is_avx512_supported()
@@ -245,13 +246,13 @@ def prefill(
     queries[:, : tokens * group].view(by_head).copy_(asked)
     asked_arrays = cpu_prefill.Asked(
         _array(queries.view(bits)),
-        _array(k.contiguous().view(bits)),
-        _array(v.contiguous().view(bits)),
+        _array(k.view(bits)),
+        _array(v.view(bits)),
         _array(found.view(bits)),
         places,
         address.astype(np.int64),
     )
-    threads = _most_threads()
+    threads = _threads()
     if numba.get_num_threads() != threads:
         numba.set_num_threads(threads)
     no_sinks = np.full((heads, group), -np.inf, np.float32)

@@ -121,8 +121,8 @@ def split_rows(spans: Array, heads: int, group: int) -> Int64:
 
 
 def as_element(x: Any, like: Any) -> Any:
-    """Float32 x as an element of array `like`: itself, or the bits of bfloat16."""
-    return x if like.dtype == np.float32 else to_bfloat16(x)  # type: ignore[call-arg]
+    """x, float32 or an element of an array like `like`, as such an element."""
+    return x if x.dtype == like.dtype else to_bfloat16(x)  # type: ignore[call-arg]
 
 
 @overload(as_element, inline="always")
@@ -155,8 +155,10 @@ def _compile_per_word(entries):  # type: ignore[no-untyped-def]
 
 
 def join(first: Any, last: Any) -> Any:
-    """The word of elements that begins with `first` and ends with `last`."""
-    return first if first is last else np.uint32(first) | np.uint32(last) << np.uint32(16)
+    """The word of bfloat16 `first` and `last`; of float32 `first`, which fills a word."""
+    return (
+        first if first.dtype == np.float32 else np.uint32(first) | np.uint32(last) << np.uint32(16)
+    )
 
 
 @overload(join, inline="always")
@@ -273,14 +275,8 @@ def attend_tile(q, r, newest, group, columns, scoring, work, worker, at):  # typ
         if window > 0:
             for i in range(min(columns, seen + 1 - window)):
                 scores[m, i] = -np.inf
-        weigh(
-            scores[m],
-            weights[m],
-            columns,
-            scaling,
-            work.sums[worker, at + m],
-            work.state[worker, at + m],
-        )
+        sums, state = work.sums[worker, at + m], work.state[worker, at + m]
+        weigh(scores[m], weights[m], columns, scaling, sums, state)
     steps, width = columns // per_word(weights), work.sums.shape[2]
     multiply(weights, 0, steps, work.values[worker], work.sums[worker], at, width, True)
 

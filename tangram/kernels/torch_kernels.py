@@ -1,6 +1,6 @@
 """Attention without Triton.
 
-Decode is compiled where `cpu.py` can, the torch specification otherwise.
+Decode and prefill are compiled where `cpu.py` can, the torch specification otherwise.
 """
 
 from __future__ import annotations
