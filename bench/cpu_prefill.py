@@ -32,16 +32,16 @@ def attentions(
     address = np.array([[[head * pages, 0, past] for head in range(HEADS)]], np.int32)
     spans, out = np.array([[0, queries, 0, queries, past]], np.int32), torch.empty_like(q)
 
-    def compiled() -> torch.Tensor:
+    def run_compiled() -> torch.Tensor:
         cpu.prefill(q, k, v, out, pool, tables, address, spans, scaling=SCALING)
         return out
 
-    def by_torch() -> torch.Tensor:
+    def run_torch() -> torch.Tensor:
         return reference.prefill(
             q, k, v, pool, tables, *address[0].T, scaling=SCALING, past_tokens=past
         )
 
-    return {"torch": by_torch, "compiled": compiled}
+    return {"torch": run_torch, "compiled": run_compiled}
 
 
 def main() -> None:

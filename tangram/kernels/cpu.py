@@ -103,6 +103,12 @@ def _threads(wanted: int | None = None) -> int:
     return min(torch.get_num_threads() if wanted is None else wanted, limit)
 
 
+def _let_use(threads: int) -> None:
+    """Let Numba compute on `threads` threads from now on."""
+    if numba.get_num_threads() != threads:
+        numba.set_num_threads(threads)
+
+
 def runs_compiled(pool: Tensor) -> bool:
     """True if `decode_step` over `pool` runs compiled code, False if the reference."""
     return pool.dtype in COMPILED and pool.device.type == "cpu"
@@ -160,8 +166,7 @@ def decode_step(
         return decode(
             q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
         )
-    if numba.get_num_threads() != plan.threads:
-        numba.set_num_threads(plan.threads)
+    _let_use(plan.threads)
     out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     bits = COMPILED[pool.dtype]
@@ -196,8 +201,8 @@ def decode_step(
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
     """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
 
-    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel stays where there is AMX, which it uses
-    for bfloat16: the two were not compared.
+    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel stays for bfloat16 where there is AMX,
+    which it uses: the two were not compared.
     """
     has_products = (
         torch.cpu._is_avx512_supported()
@@ -234,46 +239,47 @@ def prefill(
     if window is not None:
         for lengths, position in zip(address[..., 2].tolist(), spans[:, 4].tolist(), strict=True):
             reference.refuse_other_pasts(lengths, position)
-    heads, group, dim, bits = k.shape[1], q.shape[1] // k.shape[1], q.shape[2], COMPILED[q.dtype]
-    places, first = spans.astype(np.int64), int(spans[0, 0])
-    places[:, :2] -= first
-    tokens = int(places[-1, 1])
-    if not tokens:
-        return
-    queries, found = q.new_empty(2, heads, tokens * group + TILE_ROWS, dim)
-    by_head = heads, tokens, group, dim
-    asked = q[first : first + tokens].view(tokens, heads, group, dim).transpose(0, 1)
-    queries[:, : tokens * group].view(by_head).copy_(asked)
-    asked_arrays = cpu_prefill.Asked(
+    heads, bits = k.shape[1], COMPILED[q.dtype]
+    group, own = q.shape[1] // heads, slice(int(spans[0, 0]), int(spans[-1, 1]))
+    places = spans.astype(np.int64)
+    places[:, :2] -= own.start
+    queries = _by_head(q[own], heads)
+    answers = torch.empty_like(queries)
+    asked = cpu_prefill.Asked(
         _array(queries.view(bits)),
         _array(k.view(bits)),
         _array(v.view(bits)),
-        _array(found.view(bits)),
+        _array(answers.view(bits)),
         places,
         address.astype(np.int64),
     )
+    blocks = _array(reference.blocks(pool).view(COMPILED[pool.dtype]))
+    logits = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
+    scoring = cpu_prefill.Scoring(
+        window or 0, np.float32(scaling), np.float32(softcap or 0.0), logits.reshape(heads, group)
+    )
     threads = _threads()
-    if numba.get_num_threads() != threads:
-        numba.set_num_threads(threads)
-    no_sinks = np.full((heads, group), -np.inf, np.float32)
+    _let_use(threads)
     cpu_prefill.attend(
-        asked_arrays,
-        cpu_prefill.Pages(
-            _array(reference.blocks(pool).view(COMPILED[pool.dtype])), pool.shape[1], _array(tables)
-        ),
-        cpu_prefill.Scoring(
-            window or 0,
-            np.float32(scaling),
-            np.float32(softcap or 0.0),
-            no_sinks if sinks is None else _array(sinks.float()).reshape(heads, group),
-        ),
+        asked,
+        cpu_prefill.Pages(blocks, pool.shape[1], _array(tables)),
+        scoring,
         cpu_prefill.split_rows(places, heads, group),
-        cpu_prefill.scratch(threads, pool.shape[3], asked_arrays.q, group),
+        cpu_prefill.scratch(threads, pool.shape[3], asked.q, group),
         np.arange(threads),
         threads,
     )
-    answers = found[:, : tokens * group].view(by_head).transpose(0, 1)
-    out[first : first + tokens].view(tokens, heads, group, dim).copy_(answers)
+    answered = torch.unflatten(answers[:, :-TILE_ROWS], 1, (own.stop - own.start, group))
+    out[own] = answered.transpose(0, 1).flatten(1, 2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """x [T, Q, D] as [H, T * G + TILE_ROWS, D]: what is behind the rows of a head is not set."""
+    tokens, group = len(x), x.shape[1] // heads
+    rows = x.new_empty(heads, tokens * group + TILE_ROWS, x.shape[2])
+    by_token = torch.unflatten(x, 1, (heads, group)).transpose(0, 1)
+    torch.unflatten(rows[:, :-TILE_ROWS], 1, (tokens, group)).copy_(by_token)
+    return rows
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
