@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tangram.cli import console
-from tangram.cli.options import name_served_model, with_config
+from tangram.cli.options import with_config
 from tangram.cli.serve_options import (
     KEY_VARIABLE,
     AllowedOrigins,
@@ -43,6 +43,7 @@ from tangram.cli.telemetry import (
 )
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
 
@@ -77,7 +78,7 @@ def serve(
     begin_s = time.monotonic()
     _check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
-    name = name_served_model(config) if served_model_name is None else served_model_name
+    name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
     with closing(Listener.at(host, port)) as listener, logging_as(log_format):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
