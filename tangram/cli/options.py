@@ -31,6 +31,7 @@ class Panel(StrEnum):
     compression = "Compression"
     batching = "Batching"
     server = "Server"
+    replicas = "Replicas"
     expert = "Expert"
 
 

@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
-    _check_keys(api_key)
+    check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
     name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
@@ -142,7 +142,7 @@ def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locke
     console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
-def _check_keys(api_key: list[str] | None) -> None:
+def check_keys(api_key: list[str] | None) -> None:
     """Raise `ConfigError` if the variable for keys is set and holds none."""
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(

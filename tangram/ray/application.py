@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 from tangram.config import EngineConfig
 from tangram.foreign_files import expand_home
@@ -25,6 +24,7 @@ ENGINE, INGRESS = "Engine", "Ingress"
 # A constructor fails for a wrong option or a missing file: other attempts fail, too.
 _MOST_STARTS = 2
 _DEFAULT_QUEUE = 1024
+_LOGGING = {"enable_access_log": False}  # it would have a line for each report
 
 
 def app(args: Mapping[str, Any]) -> Application:
@@ -41,7 +41,6 @@ def build_application(config: EngineConfig, options: FleetOptions) -> Applicatio
     check_served_name(model)
     waiting = _DEFAULT_QUEUE if config.max_queue is None else config.max_queue
     engine = serve.deployment(
-        EngineReplica,
         name=ENGINE,
         **_scale(options),
         # A replica that has as many refuses, and the router asks the next one.
@@ -53,20 +52,21 @@ def build_application(config: EngineConfig, options: FleetOptions) -> Applicatio
             "num_cpus": _count_cpus(config, options),
             "num_gpus": _count_gpus(config, options),
         },
-        request_router_config=RequestRouterConfig(
-            request_router_class="tangram.ray.router:ChunkRouter",
-            request_routing_stats_period_s=options.report_every_s,
-        ),
-    )
+        logging_config=_LOGGING,
+        request_router_config={
+            "request_router_class": "tangram.ray.router:ChunkRouter",
+            "request_routing_stats_period_s": options.report_every_s,
+        },
+    )(EngineReplica)
     ingress = serve.deployment(
-        serve.ingress()(Ingress),
         name=INGRESS,
         max_ongoing_requests=MAX_CONNECTIONS,
         graceful_shutdown_timeout_s=options.shutdown_grace_s,
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=_MOST_STARTS,
         ray_actor_options={"num_cpus": 0},
-    )
+        logging_config=_LOGGING,
+    )(serve.ingress()(Ingress))
     engines = engine.bind(_with_whole_paths(config), options.log_format)
     return ingress.bind(engines, model, options)
 
@@ -86,13 +86,13 @@ def _count_cpus(config: EngineConfig, options: FleetOptions) -> float:
 def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
     if options.gpus_per_replica is not None:
         return options.gpus_per_replica
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
     return float(has_gpus and config.device != "cpu")
 
 
 def _with_whole_paths(config: EngineConfig) -> EngineConfig:
     """`config` with paths that do not depend on the current folder: workers have another one."""
-    changes = {
+    changes: dict[str, Any] = {
         name: _whole(value)
         for name in ("model", "gate", "decode_policy")
         if (value := getattr(config, name)) is not None

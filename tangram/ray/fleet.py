@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from tangram.cache.keys import ChunkKeys
 from tangram.engine.grammar import GrammarCompiler
@@ -41,7 +42,9 @@ class Fleet:
     together take `max_queue` completions for each replica. `first` is the first report.
     """
 
-    def __init__(self, handle: DeploymentHandle, facts: EngineFacts, first: StatsReport) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[Any], facts: EngineFacts, first: StatsReport
+    ) -> None:
         self._handle, self._config = handle, facts.config
         self._answering = handle.options(stream=True).answer
         self._admission = facts.admission
@@ -141,7 +144,7 @@ class Fleet:
 
     async def _relay(self, relay: _Relay, sent: SentRequest) -> None:
         relay.sent_s = time.monotonic()
-        answer = self._answering.remote(sent)
+        answer = cast("DeploymentResponseGenerator[list[Event]]", self._answering.remote(sent))
         try:
             async for events in answer:
                 if not relay.begun:
@@ -149,7 +152,7 @@ class Fleet:
                 for event in events:
                     relay.take(event)
         finally:
-            answer.cancel()
+            answer.cancel()  # type: ignore[no-untyped-call]
 
     async def _poll(self) -> None:
         while True:

@@ -36,9 +36,7 @@ class HeldKeys:
         with self._lock:
             known = list(reversed(self._keys))
         uses = watched.uses(known)
-        gone = [
-            key for key, use in zip(known, uses, strict=True) if use.place is ChunkPlace.GONE
-        ]
+        gone = [key for key, use in zip(known, uses, strict=True) if use.place is ChunkPlace.GONE]
         with self._lock:
             for key in gone:
                 self._keys.pop(key, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -33,8 +34,8 @@ class Ingress:
     Ray Serve builds it in a process of its own and calls `__serve_build_asgi_app__` once.
     """
 
-    async def __init__(
-        self, replicas: DeploymentHandle, model: str, options: FleetOptions
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, replicas: DeploymentHandle[Any], model: str, options: FleetOptions
     ) -> None:
         log_in_worker(options.log_format)
         self._model, self._options = model, options
@@ -55,9 +56,7 @@ class Ingress:
             ),
             let_unknown_by=options.unknown_fields == "warn",
         )
-        app.state.service.metrics.registry.register(
-            _ReplicaCollector(lambda: self._fleet.replicas)
-        )
+        app.state.service.metrics.registry.register(_ReplicaCollector(lambda: self._fleet.replicas))
         return app
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from ray.serve.config import AutoscalingConfig
 
 from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
@@ -13,7 +15,7 @@ from tangram.ray.logs import LogForm
 
 
 class FleetOptions(BaseModel):
-    """What a deployment is told besides its `EngineConfig`; the names are those of `tangram deploy`.
+    """What a deployment is told besides its `EngineConfig`, in the names of `tangram deploy`.
 
     With `autoscaling` (the fields of Ray's `AutoscalingConfig`) the number of replicas follows the
     load, and `replicas` says nothing. `cpus_per_replica` None is the number of threads, or 1.
@@ -46,11 +48,25 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[EngineConfig, FleetOptions
     """
     engine = {"max_queue": 1024} | {name: given[name] for name in given if name in OPTIONS}
     rest = {name: value for name, value in given.items() if name not in OPTIONS}
+    with _one_line():
+        config = TypeAdapter(EngineConfig).validate_python(engine)
+    return config, read_options(rest)
+
+
+def read_options(given: Mapping[str, Any]) -> FleetOptions:
+    """The options of these names. Raises `ConfigError` naming what is wrong."""
+    with _one_line():
+        options = FleetOptions.model_validate(given)
+        if options.autoscaling is not None:
+            AutoscalingConfig.model_validate(options.autoscaling)
+    return options
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn what Pydantic says into a `ConfigError`."""
     try:
-        return (
-            TypeAdapter(EngineConfig).validate_python(engine),
-            FleetOptions.model_validate(rest),
-        )
+        yield
     except ValidationError as error:
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
 

@@ -33,7 +33,7 @@ def make_routing_stats(
 
 
 def read_routing_stats(stats: Mapping[str, Any]) -> tuple[float, ReplicaReport] | None:
-    """When the report was made, in seconds of `time.time`, and the report; None before the first."""
+    """The report, and when it was made, in seconds of `time.time`; None before the first."""
     if not stats:
         return None
     made_s, values = stats["made_s"], dict(stats)

@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tangram.ray.messages import SentRequest
 from tangram.ray.reports import read_routing_stats
-from tangram.routing.policy import Candidate, Placement, Router
+from tangram.routing.policy import Candidate, LoadCosts, Placement, Router
 
 
 class ChunkRouter(RequestRouter):
@@ -20,9 +20,12 @@ class ChunkRouter(RequestRouter):
     Calls that are not a `SentRequest` go to any replica.
     """
 
-    def initialize_state(self) -> None:
-        """Called by Ray Serve before the first request."""
-        self._policy = Router()
+    def initialize_state(self, **costs: float) -> None:
+        """Called by Ray Serve before the first request, with its `request_router_kwargs`.
+
+        They are fields of `LoadCosts`.
+        """
+        self._policy = Router(LoadCosts(**costs))
         self._made_s: dict[str, float] = {}
         self._ranked: dict[str, dict[str, Candidate]] = {}
         self._placements: dict[str, Placement] = {}
@@ -41,7 +44,9 @@ class ChunkRouter(RequestRouter):
         super().update_replicas(replicas)
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The candidates, best first, each in a rank of its own."""
         sent = _read_request(pending_request)
@@ -58,7 +63,10 @@ class ChunkRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
         """Note that the replica has accepted the request."""
-        identity, sent = pending_request.metadata.internal_request_id, _read_request(pending_request)
+        identity, sent = (
+            pending_request.metadata.internal_request_id,
+            _read_request(pending_request),
+        )
         candidate = self._ranked.pop(identity, {}).get(replica_id.unique_id)
         if sent is not None and candidate is not None:
             self._placements[identity] = self._policy.begin(candidate, sent.chain)

@@ -31,9 +31,10 @@ class FleetTotals:
     def take(self, reports: Mapping[str, EngineStats]) -> None:
         """These replicas have reported, all others are gone. Counters never go back."""
         self.present = dict(reports)
+        nothing: dict[str, Any] = dict.fromkeys(_HELD, 0)
         for name, stats in self._reports.items():
             if name not in reports:
-                self._reports[name] = replace(stats, **dict.fromkeys(_HELD, 0))
+                self._reports[name] = replace(stats, **nothing)
         self._reports |= reports
 
     def add(self) -> EngineStats:

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.model.source import name_served_model
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
