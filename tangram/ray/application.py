@@ -65,6 +65,7 @@ def build_application(config: EngineConfig, options: FleetOptions) -> Applicatio
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=_MOST_STARTS,
         ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # the new one answers before the old one ends
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
     engines = engine.bind(_with_whole_paths(config), options.log_format)

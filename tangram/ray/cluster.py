@@ -85,9 +85,10 @@ def _joined(place: Place) -> Iterator[None]:
             include_dashboard=None if place.address else False,
             log_to_driver=place.address is None,
         )
-    except (ConnectionError, ValueError) as error:
+    except (ConnectionError, ValueError, RayError) as error:
         raise ConfigError(
-            f"address is {place.address}, no cluster answers there: {error}"
+            f"address is {place.address}, no cluster answers there: start one with `ray start "
+            "--head`, and set RAY_AUTH_MODE=token if it asks for a token"
         ) from error
     try:
         yield
