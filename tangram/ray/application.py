@@ -21,6 +21,7 @@ from tangram.serve.guard import check_served_name
 from tangram.serve.wire import MAX_CONNECTIONS
 
 ENGINE, INGRESS = "Engine", "Ingress"
+ROUTER = "tangram.ray.router:ChunkRouter"
 # A constructor fails for a wrong option or a missing file: other attempts fail, too.
 _MOST_STARTS = 2
 _DEFAULT_QUEUE = 1024
@@ -35,8 +36,13 @@ def app(args: Mapping[str, Any]) -> Application:
     return build_application(*read_arguments(args))
 
 
-def build_application(config: EngineConfig, options: FleetOptions) -> Application:
-    """The application of `config`. Raises `ConfigError` for a wrong name of the model."""
+def build_application(
+    config: EngineConfig, options: FleetOptions, router: str = ROUTER
+) -> Application:
+    """The application of `config`; `router` is where the class of the request router lies.
+
+    Raises `ConfigError` for a wrong name of the model.
+    """
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
     waiting = _DEFAULT_QUEUE if config.max_queue is None else config.max_queue
@@ -54,7 +60,7 @@ def build_application(config: EngineConfig, options: FleetOptions) -> Applicatio
         },
         logging_config=_LOGGING,
         request_router_config={
-            "request_router_class": "tangram.ray.router:ChunkRouter",
+            "request_router_class": router,
             "request_routing_stats_period_s": options.report_every_s,
         },
     )(EngineReplica)

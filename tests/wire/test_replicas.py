@@ -63,7 +63,8 @@ def test_a_killed_replica_ends_its_answers_and_the_conversation_goes_on(cluster:
             frames.append(line)
             if len(frames) == 40:
                 find_busiest(engines).kill()
-    failure = json.loads([line for line in frames if line][-1].removeprefix("data: "))
+    assert frames[-2:] == ["data: [DONE]", ""]
+    failure = json.loads([line for line in frames if line][-2].removeprefix("data: "))
     assert failure["error"]["type"] == "server_error"
     assert "the replica that computed this answer has ended" in failure["error"]["message"]
     assert cluster.complete(prompt, 12)["choices"][0]["text"] == before
