@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Mapping
@@ -11,8 +12,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import NodeDiedError, RayActorError, RayError, WorkerCrashedError
+from ray.serve.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from tangram.cache.keys import ChunkKeys
@@ -31,6 +36,16 @@ _LOST = (
     "the replica that computed this answer has ended: send the request again, another replica "
     "answers it"
 )
+_FAULT = "the request could not be answered: the log of the ingress has the reason"
+_REPLICA_ENDED = (
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+# Replicas may take as long to start. After it, the server is not healthy.
+MOST_SILENT_S = 300.0
 _log = logging.getLogger(__name__)
 
 
@@ -52,12 +67,17 @@ class Fleet:
         self.grammars = GrammarCompiler(
             facts.tokenizer, facts.admission.vocab_size, self.codec.eos_token_ids
         )
-        self.healthy = True
+        self._stopped, self._heard_s = False, time.monotonic()
         self._totals = FleetTotals()
         self._relays: dict[str, _Relay] = {}
         self._take_reports({first.replica_id: first.stats})
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Task[None] | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a replica has answered in the last `MOST_SILENT_S`; False after `stop`."""
+        return not self._stopped and time.monotonic() - self._heard_s < MOST_SILENT_S
 
     @property
     def max_model_len(self) -> int:
@@ -93,7 +113,11 @@ class Fleet:
         for request, chain in zip(requests, chains, strict=True):
             relay = _Relay(request)
             self._relays[request.request_id] = relay
-            relay.task = asyncio.create_task(self._send(relay, SentRequest.of(request, chain)))
+            # In the context of the HTTP request all calls would have one id, by which Ray's router
+            # knows them: of several prompts one would be sent.
+            relay.task = asyncio.create_task(
+                self._send(relay, SentRequest.of(request, chain)), context=contextvars.Context()
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request; an unknown or finished one is ignored."""
@@ -108,7 +132,7 @@ class Fleet:
 
     def stop(self) -> None:
         """Abort what runs. Any thread may call it, twice too."""
-        self.healthy = False
+        self._stopped = True
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._cancel_all)
@@ -134,11 +158,15 @@ class Fleet:
                 try:
                     await self._relay(relay, sent)
                     break
-                except Exception as error:  # whatever Ray raises, the client must hear of it
-                    _log.warning("%s: its replica has failed: %s", relay.request.request_id, error)
+                except _REPLICA_ENDED as error:
+                    _log.warning("%s: its replica has ended: %s", relay.request.request_id, error)
                     if relay.begun or attempt + 1 == _MOST_ATTEMPTS:
-                        relay.fail(_LOST)
+                        relay.fail(_LOST, may_retry=True)
                         break
+                except Exception:  # a fault of ours, of which the client must hear, too
+                    _log.exception("%s cannot be answered", relay.request.request_id)
+                    relay.fail(_FAULT, may_retry=False)
+                    break
         finally:
             self._relays.pop(relay.request.request_id, None)
 
@@ -171,6 +199,8 @@ class Fleet:
         """Take in statistics; the bound of the queue follows the number of replicas."""
         before, most = len(self._totals.present), self._config.max_queue
         self._totals.take(reports)
+        if reports:
+            self._heard_s = time.monotonic()
         now = max(1, len(reports))
         if now != before:
             self._places = now * self._config.max_num_seqs
@@ -197,7 +227,7 @@ class _Relay:
             event = replace(event, admitted_s=self.sent_s + event.admitted_s)
         self.request.on_event(event)
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, *, may_retry: bool) -> None:
         """End what has not ended."""
         for index in sorted(self.left):
             self.request.on_event(
@@ -210,6 +240,6 @@ class _Relay:
                     self._usage,
                     FinishReason.ABORT,
                     error,
-                    may_retry=True,
+                    may_retry=may_retry,
                 )
             )

@@ -40,7 +40,11 @@ class Ingress:
         log_in_worker(options.log_format)
         self._model, self._options = model, options
         facts, first = await replicas.describe.remote(), await replicas.report.remote()
-        self._limits = Limits(options.request_timeout_s, max_queue=facts.config.max_queue)
+        most = facts.config.max_queue
+        self._limits = Limits(
+            options.request_timeout_s,
+            max_queue=None if most is None else most * options.most_replicas,
+        )
         self._fleet = Fleet(replicas, facts, first)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -40,6 +40,12 @@ class FleetOptions(BaseModel):
     metrics_aliases: Literal["vllm"] | None = None
     otlp_endpoint: str | None = None
 
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas there may be."""
+        scaled = self.autoscaling
+        return self.replicas if scaled is None else int(scaled.get("max_replicas", 1))
+
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[EngineConfig, FleetOptions]:
     """The arguments of `serve run` or of a Serve YAML: any field of both classes.

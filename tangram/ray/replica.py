@@ -125,7 +125,8 @@ class EngineReplica:
         return await asyncio.to_thread(partial(self._engine.grammars.compile, *sent.grammar))
 
     def __del__(self) -> None:
-        self._engine.stop()
+        with suppress(AttributeError):  # its constructor has failed
+            self._engine.stop()
 
 
 def _count_from(start_s: float, event: Event) -> Event:

@@ -20,6 +20,10 @@ class ChunkRouter(RequestRouter):
     Calls that are not a `SentRequest` go to any replica.
     """
 
+    # A busy replica answers late, and is the right one none the less.
+    queue_len_response_deadline_s = 2.0
+    max_queue_len_response_deadline_s = 10.0
+
     def initialize_state(self, **costs: float) -> None:
         """Called by Ray Serve before the first request, with its `request_router_kwargs`.
 

@@ -60,8 +60,8 @@ class Cluster:
         )
         assert ended.returncode == 0, ended.stderr
 
-    def complete(self, prompt: str | list[int], tokens: int = 8, **fields: Any) -> Any:
-        """A greedy answer to `prompt`, which may be tokens."""
+    def complete(self, prompt: str | list[str], tokens: int = 8, **fields: Any) -> Any:
+        """Greedy answers to one prompt or several."""
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         answer = httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text

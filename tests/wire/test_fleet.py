@@ -187,6 +187,19 @@ def test_a_request_without_a_token_is_sent_once_more_if_its_replica_dies(
     assert "send the request again" in answer.json()["error"]["message"]
 
 
+def test_a_fault_is_told_and_not_repeated(replica: EngineReplica) -> None:
+    async def fail(sent: SentRequest) -> AsyncIterator[list[Event]]:
+        raise ZeroDivisionError
+        yield []
+
+    handle = LocalHandle(replica, [fail])
+    with serving(handle) as client:
+        answer = client.post(COMPLETIONS, json=body())
+    assert answer.status_code == 500
+    assert "could not be answered" in answer.json()["error"]["message"]
+    assert len(handle.sent) == 1
+
+
 def test_a_stream_whose_replica_dies_ends_with_an_error_event(replica: EngineReplica) -> None:
     async def begin_and_die(sent: SentRequest) -> AsyncIterator[list[Event]]:
         async for events in replica.answer(sent):

@@ -47,6 +47,15 @@ def test_each_turn_finds_the_prefix_of_its_conversation(cluster: Cluster) -> Non
     assert sum(admitted.values()) == cluster.metrics("tangram_prompt_tokens_total")[""]
 
 
+def test_prompts_of_one_request_go_each_to_its_replica(cluster: Cluster) -> None:
+    prompts = [make_prompt(topic) for topic in range(20, 24)]
+    alone = [cluster.complete(prompt)["choices"][0]["text"] for prompt in prompts]
+    together = cluster.complete(prompts)
+    texts = {choice["index"]: choice["text"] for choice in together["choices"]}
+    assert [texts[at] for at in range(4)] == alone
+    assert together["usage"]["prompt_tokens_details"]["cached_tokens"] >= 4 * CHUNK_TOKENS
+
+
 def test_a_killed_replica_ends_its_answers_and_the_conversation_goes_on(cluster: Cluster) -> None:
     prompt = make_prompt(50)
     before = cluster.complete(prompt, 12)["choices"][0]["text"]
