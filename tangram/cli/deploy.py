@@ -32,19 +32,13 @@ from tangram.cli.serve_options import (
     ShutdownGrace,
     UnknownFields,
 )
-from tangram.cli.telemetry import (
-    LogForm,
-    LogFormat,
-    MetricsAliases,
-    OtlpEndpoint,
-    OverflowEvery,
-    logging_as,
-)
+from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.model.source import name_served_model
 from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
 
 
 @with_config
@@ -77,6 +71,8 @@ def deploy(
     check_keys(api_key)
     if detach and address is None:
         raise ConfigError("detach is given without address: nothing would keep the cluster running")
+    if port == 0:
+        raise ConfigError("port is 0, all nodes of a cluster listen at one port: name it")
     name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
     if address is None:

@@ -33,19 +33,13 @@ from tangram.cli.serve_options import (
     UnknownFields,
     choose_page,
 )
-from tangram.cli.telemetry import (
-    LogForm,
-    LogFormat,
-    MetricsAliases,
-    OtlpEndpoint,
-    OverflowEvery,
-    logging_as,
-)
+from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine

@@ -86,6 +86,8 @@ def _joined(place: Place) -> Iterator[None]:
             log_to_driver=place.address is None,
         )
     except (ConnectionError, ValueError, RayError) as error:
+        if place.address is None:
+            raise EngineError(f"Ray has not started: {error}") from error
         raise ConfigError(
             f"address is {place.address}, no cluster answers there: start one with `ray start "
             "--head`, and set RAY_AUTH_MODE=token if it asks for a token"

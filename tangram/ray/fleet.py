@@ -108,16 +108,14 @@ class Fleet:
         Raises `RequestError` if one can never be served, `OverloadError` if too many wait. Then
         none is sent.
         """
-        chains = [self._make_chain(request) for request in requests]
+        ready = [self._prepare(request) for request in requests]
         self.check_queue(sum(request.sampling.n for request in requests))
-        for request, chain in zip(requests, chains, strict=True):
+        for request, sent in zip(requests, ready, strict=True):
             relay = _Relay(request)
             self._relays[request.request_id] = relay
             # In the context of the HTTP request all calls would have one id, by which Ray's router
             # knows them: of several prompts one would be sent.
-            relay.task = asyncio.create_task(
-                self._send(relay, SentRequest.of(request, chain)), context=contextvars.Context()
-            )
+            relay.task = asyncio.create_task(self._send(relay, sent), context=contextvars.Context())
 
     def abort(self, request_id: str) -> None:
         """End a request; an unknown or finished one is ignored."""
@@ -143,14 +141,17 @@ class Fleet:
         if self._polling is not None:
             self._polling.cancel()
 
-    def _make_chain(self, request: Request) -> tuple[bytes, ...]:
-        """The keys of the chunks that a cache could have: one token is left to compute."""
+    def _prepare(self, request: Request) -> SentRequest:
+        """The request with the keys of the chunks that a cache could have.
+
+        One token is left to compute.
+        """
         retention, _ = self._admission.check(request)
         tokens = np.asarray(request.prompt_token_ids, np.int64)
         chunks = (len(tokens) - 1) // retention.layout.chunk_tokens
         keys = ChunkKeys(retention, request.cache_salt)
         keys.after(chunks, tokens)
-        return keys.list_known(chunks)
+        return SentRequest.of(request, tokens, keys.list_known(chunks))
 
     async def _send(self, relay: _Relay, sent: SentRequest) -> None:
         try:
@@ -168,7 +169,8 @@ class Fleet:
                     relay.fail(_FAULT, may_retry=False)
                     break
         finally:
-            self._relays.pop(relay.request.request_id, None)
+            if self._relays.get(relay.request.request_id) is relay:
+                del self._relays[relay.request.request_id]
 
     async def _relay(self, relay: _Relay, sent: SentRequest) -> None:
         relay.sent_s = time.monotonic()

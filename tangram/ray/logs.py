@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import logging
-from enum import StrEnum
 
-from tangram.serve.logs import log_as_json
-
-
-class LogForm(StrEnum):
-    """The format of the log."""
-
-    text = "text"
-    json = "json"
+from tangram.serve.logs import LogForm, log_as_json
 
 
 def log_in_worker(form: LogForm) -> None:

@@ -12,7 +12,7 @@ from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.grammar import CompiledGrammar
 from tangram.metrics import EngineStats
-from tangram.types import Event, Grammar, Int32, Request
+from tangram.types import Event, Grammar, Int32, Int64, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,11 +53,11 @@ class SentRequest:
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, request: Request, chain: tuple[bytes, ...]) -> SentRequest:
-        """`request` without what cannot travel."""
+    def of(cls, request: Request, tokens: Int64, chain: tuple[bytes, ...]) -> SentRequest:
+        """`request` without what cannot travel; `tokens` int64 [n] are its prompt."""
         compiled = request.grammar
         return cls(
-            np.asarray(request.prompt_token_ids, np.int32),
+            tokens.astype(np.int32),
             chain,
             (compiled.source, compiled.field) if isinstance(compiled, CompiledGrammar) else None,
             {

@@ -11,7 +11,7 @@ from ray.serve.config import AutoscalingConfig
 
 from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
-from tangram.ray.logs import LogForm
+from tangram.serve.logs import LogForm
 
 
 class FleetOptions(BaseModel):

@@ -16,9 +16,10 @@ from tangram.config import EngineConfig
 from tangram.engine.build import build_engine
 from tangram.errors import EngineError, OverloadError, RequestError, TangramError
 from tangram.ray.held_keys import HeldKeys
-from tangram.ray.logs import LogForm, log_in_worker
+from tangram.ray.logs import log_in_worker
 from tangram.ray.messages import EngineFacts, SentRequest, StatsReport
 from tangram.ray.reports import MOST_KEYS, make_routing_stats
+from tangram.serve.logs import LogForm
 from tangram.types import Event, FinishReason, Grammar, Usage
 from tangram.watch import ChunkPlace
 

@@ -21,7 +21,6 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.ray.fleet import Fleet
-from tangram.ray.logs import LogForm
 from tangram.ray.messages import SentRequest, StatsReport
 from tangram.ray.options import read_arguments
 from tangram.ray.replica import EngineReplica
@@ -30,6 +29,7 @@ from tangram.ray.router import ChunkRouter
 from tangram.ray.totals import FleetTotals
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
+from tangram.serve.logs import LogForm
 from tangram.types import Event
 from tests.running import run_app
 
