@@ -54,7 +54,7 @@ ARMS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Reuse:
     """Tokens of all prompts, those that were cached, the seconds, and requests by replica."""
 
     prompt_tokens: int
@@ -74,7 +74,7 @@ def make_conversations(count: int, turns: int) -> list[list[int]]:
     return [tokenizer.encode(f"{at}. {text}")[:tokens] for at, text in enumerate(texts)]
 
 
-async def ask_all(conversations: Sequence[list[int]], turns: int) -> Outcome:
+async def ask_all(conversations: Sequence[list[int]], turns: int) -> Reuse:
     """Ask turn after turn, `AT_ONCE` conversations at a time."""
     usages: list[dict[str, Any]] = []
     places, order = asyncio.Semaphore(AT_ONCE), list(conversations)
@@ -98,7 +98,7 @@ async def ask_all(conversations: Sequence[list[int]], turns: int) -> Outcome:
     by_replica = [
         float(line.split()[-1]) for line in lines if line.startswith("tangram_replica_prompt_to")
     ]
-    return Outcome(
+    return Reuse(
         sum(usage["prompt_tokens"] for usage in usages),
         sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages),
         seconds,
@@ -106,7 +106,7 @@ async def ask_all(conversations: Sequence[list[int]], turns: int) -> Outcome:
     )
 
 
-def measure(arm: Arm, conversations: Sequence[list[int]], turns: int) -> Outcome:
+def measure(arm: Arm, conversations: Sequence[list[int]], turns: int) -> Reuse:
     """The outcome of one arm, by replicas that have seen nothing."""
     config = EngineConfig(
         kv_cache_gib=arm.gib,
@@ -133,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     count, turns = (6, 2) if options.small else (24, 4)
     conversations = make_conversations(count, turns)
-    outcomes: dict[str, list[Outcome]] = {arm.name: [] for arm in ARMS}
+    outcomes: dict[str, list[Reuse]] = {arm.name: [] for arm in ARMS}
     with started_ray():
         for _ in range(options.repeats):
             for arm in ARMS:

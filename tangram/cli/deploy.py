@@ -69,49 +69,42 @@ def deploy(
 ) -> None:
     """Serve MODEL by replicas on a Ray cluster: an OpenAI-compatible API before several engines."""
     check_keys(api_key)
+    _check_place(address, host, port, detach=detach)
+    name = name_served_model(config.model) if served_model_name is None else served_model_name
+    check_served_name(name)
+    given = {
+        **{"replicas": replicas, "autoscaling": _read_json(autoscaling)},
+        **{"cpus_per_replica": cpus_per_replica, "gpus_per_replica": gpus_per_replica},
+        **{"report_every_s": report_every_s, "served_model_name": name},
+        **{"api_key": api_key or (), "allowed_origins": allowed_origins or ()},
+        **{"unknown_fields": unknown_fields.value, "max_body_mb": max_body_mb},
+        **{"request_timeout_s": request_timeout_s, "shutdown_grace_s": shutdown_grace_s},
+        **{"log_format": log_format, "otlp_endpoint": otlp_endpoint},
+        "metrics_aliases": None if metrics_aliases is None else metrics_aliases.value,
+    }
+    curl = first_request(f"http://{host}:{port}/v1", name, chats=True, locked=bool(api_key))
+    with logging_as(log_format):
+        _import_ray()
+        from tangram.ray.cluster import ClusterPlace, run_application
+        from tangram.ray.options import read_options
+
+        run_application(
+            replace(config, max_queue=max_queue, overflow_every=overflow_every),
+            read_options(given),
+            ClusterPlace(address, host, port, app_name),
+            stays=detach,
+            on_ready=lambda: console.tell(curl),
+        )
+
+
+def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> None:
+    """Raise `ConfigError` for what cannot be, before anything is started."""
     if detach and address is None:
         raise ConfigError("detach is given without address: nothing would keep the cluster running")
     if port == 0:
         raise ConfigError("port is 0, all nodes of a cluster listen at one port: name it")
-    name = name_served_model(config.model) if served_model_name is None else served_model_name
-    check_served_name(name)
     if address is None:
         Listener.at(host, port).close()  # an address in use is an error at once
-    with logging_as(log_format):
-        _import_ray()
-        from tangram.ray.cluster import Place, run_application
-        from tangram.ray.options import read_options
-
-        options = read_options(
-            {
-                "replicas": replicas,
-                "autoscaling": _read_json(autoscaling),
-                "cpus_per_replica": cpus_per_replica,
-                "gpus_per_replica": gpus_per_replica,
-                "report_every_s": report_every_s,
-                "served_model_name": name,
-                "api_key": api_key or (),
-                "allowed_origins": allowed_origins or (),
-                "unknown_fields": unknown_fields.value,
-                "max_body_mb": max_body_mb,
-                "request_timeout_s": request_timeout_s,
-                "shutdown_grace_s": shutdown_grace_s,
-                "log_format": log_format.value,
-                "metrics_aliases": None if metrics_aliases is None else metrics_aliases.value,
-                "otlp_endpoint": otlp_endpoint,
-            }
-        )
-        wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
-        url = f"http://{host}:{port}/v1"
-        run_application(
-            wanted,
-            options,
-            Place(address, host, port, app_name),
-            stays=detach,
-            on_ready=lambda: console.tell(
-                first_request(url, name, chats=True, locked=bool(api_key))
-            ),
-        )
 
 
 def _read_json(text: str | None) -> Any:

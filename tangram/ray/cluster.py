@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlace:
     """Where the application runs: the cluster at `address`, or with None a new one here.
 
     Each node of the cluster listens at `host`:`port`. `app_name` is the application's in Ray Serve.
@@ -44,7 +44,7 @@ class Place:
 def run_application(
     config: EngineConfig,
     options: FleetOptions,
-    place: Place,
+    place: ClusterPlace,
     *,
     stays: bool,
     on_ready: Callable[[], None],
@@ -56,7 +56,7 @@ def run_application(
     option or an address that is wrong, `EngineError` if replicas do not start or the cluster ends.
     """
     begin_s = time.monotonic()
-    with _joined(place), _signals() as ended:
+    with _join(place), _catch_signals() as ended:
         serve.start(
             proxy_location="EveryNode", http_options=HTTPOptions(host=place.host, port=place.port)
         )
@@ -74,7 +74,7 @@ def run_application(
 
 
 @contextmanager
-def _joined(place: Place) -> Iterator[None]:
+def _join(place: ClusterPlace) -> Iterator[None]:
     """Connected to the cluster of `place`; one that is started here ends here."""
     if place.address is None:
         # Nobody has been asked whether Ray may report how it is used.
@@ -101,7 +101,7 @@ def _joined(place: Place) -> Iterator[None]:
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
+def _catch_signals() -> Iterator[threading.Event]:
     """An event that is set by a signal to end. A second signal ends the process at once."""
     ended = threading.Event()
 
