@@ -27,9 +27,10 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from bench.replicas.place import PORT, RESULTS
+from bench.replicas.place import RESULTS
 from tangram.lab.environment import environment
 
+PORT = 8232
 SHARED = ("smollm2", "--kv-cache-gib", "0.25", "--threads", "1", "--port", str(PORT))
 SERVERS: dict[str, Sequence[str]] = {
     "plain": ("serve", *SHARED, "--no-page"),
