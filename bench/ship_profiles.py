@@ -166,7 +166,7 @@ def _derive(
 def _compare(observed: Observations, tokens: int) -> dict[str, Any]:
     """How much profiles lose whose texts are cut after some chunks."""
     held_out = observed.wishes[QUICK_SAMPLES:]
-    lost = {"all": _lost(observed.profile, held_out)}
+    lost = {"all": _mean_loss(observed.profile, held_out)}
     for length in (512, 1024, 2048, 4096):
         chunks = length // tokens
         first = [wishes[:chunks] for wishes in observed.wishes[:QUICK_SAMPLES]]
@@ -175,7 +175,7 @@ def _compare(observed: Observations, tokens: int) -> dict[str, Any]:
             profile = observed.profile.with_statistics(
                 fractions.mean(axis=0), fractions.std(axis=0), alpha=observed.profile.alpha
             )
-            lost[f"{QUICK_SAMPLES} x {length}"] = _lost(profile, held_out)
+            lost[f"{QUICK_SAMPLES} x {length}"] = _mean_loss(profile, held_out)
     profile = observed.profile
     return {
         "scorer": profile.scorer.name,
@@ -185,7 +185,7 @@ def _compare(observed: Observations, tokens: int) -> dict[str, Any]:
     }
 
 
-def _lost(profile: Profile, wishes: Sequence[npt.NDArray[np.float64]]) -> float:
+def _mean_loss(profile: Profile, wishes: Sequence[npt.NDArray[np.float64]]) -> float:
     budget = reserved_fractions(profile)
     return float(np.mean([overflow(one, budget)[1] for one in wishes]))
 

@@ -17,9 +17,11 @@ from tangram.compress.profile import SINK_TOKENS, Scope
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of as serving_engine_of
+from tangram.engine.filters import pick, weights_of
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
+from tangram.engine.sampling import SampleRow, _change, _mask_forbidden
 from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
@@ -128,6 +130,21 @@ def small_engine(
             EngineConfig(**(defaults | options)), loaded, kernels, records=True
         )
     return engine_of(config(**(defaults | options)), loaded, kernels)
+
+
+def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """[R, V] float64: the distribution that `sample` draws from.
+
+    A greedy row has a single 1.
+    """
+    changed = _change(_mask_forbidden(logits.float(), rows), rows)
+    result = torch.zeros(changed.shape, dtype=torch.float64, device=changed.device)
+    result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
+    random = [index for index, row in enumerate(rows) if not row.greedy]
+    if random:
+        weights = weights_of(pick(changed, random), [rows[i].params for i in random])
+        result[random] = weights.double() / weights.sum(dim=-1, keepdim=True)
+    return result
 
 
 def profile_file(

@@ -23,7 +23,7 @@ PEERS = ("decode", "decode-static", "batch", "cascade")
 
 def make(tree: Tree, geometry: BatchGeometry, name: str, tiny: bool) -> Case:
     """The case of a tree; tiny: as many levels, at most 8 nodes and two pages each."""
-    small = tree.shrunk(leaves=8, tokens=2 * geometry.page_tokens) if tiny else tree
+    small = tree.shrink(leaves=8, tokens=2 * geometry.page_tokens) if tiny else tree
     return tree_case(small, geometry, seed=0, name=name)
 
 

@@ -68,7 +68,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
 
     if options.quick:
         _refuse_settled(context)
-    grid, asked = _quick(options) if options.quick else _chosen(options)
+    grid, asked = _quick(options) if options.quick else _choose(options)
     base = _engine_config(options)
     if options.plot is not None:
         check_plot(options.plot)
@@ -106,7 +106,7 @@ def _quick(options: EvalOptions) -> tuple[Grid, list[Asked]]:
     return grid, [NEEDLES, TEXT]
 
 
-def _chosen(options: EvalOptions) -> tuple[Grid, list[Asked]]:
+def _choose(options: EvalOptions) -> tuple[Grid, list[Asked]]:
     """The grid and the suites that `options` name. Raises `ConfigError` naming one not known."""
     from tangram.lab.accuracy.methods import Grid
 

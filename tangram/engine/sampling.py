@@ -251,21 +251,6 @@ def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return tokens
 
 
-def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[R, V] float64: the distribution that `sample` draws from.
-
-    A greedy row has a single 1.
-    """
-    changed = _change(_mask_forbidden(logits.float(), rows), rows)
-    result = torch.zeros(changed.shape, dtype=torch.float64, device=changed.device)
-    result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
-    random = [index for index, row in enumerate(rows) if not row.greedy]
-    if random:
-        weights = weights_of(pick(changed, random), [rows[i].params for i in random])
-        result[random] = weights.double() / weights.sum(dim=-1, keepdim=True)
-    return result
-
-
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
     """Raise `RequestError` if `logit_bias` or `stop_token_ids` names an unknown token."""
     for field, tokens in (

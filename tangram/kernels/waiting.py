@@ -51,11 +51,6 @@ class WaitPolicy:
         self._free_s = 0.0
         self._release: weakref.finalize[[], WaitPolicy] | None = None
 
-    @property
-    def brief(self) -> bool:
-        """Whether threads wait briefly now."""
-        return self._release is not None
-
     def adjust(self) -> None:
         """Update how threads wait, if the last update is long enough ago."""
         seconds = self._clock_s() - self._since_s

@@ -23,7 +23,7 @@ _MOST_BYTES = 4096
 _MOST_NUMBER = 1_000_000  # a template may repeat something so often
 
 
-def _bound(options: dict[str, Any]) -> dict[str, Any]:
+def _limit(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         shown = name[:_MOST_NAME_CHARACTERS]
         if len(name) > _MOST_NAME_CHARACTERS or not (name.isascii() and name.isidentifier()):
@@ -73,7 +73,7 @@ TemplateOptions = Annotated[
     Field(
         max_length=MOST_OPTIONS, description="variables of the chat template, those that it reads"
     ),
-    AfterValidator(_bound),
+    AfterValidator(_limit),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]

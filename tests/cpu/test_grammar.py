@@ -17,13 +17,13 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.engine.grammar import CompiledGrammar
 from tangram.engine.loop import Engine
-from tangram.engine.sampling import SampleRow, probabilities, sample
+from tangram.engine.sampling import SampleRow, sample
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.serve.call_grammar import answer_grammar
 from tangram.types import Event, Grammar, Request, SamplingParams
 from tests.examples import examples
-from tests.support import drain, small_engine
+from tests.support import drain, probabilities, small_engine
 
 VOCABULARY, EOS = 49152, 2
 # A random model never ends a number or a space by itself, so all that can go on is bounded.

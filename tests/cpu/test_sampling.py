@@ -24,9 +24,10 @@ from transformers import (
 
 from tangram.engine.draw import exponentials, row_key
 from tangram.engine.filters import find_threshold_by_halving, find_threshold_by_sorting
-from tangram.engine.sampling import SampleRow, probabilities, sample
+from tangram.engine.sampling import SampleRow, sample
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
+from tests.support import probabilities
 
 VOCAB = 1000
 

@@ -102,12 +102,7 @@ class Tree:
             columns.append(columns[-1] * above // below)
         return np.stack(columns[::-1], axis=1)
 
-    @property
-    def unique_tokens(self) -> int:
-        """Tokens with every node counted once."""
-        return sum(nodes * tokens for nodes, tokens in zip(self.nodes, self.tokens, strict=True))
-
-    def shrunk(self, *, leaves: int, tokens: int) -> Tree:
+    def shrink(self, *, leaves: int, tokens: int) -> Tree:
         """A small tree of as many levels, for tests, with at most `leaves` and `tokens` a node."""
         return Tree(
             tuple(min(n, leaves) for n in self.nodes), tuple(min(t, tokens) for t in self.tokens)
