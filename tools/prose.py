@@ -1,4 +1,4 @@
-"""Measures the sentences of README, docs and docstrings.
+"""Measures the sentences of README, CONTRIBUTING, CHANGELOG, docs and docstrings.
 
 `python -m tools.prose` prints the mean of each file and the long sentences. Code, tables, headings
 and the parts that a command writes are left out; so are doctest lines and indented blocks of a
@@ -14,7 +14,10 @@ from pathlib import Path
 from statistics import fmean
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 MODULES = tuple(sorted((ROOT / "tangram").rglob("*.py")))
 LONG = 35
 

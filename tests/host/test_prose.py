@@ -10,7 +10,10 @@ import pytest
 from tools.prose import LONG, MODULES, PAGES, docstrings, lengths, sentences, share_of_long
 
 
-@pytest.mark.parametrize("paths", [PAGES, MODULES], ids=["pages", "docstrings"])
+CHANGES = tuple(page for page in PAGES if page.name == "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("paths", [PAGES, CHANGES, MODULES], ids=["pages", "changes", "docstrings"])
 def test_sentences_are_short(paths: tuple[Path, ...]) -> None:
     words = lengths(paths)
     assert fmean(words) <= 17, "run python -m tools.prose"
@@ -18,7 +21,9 @@ def test_sentences_are_short(paths: tuple[Path, ...]) -> None:
 
 
 def test_every_page_is_measured() -> None:
-    assert {"README.md", "http.md", "accuracy.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "http.md", "accuracy.md"} <= {
+        page.name for page in PAGES
+    }
     assert all(lengths((page,)) for page in PAGES)
 
 
