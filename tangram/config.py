@@ -20,6 +20,11 @@ from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
 from tangram.speculative_config import CompressedKv, SpeculativeConfig, read_speculative_config
 
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
+SmallWeights = Literal["int8", "int4", "fp8"]
+LoadFormat = Literal["auto", "dummy"]
+KvCacheDtype = Literal["auto", "fp8"]
+
 MOST_TOKENS = 2**24  # of any option: no model takes as many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
 SERVED_SCORER = "fastkvzip with a gate for these weights, given or shipped; else keydiff"
@@ -57,7 +62,7 @@ class Option:
     """The description of a field of `EngineConfig`.
 
     `unset` says what None means. A number lies within `bounds`; an error about it ends with `hint`.
-    Only a server has an option that is `served_alone`.
+    Of the commands only `serve` and `deploy` have an option that is `served_alone`.
     """
 
     group: OptionGroup
@@ -103,17 +108,17 @@ class EngineConfig:
     model: str = _model(
         "smollm2", "smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
+    dtype: ModelDtype = _model(
         "auto",
         "dtype of weights and KV cache; auto: the checkpoint's on a GPU, on a CPU bfloat16 if it "
         "multiplies it, otherwise float32",
     )
-    quantization: Literal["int8", "int4", "fp8"] | None = _model(
+    quantization: SmallWeights | None = _model(
         None,
         "round weights of linear maps to int8 or int4, or to fp8 on a GPU",
         unset="the weights of the model as they are",
     )
-    load_format: Literal["auto", "dummy"] = _model(
+    load_format: LoadFormat = _model(
         "auto", "dummy: random weights in the shapes of config.json, for benchmarks"
     )
     device: str = _model("auto", "auto, cpu, or cuda for the first GPU of CUDA_VISIBLE_DEVICES")
@@ -146,7 +151,7 @@ class EngineConfig:
         "dtype of that host memory: auto for that of the KV cache, fp8 or int4; sealed chunks are "
         "rounded to it",
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = _memory(
+    kv_cache_dtype: KvCacheDtype = _memory(
         "auto",
         "dtype of the KV cache: auto for that of the weights, or fp8 (E4M3) with the scales of the "
         "profiles",
@@ -200,7 +205,8 @@ class EngineConfig:
     )
     max_queue: int | None = _batching(
         None,
-        "maximum completions in the queue; when it is full, requests get status 429",
+        "maximum completions in the queue; when it is full, requests get status 429, and `LLM` "
+        "raises `OverloadError`",
         bounds=_COUNT,
         hint="None sets no limit",
         unset="no limit; 1024 in `serve`",

@@ -7,14 +7,14 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
 from tangram.cli import console
 from tangram.cli.options import Device, Model, Threads, Weights, engine_option, number
 from tangram.cli.serving import Output, Repeats
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, ModelDtype
 from tangram.limits import Bounds
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TOKENS = Bounds(1, 100_000)
 Precision = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
+    ModelDtype,
     engine_option("dtype", "dtype of weights and KV cache; in 16 bits tokens may differ"),
 ]
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from tangram.cli.checks import check_start, within
-from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
+from tangram.config import (
+    OPTIONS,
+    SERVED_SCORER,
+    TYPES,
+    EngineConfig,
+    KvCacheDtype,
+    LoadFormat,
+    ModelDtype,
+    SmallWeights,
+)
 from tangram.limits import Bounds
 
 
@@ -87,10 +96,10 @@ CacheGib = Annotated[float | None, engine_option("kv_cache_gib")]
 Utilization = Annotated[float, engine_option("gpu_memory_utilization")]
 MaxSeqs = Annotated[int, engine_option("max_num_seqs")]
 MaxBatched = Annotated[int, engine_option("max_num_batched_tokens")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], engine_option("dtype")]
-CacheDtype = Annotated[Literal["auto", "fp8"], engine_option("kv_cache_dtype")]
-Quantization = Annotated[Literal["int8", "int4", "fp8"] | None, engine_option("quantization")]
-Weights = Annotated[Literal["auto", "dummy"], engine_option("load_format")]
+Dtype = Annotated[ModelDtype, engine_option("dtype")]
+CacheDtype = Annotated[KvCacheDtype, engine_option("kv_cache_dtype")]
+Quantization = Annotated[SmallWeights | None, engine_option("quantization")]
+Weights = Annotated[LoadFormat, engine_option("load_format")]
 Eager = Annotated[bool, engine_option("enforce_eager")]
 Device = Annotated[str, engine_option("device")]
 Threads = Annotated[int | None, engine_option("threads")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tangram.config import OPTIONS, EngineConfig
+from typing import Any, get_args
+
+from tangram.config import CHOICES, OPTIONS, EngineConfig
 from tools.options_page import PAGE, render
 
 from .test_command_line import ALL
@@ -15,6 +17,63 @@ def test_the_page_is_what_the_config_says() -> None:
 def test_every_option_is_one_of_serve() -> None:
     served = {str(param.name).removeprefix("no_") for param in ALL["serve",].params}
     assert set(OPTIONS) <= served
+
+
+# A command's own default, where it is another one than the engine's, and why.
+OWN_DEFAULTS = {
+    ("serve", "max_queue"): 1024,  # clients are many, and none sees the queue
+    ("deploy", "max_queue"): 1024,
+    ("eval", "kv_retention"): None,  # a list of several, which depends on --quick
+    ("eval", "chunk_tokens"): "512",  # a list
+    ("size", "model"): None,  # no size without a model
+    ("size", "kv_retention"): 1.0,  # what a model needs before anything is dropped
+    ("bench calibrate-policy", "heads_per_page"): None,  # all of a layer that fit
+    ("bench calibrate-policy", "dtype"): "bfloat16",  # random entries have no checkpoint
+    ("bench naive", "dtype"): "float32",  # 16 bits may change a token
+}
+OWN_CHOICES = {
+    ("eval", "scope"),  # a list
+    ("size", "dtype"),  # of the sizes that it prints, with other names
+    ("bench calibrate-policy", "dtype"),  # what kernels of a GPU compute in
+}
+OF_ENGINE = [
+    (" ".join(path), str(param.name), param)
+    for path, command in ALL.items()
+    for param in command.params
+    if str(param.name).removeprefix("no_") in OPTIONS
+]
+
+
+def texts_of(kind: Any) -> tuple[str, ...]:
+    """The texts that a type allows; () if it allows any."""
+    inner = [text for part in get_args(kind) for text in texts_of(part)]
+    return tuple(inner) or tuple(part for part in get_args(kind) if isinstance(part, str))
+
+
+def default_of(name: str) -> object:
+    """What a command has as its default for an option of the engine."""
+    positive = name.removeprefix("no_")
+    value = getattr(EngineConfig, positive)
+    return (not value if positive != name else value) if value != () else None
+
+
+def test_commands_have_the_defaults_of_the_engine() -> None:
+    assert OF_ENGINE
+    own = {
+        (command, name): param.default
+        for command, name, param in OF_ENGINE
+        if param.default != default_of(name)
+    }
+    assert own == OWN_DEFAULTS
+
+
+def test_commands_have_the_choices_of_the_engine() -> None:
+    own = {
+        (command, name)
+        for command, name, param in OF_ENGINE
+        if texts_of(param.type_descriptor.annotation) != CHOICES.get(name, ())
+    }
+    assert own == OWN_CHOICES
 
 
 def test_one_profile_may_be_given_as_a_text() -> None:

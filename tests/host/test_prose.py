@@ -9,7 +9,6 @@ import pytest
 
 from tools.prose import LONG, MODULES, PAGES, docstrings, lengths, sentences, share_of_long
 
-
 CHANGES = tuple(page for page in PAGES if page.name == "CHANGELOG.md")
 
 
