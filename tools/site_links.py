@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: add pages from outside docs/ and /learn to the site, and adapt their links."""
+"""Hooks of MkDocs: add pages from outside docs/ and /learn, and adapt links and scripts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 from tools.learn_site import LINKS, site_files
 
@@ -40,6 +41,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = _FENCE.split(markdown)
     parts[::2] = [_LINK.sub(_in_site(folder), text) for text in parts[::2]]
     return _PICTURE.sub(r"\1", "".join(parts)) if not folder else "".join(parts)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """`output`, which loads Mermaid from the site if it has a picture for it.
+
+    The theme would load it from another host.
+    """
+    if 'class="mermaid"' not in output:
+        return output
+    source = get_relative_url("vendor/mermaid/mermaid.min.js", page.url)
+    return output.replace("</head>", f'<script src="{source}"></script></head>', 1)
 
 
 def _in_site(folder: str) -> Callable[[re.Match[str]], str]:

@@ -1,9 +1,9 @@
-"""Copies the page's libraries from npm packages: `python -m tools.vendor_page`.
+"""Copies the libraries of the page and the site from npm packages: `python -m tools.vendor_page`.
 
-`PACKAGES` names each package, its version, and the files that are taken. All of them are published
-ES modules, so nothing is built here. One line is edited: Preact's hooks name their package, which
-a browser cannot find, so `EDITS` puts the path of the file there. Languages of highlight.js come
-from its package for browsers, because the other one has no ES modules.
+`PAGE` and `SITE` name each package, its version, and the files that are taken. All of them are
+published as a browser reads them, so nothing is built here. One line is edited: Preact's hooks name
+their package, which a browser cannot find, so `EDITS` puts the path of the file there. Languages of
+highlight.js come from its package for browsers, because the other one has no ES modules.
 
 To renew a library, change its version and run the script. `--check` downloads the same packages,
 writes nothing, and says which files differ. Both need `npm`.
@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-VENDOR = Path(__file__).parents[1] / "tangram" / "page" / "static" / "vendor"
+ROOT = Path(__file__).parents[1]
 LIST = "packages.json"
 LANGUAGES = (
     *("bash", "c", "cpp", "css", "diff", "go", "java", "javascript", "json", "markdown"),
@@ -43,7 +43,7 @@ class Package:
     edits: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-PACKAGES = (
+PAGE = (
     Package(
         "preact",
         "11.2.0",
@@ -73,6 +73,9 @@ PACKAGES = (
         | {f"es/languages/{name}.min.js": f"languages/{name}.js" for name in LANGUAGES},
     ),
 )
+# The site's theme would load it from another host.
+SITE = (Package("mermaid", "11.17.2", "mermaid", {"dist/mermaid.min.js": "mermaid.min.js"}),)
+PLACES = {ROOT / "tangram" / "page" / "static" / "vendor": PAGE, ROOT / "docs" / "vendor": SITE}
 
 
 def main() -> None:
@@ -82,23 +85,24 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     check = parser.parse_args().check
-    wanted = collect()
+    wanted = {vendor: collect(packages) for vendor, packages in PLACES.items()}
     if not check:
-        write(wanted)
+        for vendor, files in wanted.items():
+            write(vendor, files)
         return
-    wrong = list(compare(wanted))
+    wrong = [line for vendor, files in wanted.items() for line in compare(vendor, files)]
     if wrong:
         sys.exit(
             "\n".join([*wrong, "to write the files of the packages: python -m tools.vendor_page"])
         )
-    print(f"{len(wanted)} files equal those of {len(PACKAGES)} packages")
+    print(f"{sum(map(len, wanted.values()))} files equal those of their packages")
 
 
-def collect() -> dict[str, bytes]:
-    """Path under `VENDOR` to content, as the packages have it, and the list of them."""
+def collect(packages: Sequence[Package]) -> dict[str, bytes]:
+    """Path to content, as the packages have it, and the list of them."""
     wanted: dict[str, bytes] = {}
     listed = []
-    for package in PACKAGES:
+    for package in packages:
         archive = download(package)
         described, files = unpack(package, archive)
         wanted |= files
@@ -145,18 +149,18 @@ def unpack(package: Package, archive: bytes) -> tuple[dict[str, str], dict[str, 
     return described, {f"{package.folder}/{taken}": data for taken, data in files.items()}
 
 
-def write(wanted: Mapping[str, bytes]) -> None:
-    """Make `VENDOR` hold exactly `wanted`."""
-    for left_over in set(read_tree()) - set(wanted):
-        (VENDOR / left_over).unlink()
+def write(vendor: Path, wanted: Mapping[str, bytes]) -> None:
+    """Make the folder `vendor` hold exactly `wanted`."""
+    for left_over in set(read_tree(vendor)) - set(wanted):
+        (vendor / left_over).unlink()
     for path, data in wanted.items():
-        (VENDOR / path).parent.mkdir(parents=True, exist_ok=True)
-        (VENDOR / path).write_bytes(data)
+        (vendor / path).parent.mkdir(parents=True, exist_ok=True)
+        (vendor / path).write_bytes(data)
 
 
-def compare(wanted: Mapping[str, bytes]) -> Iterator[str]:
-    """A sentence for each file of `VENDOR` that is not as in `wanted`."""
-    there = read_tree()
+def compare(vendor: Path, wanted: Mapping[str, bytes]) -> Iterator[str]:
+    """A sentence for each file of the folder `vendor` that is not as in `wanted`."""
+    there = read_tree(vendor)
     for path in sorted(set(there) | set(wanted)):
         if path not in there:
             yield f"{path} is missing"
@@ -166,10 +170,10 @@ def compare(wanted: Mapping[str, bytes]) -> Iterator[str]:
             yield f"{path} differs from its package"
 
 
-def read_tree() -> dict[str, bytes]:
-    """Path under `VENDOR` to content, as it is now."""
-    files = (path for path in VENDOR.rglob("*") if path.is_file())
-    return {path.relative_to(VENDOR).as_posix(): path.read_bytes() for path in files}
+def read_tree(vendor: Path) -> dict[str, bytes]:
+    """Path under `vendor` to content, as it is now."""
+    files = (path for path in vendor.rglob("*") if path.is_file())
+    return {path.relative_to(vendor).as_posix(): path.read_bytes() for path in files}
 
 
 if __name__ == "__main__":

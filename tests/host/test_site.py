@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,31 @@ def test_no_link_leaves_the_site_for_a_file_of_the_tree(site: Path) -> None:
         target for target in targets if target.startswith("..") or target.endswith((".md", ".json"))
     ]
     assert "<code>bench/results/busy_laptop.json</code>" in pages(site)["cpu"]
+
+
+class Loads(HTMLParser):
+    """Where a page loads its parts from."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "modulepreload"):
+            self.sources.append(given["href"] or "")
+        elif tag != "a" and "src" in given:
+            self.sources.append(given["src"] or "")
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    """The theme loads Mermaid from another host unless a page has it already."""
+    for name, text in pages(site).items():
+        sources = Loads(text).sources
+        assert sources and not [one for one in sources if "//" in one], name
+        assert ("vendor/mermaid/mermaid.min.js" in sources) == ('class="mermaid"' in text), name
+    assert 'class="mermaid"' in pages(site)["structure"]
 
 
 @pytest.mark.parametrize("sign", ["\n- ", "\n* ", "\n1. ", "\n|"])

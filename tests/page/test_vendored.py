@@ -8,24 +8,27 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.page.support import ROOT, STATIC
 
 VENDOR = STATIC / "vendor"
+SITE_VENDOR = ROOT / "docs" / "vendor"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "network")
 MODULES = sorted(
     path for path in STATIC.rglob("*.js") if VENDOR not in path.parents and path.is_file()
 )
 
 
-def test_vendored_files_are_those_of_the_list_with_their_licences() -> None:
-    listed = json.loads((VENDOR / "packages.json").read_text())
+@pytest.mark.parametrize("vendor", [VENDOR, SITE_VENDOR], ids=["page", "site"])
+def test_vendored_files_are_those_of_the_list_with_their_licences(vendor: Path) -> None:
+    listed = json.loads((vendor / "packages.json").read_text())
     wanted = {name: digest for package in listed for name, digest in package["files"].items()}
     found = {
-        path.relative_to(VENDOR).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in VENDOR.rglob("*")
+        path.relative_to(vendor).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in vendor.rglob("*")
         if path.is_file() and path.name != "packages.json"
     }
     assert found == wanted
