@@ -38,7 +38,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Ten minutes on two cores. What goes by the clock runs by itself.
+# Some 14 minutes on two cores. What goes by the clock runs by itself.
 test: check
 	$(MAKE) --no-print-directory laws
 
@@ -51,9 +51,17 @@ quick: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) tests/host
 
 # Hours: the long forms of tests, properties with all their examples, and every kernel in every
-# variant, compiled for every card (docs/hardware.md).
-nightly: $(DEV_READY)
+# variant, compiled for every card (docs/hardware.md). Then the stress tests, each for long (docs/load.md).
+nightly: export FUZZ_SECONDS := $(or $(FUZZ_SECONDS),3600)
+nightly: export OVERLOAD_SECONDS := $(or $(OVERLOAD_SECONDS),1800)
+nightly: export LOAD_SECONDS := $(or $(LOAD_SECONDS),1800)
+nightly: export SOAK_SECONDS := $(or $(SOAK_SECONDS),28800)
+nightly: $(DEV_READY) $(LOAD_READY)
 	$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
+	$(BIN)/python -m bench.stress.fuzz
+	$(BIN)/python -m bench.stress.overload
+	$(BIN)/python -m bench.stress.guidellm_load
+	$(BIN)/python -m bench.stress.soak
 
 check: style types imports
 

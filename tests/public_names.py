@@ -1,11 +1,14 @@
 """The names that users write: `python -m tests.public_names` records them for a test to compare.
 
-A name that is recorded stays: one that is renamed goes on as a deprecated alias.
+A name that is recorded stays: one that is renamed goes on as a deprecated alias. So names that are
+gone are refused, unless `--drop` says that they are meant to go.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,4 +75,10 @@ def _describe(family: Metric) -> str:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(list_public_names(), indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--drop", action="store_true", help="drop recorded names that are gone")
+    names, recorded = list_public_names(), json.loads(RECORD.read_text())
+    gone = [one for kind, old in recorded.items() for one in old if one not in names.get(kind, ())]
+    if gone and not parser.parse_args().drop:
+        sys.exit(f"recorded names are gone: {', '.join(gone)}; keep an alias, or give --drop")
+    RECORD.write_text(json.dumps(names, indent=1) + "\n")

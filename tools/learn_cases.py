@@ -1,6 +1,6 @@
 """Recorded cases of the formulas of /learn: what the Python functions give for some arguments.
 
-`cases()` computes them anew. tests/host/test_learn_math.py compares them with the record and with
+`cases()` computes them anew. tests/page/test_learn_math.py compares them with the record and with
 what `tangram/page/static/learn/math.js` gives, function by function.
 """
 

@@ -185,4 +185,4 @@ def _texts(config: EngineConfig, samples: int, data: Path | None) -> Callable[[]
 
 
 def _source(config: EngineConfig, data: Path | None) -> str:
-    return str(data) if data else f"built-in pilot texts, seed {config.seed}"
+    return str(data) if data else f"built-in calibration texts, seed {config.seed}"

@@ -39,7 +39,7 @@ def train_and_report(
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
-    from tangram.gate_training.teacher import agreements, distil_gate
+    from tangram.gate_training.teacher import agreements, train_gate_on_texts
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_configured
 
@@ -49,7 +49,7 @@ def train_and_report(
     loaded = load_configured(config)
     check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
-    gate, unseen = distil_gate(
+    gate, unseen = train_gate_on_texts(
         loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe
     )
     save_gate(path, gate)

@@ -41,7 +41,7 @@ class Agreement:
     keydiff: float
 
 
-def distil_gate(
+def train_gate_on_texts(
     loaded: LoadedModel, texts: Sequence[str], *, chunk_tokens: int, source: str, recipe: Recipe
 ) -> tuple[Gate, list[list[int]]]:
     """A gate trained on KVzip's scores of `texts`, and the samples (token ids) that are held out.

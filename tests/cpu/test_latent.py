@@ -16,7 +16,7 @@ from tangram.compress.scorers import SCORERS, ChunkView, make_scorer
 from tangram.compress.scorers.gate import save_gate
 from tangram.errors import ConfigError, ModelError
 from tangram.gate_training.fit import Recipe
-from tangram.gate_training.teacher import distil_gate
+from tangram.gate_training.teacher import train_gate_on_texts
 from tangram.kernels import latents
 from tangram.kernels.reference import append
 from tangram.model.latent import join_entries, latent_heads
@@ -104,7 +104,7 @@ def test_a_gate_learns_from_kvzip_and_serves_latents(
     """KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there."""
     loaded = adopt_tiny(DeepseekV3Config(**(TINY_LATENT.to_dict() | {"vocab_size": 49_152})))
     recipe = Recipe(epochs=1, batch_tokens=64, head_dim=8, sinks=4)
-    gate, _ = distil_gate(loaded, TEXTS[:4], chunk_tokens=32, source="texts", recipe=recipe)
+    gate, _ = train_gate_on_texts(loaded, TEXTS[:4], chunk_tokens=32, source="texts", recipe=recipe)
     assert (gate.shape.kv_heads, gate.shape.group_size) == (1, 4)
     path = tmp_path / "gate.safetensors"
     save_gate(path, gate)

@@ -20,7 +20,7 @@ from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import Gate, GateShape, load_gate, save_gate
 from tangram.errors import ConfigError
 from tangram.gate_training.fit import Examples, Recipe, new_weights, overlap, train_gate
-from tangram.gate_training.teacher import agreements, distil_gate
+from tangram.gate_training.teacher import agreements, train_gate_on_texts
 from tangram.model.load import LoadedModel
 from tests.support import GREEDY, profile_file, run, small_engine
 
@@ -58,14 +58,16 @@ def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
     return adopt_tiny(config())
 
 
-def distilled(loaded: LoadedModel, **changes: int) -> tuple[Gate, list[list[int]]]:
+def trained(loaded: LoadedModel, **changes: int) -> tuple[Gate, list[list[int]]]:
     recipe = replace(RECIPE, **changes)
-    return distil_gate(loaded, TEXTS, chunk_tokens=CHUNK, source="pilot texts", recipe=recipe)
+    return train_gate_on_texts(
+        loaded, TEXTS, chunk_tokens=CHUNK, source="calibration texts", recipe=recipe
+    )
 
 
 @pytest.fixture(scope="module")
 def taught(tiny: LoadedModel) -> tuple[Gate, list[list[int]]]:
-    return distilled(tiny)
+    return trained(tiny)
 
 
 def test_a_trained_gate_keeps_what_kvzip_would_keep(
@@ -114,7 +116,7 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(
 ) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("first", "again", "other")]
     for path, gate in zip(
-        paths, (taught[0], distilled(tiny)[0], distilled(tiny, seed=1)[0]), strict=True
+        paths, (taught[0], trained(tiny)[0], trained(tiny, seed=1)[0]), strict=True
     ):
         save_gate(path, gate)
     first, again, other = (path.read_bytes() for path in paths)
@@ -190,12 +192,12 @@ def test_texts_that_are_not_enough_are_refused(
     tiny: LoadedModel, texts: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        distil_gate(tiny, texts, chunk_tokens=CHUNK, source="", recipe=RECIPE)
+        train_gate_on_texts(tiny, texts, chunk_tokens=CHUNK, source="", recipe=RECIPE)
 
 
 def test_a_batch_must_fill(tiny: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="give 2688 tokens to train on, a batch takes 2689"):
-        distilled(tiny, batch_tokens=2_689)
+        trained(tiny, batch_tokens=2_689)
 
 
 @pytest.mark.parametrize(

@@ -334,16 +334,22 @@ def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize(
+    ("rows", "longest", "workers"),
+    [(2, 100, 12), pytest.param(3, 200, 24, marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("merge", MERGES)
-def test_decoders_that_share_buffers_answer_as_alone(merge: str, device: torch.device) -> None:
+def test_decoders_that_share_buffers_answer_as_alone(
+    merge: str, rows: int, longest: int, workers: int, device: torch.device
+) -> None:
     """Each has its plan loaded again before it attends, as an engine does between widths."""
     from tangram.kernels import gpu
 
-    batch = make_batch(2, 2, 4, 64, longest=100)
+    batch = make_batch(rows, 2, 4, 64, longest=longest)
     pool, q, tables, lengths = (
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
-    plans = [plan_aot(batch.rows, workers, tile_tokens=16) for workers in (12, 3)]
+    plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (workers, 3)]
     shared = gpu.PlanBuffers(device)
     settings: Any = {"group": 4, "head_dim": 64, "pool": pool, "options": options(merge)}
     settings["lengths"] = batch.lengths.numpy()

@@ -1,4 +1,4 @@
-"""Pilot texts: mixed, long enough for three chunks, and the same every time."""
+"""Calibration texts: mixed, long enough for three chunks, and the same every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas of strangers: what is bounded, what is refused, and by which name."""
+"""Schemas of untrusted clients: what is bounded, what is refused, and by which name."""
 
 from __future__ import annotations
 

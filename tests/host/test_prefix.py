@@ -1,4 +1,4 @@
-"""The prefix cache against a plain model of least-recently-used, and the keys that keep strangers
+"""The prefix cache against a plain model of least-recently-used, and the keys that keep tenants
 apart.
 """
 

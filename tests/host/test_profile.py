@@ -49,7 +49,7 @@ def make(seed: int = 0, **changes: Any) -> Profile:
         "scope": "model",
         "kv_retention": 0.5,
         "chunk_tokens": 512,
-        "calibration": Calibration(50, "pilot texts", 100_000, RankStability(0.9, 0.7)),
+        "calibration": Calibration(50, "calibration texts", 100_000, RankStability(0.9, 0.7)),
     }
     return Profile.from_statistics(**{**arguments, **changes})
 

@@ -1,4 +1,4 @@
-"""Commands started as a stranger's machine starts them: no streams, no home, a full disk, odd names
+"""Commands started on unusual machines: no streams, no home, a full disk, odd names
 of models.
 """
 

@@ -1,4 +1,4 @@
-"""Who is let in, and how much a stranger can send."""
+"""Who is let in, and how much an unknown client can send."""
 
 from __future__ import annotations
 

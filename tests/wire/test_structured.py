@@ -122,7 +122,8 @@ def test_logprobs_count_only_what_could_be_said(client: Any) -> None:
         assert sum(2.718281828**top.logprob for top in entry.top_logprobs) <= 1.0001
 
 
-def test_a_plain_request_beside_it_gets_the_same_answer(client: Any) -> None:
+@pytest.mark.parametrize("companions", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_plain_request_beside_it_gets_the_same_answer(client: Any, companions: int) -> None:
     def plain() -> str:
         fields: dict[str, Any] = {
             "messages": [USER],
@@ -143,8 +144,8 @@ def test_a_plain_request_beside_it_gets_the_same_answer(client: Any) -> None:
         return str(answer.choices[0].message.content)
 
     alone = plain()
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(shaped, seed) for seed in range(2)]
+    with ThreadPoolExecutor(2 + companions) as pool:
+        others = [pool.submit(shaped, seed) for seed in range(companions)]
         together = [pool.submit(plain) for _ in range(2)]
         assert [answer.result() for answer in together] == [alone] * 2
         assert all(Trip.model_validate_json(answer.result()) for answer in others)

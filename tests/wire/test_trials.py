@@ -1,4 +1,4 @@
-"""Requests that strangers try, against the real server: each gets its answer, and nothing of it
+"""Requests of untrusted clients, against the real server: each gets its answer, and nothing of it
 stays behind.
 """
 

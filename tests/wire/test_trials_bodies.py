@@ -1,4 +1,4 @@
-"""Bodies as strangers send them: far too many small things, halves of characters, fields that come
+"""Bodies of untrusted clients: far too many small things, halves of characters, fields that come
 twice.
 """
 

@@ -226,7 +226,7 @@ class Budgets:
             retentions=retentions,
             chunk_tokens=wanted.chunk_tokens,
             alpha=ALPHA,
-            source=f"built-in pilot texts, {samples} samples, seed 0",
+            source=f"built-in calibration texts, {samples} samples, seed 0",
             page_tokens=self.page_tokens,
             heads_per_page=self.heads_per_page,
             sink_tokens=wanted.sink_tokens,
