@@ -15,6 +15,7 @@ from tangram.cli import (
     calibrate,
     chat,
     evaluate,
+    fleet,
     generate,
     naive,
     serve,
@@ -33,6 +34,7 @@ app = typer.Typer(
 ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
 bench.commands.command(cls=Command)(naive.naive)
+bench.commands.command(cls=Command)(fleet.fleet)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(chat.chat)
