@@ -92,10 +92,10 @@ def load_model(
 
     `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
     file's quantised weights. `load_format` dummy reads the config alone and makes random weights;
-    without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8).
-    Raises `ConfigError` if the device has no product of such weights, and `ModelError` with the
-    reason if the model cannot be loaded, or if this engine would compute its kind of attention
-    wrongly.
+    without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or
+    fp8). Raises `ConfigError` if the device has no product of such weights, and `ModelError` with
+    the reason if the model cannot be loaded, or if this engine would compute its kind of
+    attention wrongly.
     """
     source = _resolve(name)
     place = find_device(device)
