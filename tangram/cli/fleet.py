@@ -109,14 +109,14 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="a simulated fleet")
     table.add_column("balancer", no_wrap=True)
     for column in (
-        "replicas",
+        "size",
         "hits",
-        "of ideal",
-        "first token, s: p50",
+        "of\nideal",
+        "TTFT\np50 s",
         "p90",
         "p99",
-        "most / mean",
-        "decision, µs: p50",
+        "most/\nmean",
+        "choice\np50 µs",
         "p99",
     ):
         table.add_column(column, justify="right")
