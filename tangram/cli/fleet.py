@@ -49,7 +49,7 @@ def fleet(
             help="send a copy of the trace for each so many replicas", show_default="one copy"
         ),
     ] = None,
-    seconds: Annotated[float, number(Bounds(1, 1e6), "of the trace, from its beginning")] = 3600.0,
+    seconds: Annotated[float, number(Bounds(1, 1e6), "length of the trace to replay")] = 3600.0,
     report_s: Annotated[
         float, number(Bounds(0.25, 600), "seconds from one report of a replica to the next")
     ] = 1.0,
