@@ -14,6 +14,7 @@ from tangram.cli import (
     bench,
     calibrate,
     chat,
+    deploy,
     evaluate,
     fleet,
     generate,
@@ -37,6 +38,7 @@ bench.commands.command(cls=Command)(naive.naive)
 bench.commands.command(cls=Command)(fleet.fleet)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(deploy.deploy)
 app.command(cls=Command)(chat.chat)
 app.command(cls=Command)(generate.generate)
 app.command(cls=Command, context_settings=rename_options(samples="calibration-samples"))(

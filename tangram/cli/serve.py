@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tangram.cli import console
-from tangram.cli.options import name_served_model, with_config
+from tangram.cli.options import with_config
 from tangram.cli.serve_options import (
     KEY_VARIABLE,
     AllowedOrigins,
@@ -37,18 +37,13 @@ from tangram.cli.serve_options import (
     UnknownFields,
     choose_page,
 )
-from tangram.cli.telemetry import (
-    LogForm,
-    LogFormat,
-    MetricsAliases,
-    OtlpEndpoint,
-    OverflowEvery,
-    logging_as,
-)
+from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
@@ -83,9 +78,9 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
-    _check_keys(api_key)
+    check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
-    name = name_served_model(config) if served_model_name is None else served_model_name
+    name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
     with (
         closing(Listener.at(host, port)) as listener,
@@ -185,7 +180,7 @@ def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locke
     console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
-def _check_keys(api_key: list[str] | None) -> None:
+def check_keys(api_key: list[str] | None) -> None:
     """Raise `ConfigError` if the variable for keys is set and holds none."""
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(
