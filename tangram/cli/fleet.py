@@ -70,7 +70,7 @@ def fleet(
     """
     from tangram.lab.fleet.arrivals import count_ideal_hits, read_arrivals
     from tangram.lab.fleet.costs import EngineCosts
-    from tangram.lab.fleet.simulation import Fleet, Loss
+    from tangram.lab.fleet.simulation import Loss, SimulatedFleet
 
     engine = EngineCosts() if costs is None else EngineCosts.read(costs)
     loss = None if lose_at_s is None else Loss(lose_at_s)
@@ -83,7 +83,9 @@ def fleet(
             arrivals = read_arrivals(trace, seconds=seconds, copies=copies)
             ideal = count_ideal_hits(arrivals)
             for name in chosen:
-                run = Fleet(name.value, size, engine, report_s=report_s).replay(arrivals, loss)
+                run = SimulatedFleet(name.value, size, engine, report_s=report_s).replay(
+                    arrivals, loss
+                )
                 rows.append({"copies": copies, **run.figures(ideal)})
                 bar.advance(task)
     _show(rows)
