@@ -16,6 +16,7 @@ from tangram.cli import (
     chat,
     deploy,
     evaluate,
+    fleet,
     generate,
     naive,
     serve,
@@ -34,6 +35,7 @@ app = typer.Typer(
 ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
 bench.commands.command(cls=Command)(naive.naive)
+bench.commands.command(cls=Command)(fleet.fleet)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(deploy.deploy)

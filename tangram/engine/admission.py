@@ -234,6 +234,7 @@ class Admission:
             slots_used=sum(
                 seq.layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
             ),
+            chunk_tokens=layout.chunk_tokens,
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             cache_dtype=self.cache_dtype,

@@ -7,7 +7,8 @@ compares whole keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -49,12 +50,17 @@ class KeyDigest:
     def __len__(self) -> int:
         return len(self.prefixes)
 
-    def longest_prefix(self, chain: Sequence[bytes]) -> int:
-        """How many keys at the beginning of `chain` are here.
+    def longest_prefix(self, chain: Sequence[bytes], coming: Container[bytes] = ()) -> int:
+        """How many keys at the beginning of `chain` are here, or in `coming`, where they are cut.
 
-        The keys of `chain` are whole, or cut to their first 8 bytes, which is faster.
+        The keys of `chain` are whole or cut to 8 bytes. Who holds a chunk holds those before it, so
+        that a long chain needs few comparisons.
         """
-        for count, key in enumerate(chain):
-            if key[:PREFIX_BYTES] not in self.prefixes:
-                return count
-        return len(chain)
+
+        def is_missing(index: int) -> bool:
+            key = chain[index][:PREFIX_BYTES]
+            return key not in self.prefixes and key not in coming
+
+        if not chain or is_missing(0):
+            return 0
+        return bisect_left(range(len(chain)), True, key=is_missing)

@@ -27,7 +27,7 @@ def report(
     queued: int = 0,
     running: int = 0,
     pending: float = 0,
-    free: int = 9,
+    free: int = 10,
 ) -> ReplicaReport:
     digest = KeyDigest.of(held, 1000)
     return ReplicaReport(digest, free, 10, queued, running, pending, age_s=0)
@@ -105,9 +105,12 @@ def test_a_hole_in_a_chain_ends_its_prefix() -> None:
 def test_an_overloaded_holder_is_passed_over_once_the_wait_exceeds_what_it_saves() -> None:
     chain = make_chain("a", 10)
     saved = 10 * LoadCosts().anew
-    for pending, expected in ((saved - 0.5, "holder"), (saved + 0.5, "other")):
-        router = router_of(holder=report(chain, pending=pending), other=report())
-        assert best(router, chain) == expected
+    # Where the pool is full, what the prefix saves counts twice.
+    for free, most in ((10, saved), (0, 2 * saved + LoadCosts().anew)):
+        for pending, expected in ((most - 0.5, "holder"), (most + 0.5, "other")):
+            holder = report(chain, pending=pending, free=10)
+            router = router_of(holder=holder, other=report(free=free))
+            assert best(router, chain) == expected
     queue = 1 + int(saved / LoadCosts().queued)
     assert best(router_of(holder=report(chain, queued=queue), other=report()), chain) == "other"
 
@@ -150,8 +153,9 @@ def test_a_replica_without_a_report_gets_what_would_wait_elsewhere() -> None:
     chain = make_chain("a", 4)
     router = router_of(new=None, old=report(chain), busy=report(pending=60))
     assert best(router, chain) == "old"
-    router = router_of(new=None, old=report(chain, pending=20), busy=report(pending=0, running=8))
-    assert [one.replica for one in router.rank(make_chain("b", 4))][-1] == "old"
+    router = router_of(new=None, old=report(chain, pending=90), idle=report(pending=10))
+    ranked = router.rank(make_chain("b", 4))
+    assert [one.replica for one in ranked] == ["idle", "new", "old"]
 
 
 def test_stale_reports_say_nothing() -> None:
@@ -182,6 +186,27 @@ def test_a_replica_that_is_gone_is_not_chosen_and_its_requests_can_still_end() -
 
 def test_without_replicas_there_is_no_candidate() -> None:
     assert Router().rank(make_chain("a", 2)) == []
+
+
+def test_a_system_prompt_draws_no_new_conversation_to_the_replica_that_has_it_already() -> None:
+    system = make_chain("the system's prompt", 4)
+    router = router_of(x=report(), y=report(), z=report(), w=report())
+    sent = list[str]()
+    for number in range(40):
+        name, placement = send(router, [*system, *make_chain(str(number), 2)])
+        sent.append(name)
+        router.end(placement)
+        router.take_report(name, report(system))
+    assert max(map(sent.count, "xyzw")) <= 13 and min(map(sent.count, "xyzw")) >= 8
+    # One conversation alone is none: it stays where it is, however long.
+    router, chain = router_of(x=report(), y=report()), make_chain("a", 40)
+    names = set[str]()
+    for turn in range(1, 40):
+        name, placement = send(router, chain[:turn])
+        names.add(name)
+        router.end(placement)
+        router.take_report(name, report(chain[:turn]))
+    assert len(names) == 1
 
 
 # -- without statistics ----------------------------------------------------------------------------
