@@ -49,7 +49,7 @@ MOST_SILENT_S = 300.0
 _log = logging.getLogger(__name__)
 
 
-class Fleet:
+class ReplicatedEngine:
     """The replicas behind `handle`, as one engine. For one event loop, that of `start`.
 
     A request is checked here, and its chunk keys are computed here, since all replicas have the

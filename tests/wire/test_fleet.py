@@ -20,7 +20,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.ray.fleet import Fleet
+from tangram.ray.fleet import ReplicatedEngine
 from tangram.ray.messages import SentRequest, StatsReport
 from tangram.ray.options import read_arguments
 from tangram.ray.replica import EngineReplica
@@ -100,7 +100,7 @@ def replica() -> Iterator[EngineReplica]:
 
 @contextmanager
 def serving(handle: LocalHandle, *, max_queue: int = 4) -> Iterator[httpx.Client]:
-    fleet = Fleet(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
+    fleet = ReplicatedEngine(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
     app = build_app(fleet, served_model_name="smollm2", limits=Limits(max_queue=max_queue))
     with run_app(app, lifespan="on") as server, httpx.Client(base_url=server.url) as client:
         client.timeout = 120
