@@ -91,7 +91,7 @@ def test_one_name_means_one_thing() -> None:
         for param in options(command):
             said.setdefault(param.opts[0], set()).add(re.split("[,;:(]", param.help)[0].strip())
     files = {"--output", "--report", "--plot"}  # what a command has to write
-    counts = {"--requests", "--input-tokens"}
+    counts = {"--requests", "--input-tokens", "--replicas"}
     own = {"--seed", "--dtype", "--max-tokens", "--temperature"}
     assert {name for name, texts in said.items() if len(texts) > 1} <= files | counts | own
 
