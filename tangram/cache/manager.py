@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tangram.cache.draft_tables import DraftTables
 from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, raw_key, window_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
+from tangram.cache.part_tables import PartTables
 from tangram.cache.prefix import Chain, Link, Node, PrefixCache
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
@@ -53,8 +53,8 @@ class CacheManager:
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
-        drafted = any(retention.draft is not None for retention in retentions)
-        self.drafts = DraftTables(retentions, max_sequences) if drafted else None
+        drafted = {entry: entry.draft.layout for entry in retentions if entry.draft is not None}
+        self.drafts = PartTables(drafted, max_sequences) if drafted else None
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
@@ -215,6 +215,12 @@ class CacheManager:
             return None
         return seq.keys.after(filled, tokens)
 
+    def write(self, slot: int, entries: Int64, pages: Int32) -> None:
+        """Write `pages` at `entries` in the row `slot` of the block tables."""
+        self.tables[slot, entries] = pages
+        if self.follower is not None:
+            self.follower(slot, entries)
+
     # -- internals ---------------------------------------------------------------------------------
 
     def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
@@ -233,12 +239,10 @@ class CacheManager:
 
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
-        self.tables[seq.slot, entries] = pages
+        self.write(seq.slot, entries, pages)
         seq.arriving |= bool(self.host.arriving[pages].any())
-        if self.follower is not None:
-            self.follower(seq.slot, entries)
         if self.drafts is not None:
-            self.drafts.enter(seq, entries, pages)
+            self.drafts.enter(seq.slot, seq.keys.retention, seq.sealed_chunks, entries, pages)
 
     def _enter_all(self, seq: SequenceCache, entries: Int64, pages: Sequence[Int32]) -> None:
         if pages:

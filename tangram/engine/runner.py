@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.draft_tables import DraftTables
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
+from tangram.cache.part_tables import PartTables
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.entry_scales import join_scales
@@ -142,7 +141,7 @@ class Runner:
             sample_row.append(token)
 
     def draft_passes(
-        self, retention: Retention, tables: DraftTables, kernels: KernelChoice
+        self, retention: Retention, tables: PartTables, kernels: KernelChoice
     ) -> Passes:
         """Passes of the same model and pool that decode what `retention` keeps, over `tables`."""
         layout, device = retention.layout, self._loaded.device
