@@ -6,7 +6,7 @@ rank keeps a part of the pages that all ranks count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,12 @@ class PartTables:
         if self.follower is not None:
             self.follower(slot, written)
 
+    def copy(self, writes: Sequence[TableWrite], retentions: Sequence[Retention]) -> None:
+        """Enter what a `WriteLog` over `retentions` has taken."""
+        for write in writes:
+            retention = retentions[write.retention]
+            self.enter(write.slot, retention, write.sealed_chunks, write.entries, write.pages)
+
     def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
         """[groups]: the entries that each member head has of the tokens before `position`."""
         return layout.lengths(*divmod(position, layout.chunk_tokens))
@@ -65,6 +71,20 @@ class PartTables:
         groups = len(layout.groups)
         self.lengths[slots, :groups] = layout.lengths(*np.divmod(positions, layout.chunk_tokens))
         self.lengths[slots, :groups] += np.asarray(tokens, np.int32)[..., None]
+
+
+@dataclass(frozen=True)
+class TableWrite:
+    """`pages` are entered at `entries` [n] of row `slot` of the whole block tables.
+
+    The row is of a sequence of the numbered retention, with so many sealed chunks.
+    """
+
+    slot: int
+    retention: int
+    sealed_chunks: int
+    entries: Int64
+    pages: Int32
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tangram.cache.manager import CacheManager
-from tangram.cache.part_tables import PartTables
+from tangram.cache.part_tables import PartTables, TableWrite
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
+from tangram.cache.write_log import WriteLog
 from tangram.compress.scorers import Scorer
 from tangram.engine.passes import Carry
 from tangram.engine.ranks import Ranks
@@ -22,20 +23,6 @@ from tangram.engine.runner import Runner
 from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.model.load import LoadedModel
 from tangram.types import Int32, Int64, PageMove
-
-
-@dataclass(frozen=True)
-class TableWrite:
-    """`pages` are entered at `entries` [n] of the block tables that all ranks count.
-
-    The row `slot` is of a sequence of the numbered retention, with so many sealed chunks.
-    """
-
-    slot: int
-    retention: int
-    sealed_chunks: int
-    entries: Int64
-    pages: Int32
 
 
 @dataclass(frozen=True)
@@ -94,19 +81,11 @@ class RankRunner(Runner):
         super().__init__(loaded, list(shares.values()), scorers, cache=cache, **options)
         self._common, self._shares, self._tables = list(shares), shares, cache
         self._ranks: Ranks | None = None
-        self._writes: list[TableWrite] = []
+        self._written: WriteLog | None = None
 
     def lead(self, ranks: Ranks, cache: CacheManager) -> None:
         """From now on tell steps to `ranks`. `cache` manages the page numbers of all ranks."""
-        numbers = {retention: number for number, retention in enumerate(self._common)}
-
-        def note(slot: int, entries: Int64) -> None:
-            seq = cache.sequences[slot]
-            number, pages = numbers[seq.keys.retention], cache.tables[slot, entries]
-            self._writes.append(TableWrite(slot, number, seq.sealed_chunks, entries, pages))
-
-        cache.follower = note
-        self._ranks = ranks
+        self._ranks, self._written = ranks, WriteLog(cache, self._common)
 
     def run(
         self,
@@ -163,19 +142,12 @@ class RankRunner(Runner):
             )
             for row in step.rows
         )
-        writes, self._writes = tuple(self._writes), []
+        writes = () if self._written is None else self._written.take()
         return RankStep(rows, step.epoch, step.moves, step.awaited, writes, tail)
 
     def _enter(self, told: RankStep) -> Step:
         """Write the tables of this rank; the step as it computes it."""
-        for write in told.writes:
-            self._tables.enter(
-                write.slot,
-                self._common[write.retention],
-                write.sealed_chunks,
-                write.entries,
-                write.pages,
-            )
+        self._tables.copy(told.writes, self._common)
         rows = tuple(self._row(row) for row in told.rows)
         for row in rows:
             if row.kind is RowKind.DECODE:
