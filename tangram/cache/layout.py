@@ -152,8 +152,8 @@ class Layout:
     def _per_head(self, values: list[list[int]]) -> Int32:
         table = np.zeros((self.geometry.layers, self.geometry.kv_heads), np.int32)
         for members, numbers in zip(self.groups, values, strict=True):
-            for head, number in zip(members, numbers, strict=True):
-                table[head] = number
+            layers, heads = zip(*members, strict=True)
+            table[layers, heads] = numbers
         return table
 
     @cached_property

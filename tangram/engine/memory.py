@@ -114,7 +114,11 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
 
     Raises `ConfigError` if that is less than a chunk or more than the machine has.
     """
-    wanted, most, ranks = int(config.kv_offload_gib * GIB), _host_bytes(), config.tensor_parallel_size
+    wanted, most, ranks = (
+        int(config.kv_offload_gib * GIB),
+        _host_bytes(),
+        config.tensor_parallel_size,
+    )
     chunk_bytes *= ranks
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(

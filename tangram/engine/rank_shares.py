@@ -51,9 +51,7 @@ def share_retentions(
             break
     heads = heads_of_rank(order, rank, ranks)
     local = replace(
-        geometry,
-        kv_heads=geometry.kv_heads // ranks,
-        query_heads=geometry.query_heads // ranks,
+        geometry, kv_heads=geometry.kv_heads // ranks, query_heads=geometry.query_heads // ranks
     )
     own = dict[Retention, Retention]()
     for retention in whole:

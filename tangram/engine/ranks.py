@@ -170,7 +170,9 @@ class Ranks:
         self._on_fault(self.fault)
 
     def _name(self, number: int) -> str:
-        return f"rank {number} of {len(self._pipes) + 1} (process {self._processes[number - 1].pid})"
+        return (
+            f"rank {number} of {len(self._pipes) + 1} (process {self._processes[number - 1].pid})"
+        )
 
 
 def join_ranks(config: EngineConfig, rank: int, meeting: str) -> None:

@@ -32,8 +32,8 @@ from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
-from tangram.model.shares import distributed_config
 from tangram.model.servable import probe_geometry, refuse_unsupported
+from tangram.model.shares import distributed_config
 from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.model.weight_files import check_index, check_safetensors
 from tangram.model.widened import widen
