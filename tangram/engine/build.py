@@ -506,6 +506,8 @@ class EngineBuilder:
             track = partial(show_progress, description="Capturing steps with drafts")
             for queries in runner.passes.batcher.queries[1:]:
                 runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
+        if self._shares is not None and runner.passes.graphs is not None:
+            runner.passes.graphs.freeze()
         runner.meters.clear()
         if runner.recorder is not None:
             runner.recorder.clear()

@@ -73,8 +73,8 @@ def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
 def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     """Bytes for KV pages: the configured size, or a share of the GPU's or of the host's memory.
 
-    These are bytes of each rank. The default on a host is, for all ranks together, 4 GiB and at most
-    a quarter of its memory. A GPU's share also holds
+    These are bytes of a rank. The default on a host is 4 GiB for all ranks together, and at most a
+    quarter of its memory. A GPU's share also holds
     `beside` bytes, besides the model, its steps and the pages. Raises `ConfigError` if the share
     leaves nothing for pages, or if a host has less memory.
     """

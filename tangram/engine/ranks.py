@@ -181,7 +181,7 @@ def join_ranks(config: EngineConfig, rank: int, meeting: str) -> None:
     if device.type == "cpu" and config.threads is None:
         use_threads(max(1, torch.get_num_threads() // size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(meeting, size)
+    store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
@@ -197,8 +197,8 @@ def visible_devices(size: int) -> list[str]:
     count = torch.cuda.device_count()
     if count < size:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but PyTorch sees {count} GPUs here: lower it, or show "
-            "more with CUDA_VISIBLE_DEVICES"
+            f"tensor_parallel_size is {size}, but PyTorch sees {count} GPUs here: lower it, or "
+            "show more with CUDA_VISIBLE_DEVICES"
         )
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(place) for place in (given.split(",") if given else range(count))][:size]

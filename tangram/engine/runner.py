@@ -37,12 +37,12 @@ from tangram.types import Int32, Int64
 class Runner:
     """Runs steps of one model over one pool, [pages, Hp, S, P, D] of `cache_dtype`.
 
-    `cache` has the pool's block tables; `host_pages` lie behind the pool. `scorers` have those that the retentions
-    name. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
-    graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
-    the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure: those
-    given, or new ones, including `overflow` if it is set. With `records`, kept positions of up to
-    so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
+    `cache` has the pool's block tables; `host_pages` lie behind the pool. `scorers` have those that
+    the retentions name. `graphs` runs passes that only decode, and those of few prefill rows, as
+    CUDA graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None
+    is the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure:
+    those given, or new ones, including `overflow` if it is set. With `records`, kept positions of
+    up to so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
     """
 
     batcher_type: type[Batcher] = Batcher

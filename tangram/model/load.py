@@ -94,9 +94,9 @@ def load_model(
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
-    file's quantised weights. `load_format` dummy reads the config alone and makes random weights; without
-    a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8). With
-    several `ranks` each of their processes calls this, and has its part of the weights. Raises
+    file's quantised weights. `load_format` dummy reads the config alone and makes random weights;
+    without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8).
+    With several `ranks` each of their processes calls this, and has its part of the weights. Raises
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from tangram.errors import ModelError
 from tangram.types import Geometry, Int64
@@ -90,7 +90,7 @@ def take_share(
         if hasattr(module, "k_proj") and hasattr(module, "layer_idx"):
             own = order[int(module.layer_idx), rank * share : (rank + 1) * share]
             _deal(name, module, torch.from_numpy(own.copy()).to(model.device), geometry)
-    head: Any = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     rows = -(-geometry.vocab_size // ranks)
     weight = head.weight.data[rank * rows : (rank + 1) * rows]
     padded = nn.functional.pad(weight, (0, 0, 0, rows - len(weight)))
@@ -98,7 +98,8 @@ def take_share(
     if head.bias is not None:
         bias = head.bias.data[rank * rows : (rank + 1) * rows]
         bias = nn.functional.pad(bias, (0, rows - len(bias)))
-    model.set_output_embeddings(GatheredLinear(_linear(padded, bias), geometry.vocab_size))
+    gathered = GatheredLinear(_linear(padded, bias), geometry.vocab_size)
+    model.set_output_embeddings(gathered)  # type: ignore[no-untyped-call]
     return replace(geometry, kv_heads=share, query_heads=geometry.query_heads // ranks)
 
 
@@ -140,7 +141,7 @@ def _deal(name: str, module: Any, heads: Tensor, geometry: Geometry) -> None:
         weight = getattr(getattr(module, norm, None), "weight", None)
         if weight is not None and weight.numel() != geometry.head_dim:
             raise ModelError(
-                f"{name}.{norm} normalises over all heads of a layer, which lie on several devices: "
+                f"{name}.{norm} normalises over all heads of a layer, which several devices share: "
                 "set tensor_parallel_size to 1"
             )
     group = geometry.group_size

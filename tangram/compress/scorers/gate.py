@@ -99,7 +99,7 @@ class Gate:
             {
                 name: tensor
                 if name in ("q_norm.weight", "k_norm.weight")
-                else tensor.unflatten(0, (self.shape.kv_heads, -1))[own].flatten(0, 1)
+                else tensor.reshape(self.shape.kv_heads, -1, *tensor.shape[1:])[own].flatten(0, 1)
                 for name, tensor in layer.items()
             }
             for layer, own in zip(self.layers, torch.from_numpy(heads.copy()), strict=True)
