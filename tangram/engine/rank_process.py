@@ -16,7 +16,7 @@ from typing import Any
 
 from tangram.engine.build import rank_builder
 from tangram.engine.rank_runner import RankRunner
-from tangram.engine.ranks import RankStart, join_ranks
+from tangram.engine.ranks import RankStart, join_ranks, share_cores
 from tangram.errors import IntegrityError, TangramError
 
 
@@ -28,6 +28,7 @@ def serve_rank(pipe: Connection) -> None:
     start = told.get()
     if not isinstance(start, RankStart):
         raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")
+    share_cores(start.config)
     join_ranks(start.config, start.rank, start.meeting)
     _, _, runner = rank_builder(start.config).parts()
     if not isinstance(runner, RankRunner):

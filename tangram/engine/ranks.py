@@ -13,11 +13,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import distributed as dist
@@ -28,7 +30,7 @@ from tangram.kernels.threads import use_threads
 from tangram.model.load import memory_ran_out
 from tangram.model.place import find_device
 
-_REPORT_S = 30.0  # how long rank 0 waits for the reason of another rank's failure
+_REPORT_S = 10.0  # how long rank 0 waits for the reason of another rank's failure
 WORKER = "tangram.engine.rank_process"
 
 
@@ -63,10 +65,11 @@ class Ranks:
         self.fault: str | None = None
         self._on_fault: Callable[[str], object] = lambda fault: None
         self._closing, self._faulted = False, threading.Event()
+        self._joined = Future[None]()
         self._folder = tempfile.TemporaryDirectory(prefix="tangram-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._monitor = threading.Thread(target=self._watch, name="tangram-ranks", daemon=True)
+        self._monitor = Thread(target=self._watch, name="tangram-ranks", daemon=True)
         try:
             for place in places[1:]:
                 self._start(place)
@@ -100,7 +103,26 @@ class Ranks:
             except (EOFError, OSError) as error:
                 raise EngineError(f"{self._name(number)} did not start: {_spell(error)}") from error
         self._monitor.start()
-        join_ranks(config, 0, meeting)
+        share_cores(config)
+        # In a thread, because it waits for ranks that may have ended meanwhile.
+        Thread(target=self._join, args=(config, meeting), daemon=True).start()
+        self._joined.result()
+
+    def _join(self, config: EngineConfig, meeting: str) -> None:
+        try:
+            join_ranks(config, 0, meeting)
+        except Exception as error:
+            self._settle(error)
+        else:
+            self._settle(None)
+
+    def _settle(self, error: Exception | None) -> None:
+        """The ranks have met, or will not; what comes first counts."""
+        with suppress(InvalidStateError):
+            if error is None:
+                self._joined.set_result(None)
+            else:
+                self._joined.set_exception(error)
 
     @contextmanager
     def computing(self, told: object) -> Iterator[None]:
@@ -165,6 +187,7 @@ class Ranks:
             report = f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
         self.fault = f"{self._name(number)} {report}: start the engine again"
         self._faulted.set()
+        self._settle(EngineError(self.fault))
         if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.distributed_c10d._abort_process_group()  # NCCL would wait for it
         self._on_fault(self.fault)
@@ -178,11 +201,15 @@ class Ranks:
 def join_ranks(config: EngineConfig, rank: int, meeting: str) -> None:
     """Join the process group of all ranks, who meet at the file `meeting`."""
     size, device = config.tensor_parallel_size, find_device(config.device)
-    if device.type == "cpu" and config.threads is None:
-        use_threads(max(1, torch.get_num_threads() // size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def share_cores(config: EngineConfig) -> None:
+    """Take this rank's share of the cores, if ranks compute on the CPU and no option says more."""
+    if find_device(config.device).type == "cpu" and config.threads is None:
+        use_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
 
 
 def agree_on_least(value: int, device: torch.device) -> int:

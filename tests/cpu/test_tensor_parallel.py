@@ -277,7 +277,7 @@ def test_an_engine_that_cannot_be_built_leaves_no_process(
 ) -> None:
     with pytest.raises(error, match=message):
         build_engine(llama.config(ranks, **options))
-    assert not children()
+    assert not ranks_of(os.getpid())
     assert not torch.distributed.is_initialized()
 
 
@@ -291,7 +291,7 @@ def test_a_model_without_a_plan_is_refused(
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no plan for GptOssForCausalLM"):
         build_engine(replace(llama, folder=tmp_path).config(2))
-    assert not children()
+    assert not ranks_of(os.getpid())
 
 
 @pytest.mark.nightly
@@ -299,18 +299,27 @@ def test_a_scorer_that_needs_all_heads_is_refused(checkpoint: Callable[..., Chec
     made = checkpoint("llama", scorer="tova", scope="layer")
     with pytest.raises(ConfigError, match="scorer is 'tova'"):
         build_engine(made.config(2))
-    assert not children()
+    assert not ranks_of(os.getpid())
 
 
-def children() -> Sequence[str]:
-    """The ranks that this process has started and that still run."""
+def ranks_of(process: int) -> Sequence[int]:
+    """The ranks that `process` has started and that still run."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            fields = re.sub(r"\(.*\)", "", entry.read_text()).split()
-            command = (entry.parent / "cmdline").read_text()
+            fields = re.sub(r"\(.*\)", "", (entry / "stat").read_text()).split()
+            command = (entry / "cmdline").read_text()
         except OSError:
             continue
-        if int(fields[2]) == os.getpid() and "rank_process" in command:
-            found.append(command)
+        if int(fields[2]) == process and "rank_process" in command:
+            found.append(int(entry.name))
     return found
+
+
+def test_a_rank_that_does_not_start_is_named(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.engine.ranks.WORKER", "tangram.there_is_no_such_module")
+    with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) did not start"):
+        build_engine(llama.config(2))
+    assert not torch.distributed.is_initialized()
