@@ -111,6 +111,7 @@ def small_engine(
     With `records` it is one that serves, and notes kept positions.
     """
     defaults: dict[str, Any] = {
+        "dtype": "float32",
         "kv_retention": 1.0,
         "chunk_tokens": 32,
         "page_tokens": 8,

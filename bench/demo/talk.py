@@ -40,7 +40,7 @@ QUESTIONS = (
     DemoQuestion("Who is the head keeper?", "Ingrid Solheim"),
     DemoQuestion("How high is the hill?", "640"),
     DemoQuestion("Who drove the sledge?", "Nils Aker"),
-    DemoQuestion("Who built the observatory?", "Elias Brandt"),
+    DemoQuestion("Where was the lens ground?", "Antwerp"),
     DemoQuestion("How often does the comet come back?", "eighty-four years"),
     DemoQuestion("What is the name of the second telescope?", "Young Margaret"),
 )

@@ -33,6 +33,7 @@ CACHE_LINE = 64  # bytes
 SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
+FUSED = {"contract", "nsz"}
 NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
 KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
 
@@ -163,36 +164,33 @@ def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address): 
                     blocks[block, 1, place, :] = v[token, head]
 
 
+# A token drafted in front of others must get the bits that it gets alone. Its entries are the same,
+# but more follow. So a sum over entries has one order, and what follows adds zeros at its end.
+
+
 @compile_kept(fastmath=FAST)
 def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-def]
     """scores[m, at + i] = query[m] · keys[begin + i]; four keys share each load of the query."""
     head_dim = query.shape[1]
     for m in range(query.shape[0]):
         q = query[m]
-        t = begin
-        while t + 4 <= end:
-            k0, k1, k2, k3 = keys[t], keys[t + 1], keys[t + 2], keys[t + 3]
+        for t in range(begin, end, 4):
+            t1, t2, t3 = min(t + 1, end - 1), min(t + 2, end - 1), min(t + 3, end - 1)
+            k0, k1, k2, k3 = keys[t], keys[t1], keys[t2], keys[t3]
             s0 = s1 = s2 = s3 = np.float32(0.0)
             for d in range(head_dim):
                 s0 += q[d] * k0[d]
                 s1 += q[d] * k1[d]
                 s2 += q[d] * k2[d]
                 s3 += q[d] * k3[d]
-            i = at + t - begin
-            scores[m, i], scores[m, i + 1], scores[m, i + 2], scores[m, i + 3] = s0, s1, s2, s3
-            t += 4
-        while t < end:
-            k0 = keys[t]
-            s0 = np.float32(0.0)
-            for d in range(head_dim):
-                s0 += q[d] * k0[d]
-            scores[m, at + t - begin] = s0
-            t += 1
+            i = at - begin
+            scores[m, i + t], scores[m, i + t1] = s0, s1
+            scores[m, i + t2], scores[m, i + t3] = s2, s3
 
 
-@compile_kept(fastmath=FAST)
+@compile_kept(fastmath=FUSED)
 def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
-    """out[m] += Σ weights[m, at + i] · values[begin + i].
+    """out[m] += Σ weights[m, at + i] · values[begin + i], one after the other.
 
     Four values share each load and store of the output.
     """
@@ -205,7 +203,12 @@ def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped
             w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
             v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
             for d in range(head_dim):
-                o[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
+                part = o[d]
+                part += w0 * v0[d]
+                part += w1 * v1[d]
+                part += w2 * v2[d]
+                part += w3 * v3[d]
+                o[d] = part
             t += 4
         while t < end:
             w0, v0 = w[at + t - begin], values[t]
@@ -233,12 +236,13 @@ def cap(scores, count, softcap):  # type: ignore[no-untyped-def]
 
 @compile_kept(fastmath=FAST)
 def online_softmax(scores, count, maximum, total, out):  # type: ignore[no-untyped-def]
-    """Turn scores[m, :count] into weights.
+    """Turn scores[m, :count] into weights, and the rest of `STRETCH` scores into zeros.
 
     Updates the running maximum and sum, and rescales `out` where the maximum rises.
     """
     for m in range(out.shape[0]):
         s = scores[m]
+        s[count:] = np.float32(-np.inf)
         top = max(maximum[m], largest(s, count))
         if top == -np.inf:  # nothing is visible yet
             s[:count] = np.float32(0.0)
@@ -250,7 +254,7 @@ def online_softmax(scores, count, maximum, total, out):  # type: ignore[no-untyp
                 out[m, d] *= shrink
             maximum[m] = top
         part = np.float32(0.0)
-        for i in range(count):
+        for i in range(STRETCH):
             s[i] = exp_negative(s[i] - top)
             part += s[i]
         total[m] += part

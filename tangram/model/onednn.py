@@ -13,14 +13,20 @@ from torch import Tensor, nn
 
 
 class PackedLinear(nn.Linear):
-    """y = x·Wᵀ + b, whose `weight` [N, K] lies in oneDNN's own order; made by `pack_weights`."""
+    """y = x·Wᵀ + b, whose `weight` [N, K] lies in oneDNN's own order; made by `pack_weights`.
+
+    A row gets the same bits beside any number of others.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, K] to […, N]."""
+        # oneDNN adds up a single row in another order where K is large.
+        alone = x.numel() == x.shape[-1]
+        rows = x.view(1, -1).expand(2, -1) if alone else x
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.weight, self.bias, "none", [], ""
+            rows, self.weight, self.bias, "none", [], ""
         )
-        return product
+        return product[:1].view(*x.shape[:-1], -1) if alone else product
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

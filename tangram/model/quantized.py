@@ -174,19 +174,22 @@ def _quantize_on_gpu(model: PreTrainedModel, form: str) -> None:
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int4WeightOnlyConfig,
-        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
         PerRow,
         quantize_,
     )
 
     configs: dict[str, Any] = {
         "fp8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-        "int8": Int8DynamicActivationInt8WeightConfig,
+        "int8": Int8WeightOnlyConfig,
         "int4": lambda: Int4WeightOnlyConfig(
             group_size=GROUP, int4_packing_format="tile_packed_to_4d"
         ),
     }
-    quantize_(model, configs[form](), filter_fn=_is_rounded)
+    config = configs[form]()
+    # torchao goes from parent to child, and would find what several parents share again.
+    for part in [part for name, part in model.named_modules() if _is_rounded(part, name)]:
+        quantize_(part, config, filter_fn=lambda module, name: True)
 
 
 def _is_rounded(module: nn.Module, name: str) -> bool:

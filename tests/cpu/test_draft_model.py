@@ -368,6 +368,7 @@ def test_the_pools_share_the_configured_memory(served: LoadedModel, other: str) 
 
 def test_the_embedded_model_accepts_what_it_drafts_itself(loaded: LoadedModel) -> None:
     options: dict[str, Any] = {
+        "dtype": "float32",
         "kv_retention": 1.0,
         "kv_cache_gib": 0.25,
         "max_model_len": 1024,

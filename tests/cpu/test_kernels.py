@@ -106,6 +106,33 @@ def test_a_draft_sees_the_entries_up_to_its_own(
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_draft_gets_the_bits_that_its_token_gets_alone(
+    seed: int, pool_dtype: torch.dtype
+) -> None:
+    """Speculation changes no bit of a full layer's attention where the plan splits nothing."""
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.integers(2, 10))
+    page, longest = int(rng.choice([4, 16])), int(rng.choice([20, 130, 400]))
+    drafted = make_batch(1, 2, 3, 64, page=page, longest=longest, counts=(tokens,), seed=seed)
+    drafted.pool = drafted.pool.to(pool_dtype)
+    alone = drafted.copy()
+    plan = plan_plain(drafted.rows)
+    together = run_compiled(drafted, plan, 0)
+    for token in range(tokens):
+        own = slice(token, token + 1)
+        one = replace(
+            alone,
+            lengths=alone.lengths - (tokens - 1 - token),
+            q=alone.q[own],
+            k=alone.k[own],
+            v=alone.v[own],
+            counts=np.ones(1, np.int32),
+        )
+        assert torch.equal(run_compiled(one, plan, 0), together[own])
+
+
 @pytest.mark.parametrize("run", [run_reference, run_compiled])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 2)])
 def test_the_values_of_latents_are_the_first_elements_of_their_keys(

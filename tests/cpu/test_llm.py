@@ -15,7 +15,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048)
+    return LLM(dtype="float32", kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048)
 
 
 def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
@@ -127,7 +127,13 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM
         "The capital of France is",
         SamplingParams(temperature=0.0, max_tokens=12, logprobs=1),
     )
-    small = LLM(kv_retention=0.5, kv_cache_gib=0.5, max_model_len=2048, kv_cache_dtype="fp8")
+    small = LLM(
+        dtype="float32",
+        kv_retention=0.5,
+        kv_cache_gib=0.5,
+        max_model_len=2048,
+        kv_cache_dtype="fp8",
+    )
     assert small.engine.stats().pages_total == 4 * llm.engine.stats().pages_total
     wide, narrow = (one.generate(asked, params)[0] for one in (llm, small))
     assert 4 * narrow.kv_bytes == wide.kv_bytes

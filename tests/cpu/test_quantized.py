@@ -46,7 +46,7 @@ def rounded() -> Callable[[str], LoadedModel]:
 
     @cache
     def load(form: str) -> LoadedModel:
-        return load_model("smollm2", quantization=form, device="cpu")
+        return load_model("smollm2", dtype="float32", quantization=form, device="cpu")
 
     return load
 

@@ -56,7 +56,7 @@ def change(path: Path, tensors: dict[str, Tensor], method: dict[str, Any]) -> No
 
 
 def served_weights(path: Path) -> dict[str, Tensor]:
-    return load_model(str(path), device="cpu").model.state_dict()
+    return load_model(str(path), dtype="float32", device="cpu").model.state_dict()
 
 
 def test_blocks_of_fp8_as_deepseek_and_qwen_publish_them(

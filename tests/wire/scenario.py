@@ -18,6 +18,8 @@ from .conftest import COMPLETIONS, run_real_server, scrape, wait_until
 # Hardly more than one sequence fits, two may run, three are asked; host memory takes a chunk or
 # two.
 OPTIONS = (
+    "--dtype",
+    "float32",
     "--kv-cache-gib",
     "0.05",
     "--max-model-len",

@@ -50,9 +50,10 @@ def tiny_folder(path: Path, vocabulary: int = VOCABULARY) -> Path:
 
 def tiny_engine(folder: Path, **options: Any) -> Engine:
     """An engine that serves half of the cache by default, and all of it on request."""
-    loaded: LoadedModel = load_model(str(folder), load_format="dummy")
+    loaded: LoadedModel = load_model(str(folder), dtype="float32", load_format="dummy")
     defaults: dict[str, Any] = {
         "model": str(folder),
+        "dtype": "float32",
         "load_format": "dummy",
         "kv_retention": 0.5,
         "chunk_tokens": CHUNK,
