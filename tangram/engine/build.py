@@ -59,11 +59,10 @@ from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.load import LoadedModel, load_configured, load_model, resolve_source
 from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
 from tangram.model.shares import take_share
-from tangram.model.source import check_source
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
 from tangram.speculative_config import NAME, CompressedKv, DraftModel, Ngram, Suffix
@@ -91,12 +90,14 @@ def _build_on_ranks(config: EngineConfig) -> Engine:
 
     Which of the ranks has failed is told by the error.
     """
-    check_source(config.model)
+    resolve_source(config.model)  # once: ranks would convert a GGUF file side by side
     ranks = Ranks(config)
     try:
         return rank_builder(config).engine(ranks)
     except BaseException as error:
-        raise ranks.explain(error) from error
+        if (found := ranks.explain(error)) is error:
+            raise
+        raise found from error
 
 
 def rank_builder(config: EngineConfig) -> EngineBuilder:

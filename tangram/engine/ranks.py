@@ -138,7 +138,9 @@ class Ranks:
                 pipe.send(told)
             yield
         except BaseException as error:
-            raise self.explain(error) from error
+            if (found := self.explain(error)) is error:
+                raise
+            raise found from error
 
     def explain(self, error: BaseException) -> BaseException:
         """End all ranks after `error` of rank 0; the error to raise instead."""

@@ -33,7 +33,7 @@ from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
-from tangram.model.shares import distributed_config
+from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.model.weight_files import check_index, check_safetensors
 from tangram.model.widened import widen
@@ -100,7 +100,7 @@ def load_model(
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """
-    source = _resolve(name)
+    source = resolve_source(name)
     place = find_device(device)
     if quantization is not None:
         check_quantization(quantization, place)
@@ -116,6 +116,8 @@ def load_model(
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
+            if ranks > 1:
+                refuse_small_weights(config, ranks)
             widen(config)
             model = _weights(source, config, chosen, place, ranks)
             tokenizer = read_tokenizer(source)
@@ -192,7 +194,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `name` alone."""
-    return read_tokenizer(_resolve(name))
+    return read_tokenizer(resolve_source(name))
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
@@ -236,7 +238,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(set(ids)))
 
 
-def _resolve(name: str) -> str:
+def resolve_source(name: str) -> str:
     """A folder or hub id that Transformers loads without conversion.
 
     Raises `ModelError` for what is neither.

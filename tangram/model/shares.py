@@ -53,6 +53,15 @@ class GatheredLinear(nn.Module):
         return parts.movedim(0, -2).flatten(-2)[..., : self.size]
 
 
+def refuse_small_weights(config: PretrainedConfig, ranks: int) -> None:
+    """Raise `ModelError` for a checkpoint of rounded weights: they are widened on one device."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"tensor_parallel_size is {ranks}, but config.json has a quantization_config: rounded "
+            "weights are read on one device; set it to 1, or give a checkpoint of whole weights"
+        )
+
+
 def distributed_config(config: PretrainedConfig, ranks: int) -> DistributedConfig:
     """How Transformers loads a model of `config` onto `ranks`: its own plan, attention whole.
 
