@@ -49,7 +49,7 @@ PROMPT, CONTEXT, BATCH, ANSWER = 1536, 300, 8, 17
 
 
 @dataclass(frozen=True)
-class Case:
+class RankCase:
     """`ranks` processes with `threads` each."""
 
     ranks: int
@@ -61,7 +61,7 @@ class Case:
         return f"{self.ranks} process{'es' if self.ranks > 1 else ''} of {self.threads} thread(s)"
 
 
-CASES = (Case(1, 1), Case(1, 2), Case(2, 1))
+CASES = (RankCase(1, 1), RankCase(1, 2), RankCase(2, 1))
 
 
 def save_checkpoint(folder: Path) -> None:
@@ -107,7 +107,7 @@ def measure(engine: Engine, seed: int) -> tuple[dict[str, float], list[list[int]
     return found, [*one, *several]
 
 
-def serve(pipe: Connection, folder: str, case: Case) -> None:
+def serve(pipe: Connection, folder: str, case: RankCase) -> None:
     """Measure one engine whenever asked, in a process that has no other."""
     engine = build_engine(
         EngineConfig(

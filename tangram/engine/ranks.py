@@ -179,9 +179,7 @@ class Ranks:
         ready = wait(self._pipes)
         if self._closing:
             return
-        pipe = ready[0]
-        assert isinstance(pipe, Connection)
-        number = self._pipes.index(pipe) + 1
+        number, pipe = next(entry for entry in enumerate(self._pipes, 1) if entry[1] in ready)
         try:
             report = f"has failed: {pipe.recv()}"
         except (EOFError, OSError):
