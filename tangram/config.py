@@ -109,7 +109,9 @@ class EngineConfig:
         "smollm2", "smollm2 (embedded), a Hugging Face id, a folder of safetensors, or a GGUF file"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
-        "auto", "dtype of weights and KV cache: auto, float32, bfloat16 or float16"
+        "auto",
+        "dtype of weights and KV cache; auto: the checkpoint's on a GPU, on a CPU bfloat16 if it "
+        "multiplies it, otherwise float32",
     )
     quantization: Literal["int8", "int4", "fp8"] | None = _model(
         None,

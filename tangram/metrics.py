@@ -56,6 +56,7 @@ class EngineStats:
     - `slots_held` are the entries that fit into those pages, `slots_used` those that are there.
     - `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
       page.
+    - `chunk_tokens` is the tokens of a chunk: prefixes are cached in whole chunks.
     - `capacity_tokens` is the tokens that the pool holds at the default retention ratio,
       `capacity_uncompressed_tokens` those at 1.0.
     - `host_pages_used` of `host_pages_total` pages of host memory, of `host_page_bytes`, keep links
@@ -85,6 +86,7 @@ class EngineStats:
     pages_promised: int
     slots_held: int
     slots_used: int
+    chunk_tokens: int
     capacity_tokens: int
     capacity_uncompressed_tokens: int
     cache_dtype: str

@@ -165,6 +165,7 @@ class Event:
     )
     admitted_s: float | None = None
     error_field: str | None = None  # the wrong field if the request is the reason
+    may_retry: bool = False  # with `error`: the same request may succeed if it is sent again
 
 
 class Matcher(Protocol):

@@ -160,6 +160,40 @@ class ChunkUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ChunkStored:
+    """A sealed chunk has come to the device's prefix cache: computed, or back from host memory.
+
+    `tokens` int64 [C] are its own. They follow the chunk of key `parent`; None is the beginning.
+    Requests with a salt share chunks with nobody else: `salted` says whether it is one of these.
+    """
+
+    key: bytes
+    parent: bytes | None
+    tokens: Int64
+    kv_retention: float
+    scorer: str | None
+    salted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOffloaded:
+    """Host memory has a copy of the link `key` now: a chunk, or the window part of one."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDropped:
+    """The link `key` is gone from `place`: a chunk, or in host memory also a window part."""
+
+    key: bytes
+    place: ChunkPlace
+
+
+LinkChange = ChunkStored | LinkOffloaded | LinkDropped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KeptPositions:
     """Which entries of a sealed chunk each head chose by score.
 
@@ -184,15 +218,16 @@ class KeptPositions:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened: `step` is done, sequences have changed, in their order.
+    """What has happened: `step` is done, sequences and links of the prefix cache have changed.
 
-    Sequences that a step admits are told of before it runs; then `step` is None. `idle` engines
-    have nothing to do.
+    Changes are in their order. Sequences that a step admits are told of before it runs; then `step`
+    is None. `idle` engines have nothing to do.
     """
 
     step: StepDone | None
     changes: Sequence[SequenceChange]
     idle: bool
+    links: Sequence[LinkChange] = ()
 
 
 class Readings(Protocol):

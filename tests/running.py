@@ -30,7 +30,10 @@ class RunningApp:
 @contextmanager
 def run_app(app: Any, sockets: Sequence[socket] = (), **options: Any) -> Iterator[RunningApp]:
     """`app` on a free port, or on `sockets`, with uvicorn's `options`, until the end."""
-    defaults: dict[str, Any] = {"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
+    defaults: dict[str, Any] = {
+        **{"port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1},
+        "loop": "asyncio",  # the server's
+    }
     server = uvicorn.Server(uvicorn.Config(app, **(defaults | options)))
     thread = threading.Thread(target=server.run, args=(list(sockets) or None,))
     thread.start()

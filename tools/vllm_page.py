@@ -38,7 +38,10 @@ SAME = (
     "--served-model-name",
     "--speculative-config",
 )
-RATIOS = {"vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`'}
+COMPOSED = {
+    "vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`',
+    "vllm:cache_config_info": "`--chunk-tokens`, and `tangram_kv_capacity_tokens` over it",
+}
 HEAD = """# Coming from vLLM
 
 This page lists options and metrics of vLLM and their counterparts in Tangram. It also covers the
@@ -114,7 +117,7 @@ def _metric_rows() -> Iterator[str]:
         _samples(family): f"`{_describe_family(family)}`" for family in metrics.registry.collect()
     }
     for family in VllmNames(metrics, "model").collect():
-        ours = RATIOS.get(family.name) or own[_samples(family)]
+        ours = COMPOSED.get(family.name) or own[_samples(family)]
         name = _describe_family(family)
         yield f"| `{name}` | {family.type} | {ours} | {family.documentation} |\n"
 

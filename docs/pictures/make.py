@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from drafts import draw_drafts
+from fleet import draw_fleet
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -256,7 +257,8 @@ def main(folder: Path, suffix: str) -> None:
         "font.family": "DejaVu Sans",
         "hatch.linewidth": 0.6,
     }
-    for name, draw in (("walk", draw_walk), ("pages", draw_pages), ("drafts", draw_drafts)):
+    pictures = {"walk": draw_walk, "pages": draw_pages, "drafts": draw_drafts, "fleet": draw_fleet}
+    for name, draw in pictures.items():
         draw()
         plt.savefig(
             folder / f"{name}.{suffix}",

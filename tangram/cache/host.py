@@ -15,6 +15,7 @@ import numpy as np
 
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, PageMove
+from tangram.watch import ChunkPlace, LinkChange, LinkDropped, LinkOffloaded
 
 
 class HostTier:
@@ -22,7 +23,8 @@ class HostTier:
 
     `arriving` bool [device pages] marks the pages that moves will fill which nobody has taken yet.
     Counters since the start: `dropped` links that were evicted or did not fit, `pages_out` and
-    `pages_in` moved, and `restored_tokens`, which the owner counts.
+    `pages_in` moved, and `restored_tokens`, which the owner counts. `changes`, unless None, notes
+    links that come and go.
     """
 
     def __init__(self, total: int, device_pages: int) -> None:
@@ -33,6 +35,7 @@ class HostTier:
         self._parents: dict[bytes, bytes] = {}
         self._moves: list[PageMove] = []
         self._held: frozenset[bytes] = frozenset()
+        self.changes: list[LinkChange] | None = None
 
     @property
     def total(self) -> int:
@@ -76,6 +79,8 @@ class HostTier:
                 self._parents[key] = parent
             self._note(PageMove(pages, self.links[key], inward=False))
             self.pages_out += len(pages)
+            if self.changes is not None:
+                self.changes.append(LinkOffloaded(key))
 
     def restore(self, key: bytes, pages: Int32) -> None:
         """Copy link `key` to device `pages`."""
@@ -119,6 +124,8 @@ class HostTier:
     def _drop(self, key: bytes) -> None:
         self.ledger.release(self.links.pop(key))
         self._parents.pop(key, None)
+        if self.changes is not None:
+            self.changes.append(LinkDropped(key, ChunkPlace.HOST))
 
     def _note(self, move: PageMove) -> None:
         if len(move.pages):

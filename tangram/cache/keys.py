@@ -39,6 +39,18 @@ def window_key(chunk: bytes) -> bytes:
     return hashlib.sha256(chunk + b"window").digest()
 
 
+def list_keys(fingerprint: str, salt: str, chunk_tokens: int, tokens: Int64) -> list[bytes]:
+    """The keys of the chunks of the prompt `tokens` (int64) that a cache may have.
+
+    At least one token is always computed, so a chunk that ends the prompt is not among them.
+    """
+    keys, key = list[bytes](), root_key(fingerprint, salt)
+    for end in range(chunk_tokens, len(tokens), chunk_tokens):
+        key = chunk_key(key, tokens[end - chunk_tokens : end])
+        keys.append(key)
+    return keys
+
+
 @dataclass(eq=False)
 class ChunkKeys:
     """The keys of one sequence's chunks. Each is computed once, when it is first needed."""

@@ -23,6 +23,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64, PageMove
+from tangram.watch import ChunkStored, LinkChange
 
 
 class CacheManager:
@@ -112,7 +113,7 @@ class CacheManager:
         if here:
             self.ledger.share(np.concatenate([node.pages for node in here]))
         with self.host.holding(chain.keys):
-            self._attach(seq, chain)
+            self._attach(seq, chain, tokens)
         if self.prefix_caching and len(tokens) - seq.computed_tokens < layout.chunk_tokens:
             self._attach_raw(seq, tokens)
         seq.cached_tokens = seq.computed_tokens
@@ -215,11 +216,15 @@ class CacheManager:
             return None
         return seq.keys.after(filled, tokens)
 
-    def write(self, slot: int, entries: Int64, pages: Int32) -> None:
-        """Write `pages` at `entries` in the row `slot` of the block tables."""
-        self.tables[slot, entries] = pages
-        if self.follower is not None:
-            self.follower(slot, entries)
+    def note_changes(self) -> None:
+        """From now on note which links of the prefix cache come and go."""
+        self.prefix.changes = self.host.changes = []
+
+    def take_changes(self) -> Sequence[LinkChange]:
+        """The changes noted since the last call, in order."""
+        noted = self.prefix.changes or []
+        self.note_changes()
+        return noted
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -239,8 +244,10 @@ class CacheManager:
 
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
-        self.write(seq.slot, entries, pages)
+        self.tables[seq.slot, entries] = pages
         seq.arriving |= bool(self.host.arriving[pages].any())
+        if self.follower is not None:
+            self.follower(seq.slot, entries)
         if self.drafts is not None:
             self.drafts.enter(seq.slot, seq.keys.retention, seq.sealed_chunks, entries, pages)
 
@@ -270,7 +277,7 @@ class CacheManager:
         if seq.window_nodes:
             self.prefix.release(seq.window_nodes.pop(0))
 
-    def _attach(self, seq: SequenceCache, chain: Chain) -> None:
+    def _attach(self, seq: SequenceCache, chain: Chain, tokens: Int64) -> None:
         """Attach `chain` to `seq`.
 
         Its links on the device are acquired; the others are restored.
@@ -284,6 +291,8 @@ class CacheManager:
         }
         self.host.restored_tokens += len(absent) * layout.chunk_tokens
         for chunk, key in enumerate(chain.chunks):
+            if self.prefix.find(key) is None:
+                self._note_stored(seq, tokens, chunk)
             seq.chunk_nodes.append(
                 self._reach(key, seq.chunk_nodes[-1] if chunk else None, Link.CHUNK, full)
             )
@@ -337,6 +346,8 @@ class CacheManager:
         parent = seq.chunk_nodes[-1] if seq.chunk_nodes else None
         key = seq.keys.after(chunk + 1, tokens)
         entries, full = layout.span_entries(chunk), layout.full_span_pages
+        if self.prefix.find(key) is None:
+            self._note_stored(seq, tokens, chunk)
         node = self._adopt(seq, entries[:full], key, parent, seq.spans[chunk], Link.CHUNK)
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
@@ -346,6 +357,21 @@ class CacheManager:
             )
             seq.window_spans[-1] = newest.pages
             seq.window_nodes.append(newest)
+
+    def _note_stored(self, seq: SequenceCache, tokens: Int64, chunk: int) -> None:
+        """Chunk `chunk` of `seq` is new in the prefix cache, if that is noted."""
+        if self.prefix.changes is None:
+            return
+        size, retention = seq.layout.chunk_tokens, seq.keys.retention
+        stored = ChunkStored(
+            seq.keys.after(chunk + 1, tokens),
+            seq.keys.after(chunk, tokens) if chunk else None,
+            tokens[chunk * size : (chunk + 1) * size].copy(),
+            retention.kv_retention,
+            retention.scorer,
+            salted=bool(seq.keys.salt),
+        )
+        self.prefix.changes.append(stored)
 
     def _publish_raw(self, seq: SequenceCache, tokens: Int64, page: int) -> None:
         layout, before = seq.layout, seq.raw_nodes or seq.chunk_nodes

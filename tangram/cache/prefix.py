@@ -16,6 +16,7 @@ from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, window_key
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
+from tangram.watch import ChunkPlace, LinkChange, LinkDropped
 
 
 class Link(Enum):
@@ -63,6 +64,7 @@ class PrefixCache:
 
     `idle_pages` could be evicted now. `crowded_pages` counts the transient pages that more than one
     sequence uses, once for each further sequence: each may need a page of its own later.
+    `changes`, unless None, notes chunks that are gone.
     """
 
     ledger: Ledger
@@ -70,6 +72,7 @@ class PrefixCache:
     nodes: dict[bytes, Node] = field(default_factory=dict)
     idle_pages: int = 0
     crowded_pages: int = 0
+    changes: list[LinkChange] | None = None
     _clock: int = 0
     _heap: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -165,6 +168,8 @@ class PrefixCache:
         del self.nodes[node.key]
         self.idle_pages -= len(node.pages)
         self.ledger.release(node.pages)
+        if self.changes is not None and node.link is Link.CHUNK:
+            self.changes.append(LinkDropped(node.key, ChunkPlace.DEVICE))
         if node.parent is not None:
             node.parent.children -= 1
             self._offer(node.parent)

@@ -14,7 +14,9 @@ from tangram.cli import (
     bench,
     calibrate,
     chat,
+    deploy,
     evaluate,
+    fleet,
     generate,
     naive,
     serve,
@@ -33,8 +35,10 @@ app = typer.Typer(
 ablation_settings = rename_options(batch="batch-requests")
 serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
 bench.commands.command(cls=Command)(naive.naive)
+bench.commands.command(cls=Command)(fleet.fleet)
 bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(deploy.deploy)
 app.command(cls=Command)(chat.chat)
 app.command(cls=Command)(generate.generate)
 app.command(cls=Command, context_settings=rename_options(samples="calibration-samples"))(

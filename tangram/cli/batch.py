@@ -9,9 +9,9 @@ import typer
 
 from tangram.cli.checks import check_regular
 from tangram.cli.console import progress, tell
-from tangram.cli.options import name_served_model
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 
 
 def answer_batch(
@@ -37,7 +37,7 @@ def answer_batch(
 
     files = BatchFiles(source, target)
     with files.output:
-        service = Service(build_engine(config), name_served_model(config))
+        service = Service(build_engine(config), name_served_model(config.model))
         with progress() as bar:
             task = bar.add_task("Answering", total=files.total, completed=files.skipped)
             # Twice as many as can run at once, so that one always waits.

@@ -49,6 +49,11 @@ _INSTEAD = (
     ("--shutdown-grace-s", "", "--shutdown-timeout"),
     ("--otlp-endpoint", "", "--otlp-traces-endpoint"),
     (
+        "--kv-events",
+        "the endpoint; --kv-events-replay and --kv-events-topic are the other fields",
+        "--kv-events-config",
+    ),
+    (
         "--log-format",
         "with json the log has a line for each request",
         "--enable-log-requests --log-jsonl --log-config-file",

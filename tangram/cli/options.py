@@ -11,7 +11,6 @@ import typer
 
 from tangram.cli.checks import check_start, within
 from tangram.config import OPTIONS, SERVED_SCORER, TYPES, EngineConfig
-from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
 
 
@@ -32,6 +31,7 @@ class Panel(StrEnum):
     compression = "Compression"
     batching = "Batching"
     server = "Server"
+    replicas = "Replicas"
     expert = "Expert"
 
 
@@ -161,19 +161,6 @@ def find_changed(config: EngineConfig, *names: str) -> dict[str, object]:
         for name in names
         if (value := getattr(config, name)) != getattr(EngineConfig, name)
     }
-
-
-def name_served_model(config: EngineConfig) -> str:
-    """The model's name in the API: the model as given, of a path its last part without suffix.
-
-    Every answer contains it, and clients must not learn where a model is stored.
-    """
-    path = expand_home(config.model)
-    if not path.exists():
-        return config.model
-    # "." and ".." have no name; a link keeps its own
-    named = path if path.name.strip(".") else path.resolve()
-    return named.name if path.is_dir() else named.stem
 
 
 Command = Callable[..., None]

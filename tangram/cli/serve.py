@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tangram.cli import console
-from tangram.cli.options import name_served_model, with_config
+from tangram.cli.options import with_config
 from tangram.cli.serve_options import (
     KEY_VARIABLE,
     AllowedOrigins,
     ApiKeys,
     Host,
+    KvEvents,
+    KvEventsReplay,
+    KvEventsTopic,
     MaxBodyMb,
     MaxQueue,
     NoPage,
@@ -33,21 +36,17 @@ from tangram.cli.serve_options import (
     UnknownFields,
     choose_page,
 )
-from tangram.cli.telemetry import (
-    LogForm,
-    LogFormat,
-    MetricsAliases,
-    OtlpEndpoint,
-    OverflowEvery,
-    logging_as,
-)
+from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
+    from tangram.kv_events.publisher import EventPublisher
     from tangram.page.api import CachePage
 
 _log = logging.getLogger(__name__)
@@ -72,14 +71,22 @@ def serve(
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
     overflow_every: OverflowEvery = None,
+    kv_events: KvEvents = None,
+    kv_events_replay: KvEventsReplay = None,
+    kv_events_topic: KvEventsTopic = "",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     begin_s = time.monotonic()
-    _check_keys(api_key)
+    check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
-    name = name_served_model(config) if served_model_name is None else served_model_name
+    name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
-    with closing(Listener.at(host, port)) as listener, logging_as(log_format):
+    with (
+        closing(Listener.at(host, port)) as listener,
+        logging_as(log_format),
+        _publish_events(kv_events, kv_events_replay, kv_events_topic) as publisher,
+        _unfreeze_at_end(),
+    ):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         _report_listening(listener, config.model)
         with _without_collection():
@@ -92,6 +99,7 @@ def serve(
             telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
             wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
             engine = build_engine(wanted, records=shown is not PageFor.off)
+            _tell_publisher(publisher, engine)
             app = build_app(
                 engine,
                 served_model_name=name,
@@ -107,13 +115,43 @@ def serve(
             if log_format is LogForm.text:
                 _tell_first_request(listener, engine, name, locked=bool(api_key))
 
-        try:
-            serve_on(
-                listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=report_ready
+        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=report_ready)
+
+
+@contextmanager
+def _publish_events(
+    endpoint: str | None, replay_endpoint: str | None, topic: str
+) -> Iterator[EventPublisher | None]:
+    """The publisher of KV events at `endpoint`, if there is one; it is closed at the end.
+
+    Raises `ConfigError` if an endpoint cannot be used, or a package is missing.
+    """
+    if endpoint is None:
+        if replay_endpoint is not None or topic:
+            raise ConfigError(
+                "kv_events_replay or kv_events_topic is given without kv_events: add kv_events, or "
+                "leave them out"
             )
-        finally:
-            # Frozen objects are not freed at exit, and Triton's bindings report them as leaks
-            gc.unfreeze()
+        yield None
+        return
+    try:
+        from tangram.kv_events.publisher import EventPublisher
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_events is {endpoint!r}, but {error.name} is not installed: pip install "
+            "'tangram-serve[kv-events]', or leave kv_events out"
+        ) from error
+    with closing(EventPublisher(endpoint, replay_endpoint, topic)) as publisher:
+        _log.info("KV events at %s", publisher.endpoint)
+        yield publisher
+
+
+def _tell_publisher(publisher: EventPublisher | None, engine: Engine) -> None:
+    """Hand what `engine` tells of its prefix cache to `publisher`, if there is one."""
+    if publisher is not None:
+        from tangram.kv_events.stream import EventStream
+
+        EventStream(engine, publisher.send)
 
 
 def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> CachePage | None:
@@ -141,7 +179,7 @@ def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locke
     console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
-def _check_keys(api_key: list[str] | None) -> None:
+def check_keys(api_key: list[str] | None) -> None:
     """Raise `ConfigError` if the variable for keys is set and holds none."""
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(
@@ -162,6 +200,15 @@ def _without_collection() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+@contextmanager
+def _unfreeze_at_end() -> Iterator[None]:
+    """Frozen objects are not freed at exit, and Triton's bindings report them as leaks."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:

@@ -96,3 +96,20 @@ ShownPage = Annotated[
     ),
 ]
 NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]
+KvEvents = Annotated[
+    str | None,
+    option(
+        Panel.server,
+        "publish events of the KV cache here, in vLLM's form: tcp://*:5557",
+        default="no events",
+    ),
+]
+KvEventsReplay = Annotated[
+    str | None,
+    option(
+        Panel.server, "send events again to those that ask here: tcp://*:5558", default="nowhere"
+    ),
+]
+KvEventsTopic = Annotated[
+    str, option(Panel.server, "topic of the events; llm-d reads kv@ADDRESS@MODEL", default="empty")
+]

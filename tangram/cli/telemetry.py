@@ -15,18 +15,12 @@ from tangram.cli.command import exit_code
 from tangram.cli.console import messages
 from tangram.cli.options import Panel, engine_option, option
 from tangram.errors import TangramError
+from tangram.serve.logs import LogForm, log_as_json
 
 # Conversion and loading show progress bars. Requests are in the metrics and in the JSON log.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
 _PLAIN = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger("tangram")
-
-
-class LogForm(StrEnum):
-    """The format of the log."""
-
-    text = "text"
-    json = "json"
 
 
 class OtherNames(StrEnum):
@@ -110,8 +104,6 @@ def _quieten(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def _as_json() -> Iterator[None]:
-    from tangram.serve.logs import log_as_json
-
     log_as_json()
     try:
         yield

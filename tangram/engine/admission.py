@@ -10,6 +10,7 @@ from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.engine.meters import Meters
+from tangram.engine.sampling import check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
@@ -33,6 +34,16 @@ class Admission:
     max_model_len: int
     host_page_bytes: int
     speculates: bool = False
+
+    def check(self, request: Request) -> tuple[Retention, int]:
+        """The retention of `request`, and how many tokens it may generate.
+
+        Raises `RequestError` if it is malformed or can never fit.
+        """
+        retention = self.retention_for(request)
+        self.check_drafts(request)
+        check_tokens(request.sampling, self.vocab_size)
+        return retention, self.max_tokens_for(request, retention)
 
     def retention_for(self, request: Request) -> Retention:
         """The retention that serves `request`.
@@ -100,13 +111,12 @@ class Admission:
             raise RequestError(
                 lambda field: f"{field} is empty, it must have at least one token", "prompt"
             )
-        geometry = self.retentions[0].layout.geometry
         highest, lowest = max(prompt), min(prompt)
-        if lowest < 0 or highest >= geometry.vocab_size:
+        if lowest < 0 or highest >= self.vocab_size:
             wrong = shortened(lowest if lowest < 0 else highest)
             raise RequestError(
                 lambda field: (
-                    f"{field} has token {wrong}, it must lie in [0, {geometry.vocab_size - 1}]"
+                    f"{field} has token {wrong}, it must lie in [0, {self.vocab_size - 1}]"
                 ),
                 "prompt",
             )
@@ -188,6 +198,11 @@ class Admission:
         )
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+        return self.retentions[0].layout.geometry.vocab_size
+
+    @property
     def uncompressed(self) -> Layout:
         """The layout of ρ = 1.0."""
         return next(entry.layout for entry in self.retentions if entry.layout.keeps_everything)
@@ -219,6 +234,7 @@ class Admission:
             slots_used=sum(
                 seq.layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
             ),
+            chunk_tokens=layout.chunk_tokens,
             capacity_tokens=layout.tokens_in(self.total_pages),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
             cache_dtype=self.cache_dtype,

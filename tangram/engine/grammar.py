@@ -137,7 +137,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(f"{field} is no valid grammar: {_reason(matcher)}", field)
-        return CompiledGrammar(matcher, field)
+        return CompiledGrammar(matcher, source, field)
 
 
 def _try(source: str, field: str) -> None:
@@ -172,14 +172,14 @@ def _try(source: str, field: str) -> None:
 
 
 class CompiledGrammar:
-    """`types.Grammar`."""
+    """`types.Grammar`, of the text `source` in the request's `field`."""
 
-    def __init__(self, matcher: LLMatcher, field: str) -> None:
-        self._matcher, self._field = matcher, field
+    def __init__(self, matcher: LLMatcher, source: str, field: str) -> None:
+        self._matcher, self.source, self.field = matcher, source, field
 
     def begin(self) -> GrammarMatcher:
         """The state of a completion that has no token yet."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._field)
+        return GrammarMatcher(self._matcher.deep_copy(), self.field)
 
 
 class GrammarMatcher:

@@ -30,7 +30,7 @@ from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, check_tokens
+from tangram.engine.sampling import BROKEN_LOGITS
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Speculation
 from tangram.engine.text import TextCodec
@@ -75,7 +75,7 @@ class Engine:
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
         self.ahead = loaded.device.type != "cpu"
-        self._loaded, self._admission, self._scheduler, self._runner = (
+        self._loaded, self.admission, self._scheduler, self._runner = (
             loaded,
             admission,
             scheduler,
@@ -110,12 +110,12 @@ class Engine:
     @property
     def layout(self) -> Layout:
         """The layout of requests that name no ρ."""
-        return self._admission.retentions[0].layout
+        return self.admission.retentions[0].layout
 
     @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
-        return self._admission.max_model_len
+        return self.admission.max_model_len
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -139,10 +139,7 @@ class Engine:
 
     def check(self, request: Request) -> tuple[Retention, int]:
         """The checks of `submit`: the retention of `request`, and the tokens it may generate."""
-        retention = self._admission.retention_for(request)
-        self._admission.check_drafts(request)
-        check_tokens(request.sampling, self.geometry.vocab_size)
-        return retention, self._admission.max_tokens_for(request, retention)
+        return self.admission.check(request)
 
     def abort(self, request_id: str) -> None:
         """End every completion of a request and free its pages; unknown ids are ignored."""
@@ -168,7 +165,7 @@ class Engine:
         if self._watching is None:
             self._watching = Watching(
                 self.config,
-                self._admission,
+                self.admission,
                 self._scheduler,
                 self._speculation,
                 None if self._runner.recorder is None else self._runner.recorder.store,
@@ -365,7 +362,7 @@ class Engine:
             drafted = DraftedTokens(
                 parcel.drafted.accepted - unsent, parcel.drafted.rejected + unsent
             )
-            usage = self._admission.usage_at(
+            usage = self.admission.usage_at(
                 completion.sequence,
                 parcel.completion_tokens + number + 1,
                 parcel.sealed_chunks,
@@ -394,7 +391,7 @@ class Engine:
     def _read_stats(self) -> EngineStats:
         speculation = self._speculation
         drafted = None if speculation is None else speculation.counters.read()
-        return self._admission.stats(self._scheduler, self._runner.meters, drafted)
+        return self.admission.stats(self._scheduler, self._runner.meters, drafted)
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits show unsound state, and forget that state."""
@@ -546,7 +543,7 @@ class Engine:
     def _usage(self, completion: Completion) -> Usage:
         sequence, speculation = completion.sequence, self._speculation
         drafted = None if speculation is None else speculation.usage(sequence)
-        return self._admission.usage(sequence, sequence.read_tokens, drafted)
+        return self.admission.usage(sequence, sequence.read_tokens, drafted)
 
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""

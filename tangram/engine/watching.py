@@ -26,6 +26,7 @@ from tangram.watch import (
     ChunkPlace,
     ChunkUse,
     KeptPositions,
+    LinkChange,
     News,
     Observer,
     PoolReading,
@@ -58,16 +59,17 @@ class Watching:
         self._ended: list[SequenceChange] = []
         self._drafts = 0, 0
         scheduler.changes = []
+        scheduler.cache.note_changes()
 
     def tell_admissions(self) -> None:
         """A step is scheduled and will run."""
         if self._scheduler.changes:
-            self._emit(News(None, self._take_changes(), idle=False))
+            self._emit(News(None, self._take_changes(), False, self._take_links()))
 
     def tell(self, step: Step | None, begin_s: float) -> None:
         """`step`, begun at `begin_s` of the monotonic clock, is done; None if nothing ran."""
         done = None if step is None else self._describe(step, begin_s, time.monotonic())
-        self._emit(News(done, self._take_changes(), idle=step is None))
+        self._emit(News(done, self._take_changes(), step is None, self._take_links()))
 
     def _emit(self, news: News) -> None:
         for observer in list(self.observers):
@@ -148,6 +150,9 @@ class Watching:
             del self._tokenless[sequence]
         ended, self._ended = self._ended, []
         return changes + ended
+
+    def _take_links(self) -> Sequence[LinkChange]:
+        return self._scheduler.cache.take_changes()
 
     def _change(self, sequence: TokenSequence, state: SequenceState) -> SequenceChange:
         return SequenceChange(state, time.monotonic(), self.read(sequence))

@@ -1,4 +1,7 @@
-"""Decode attention on the CPU: append, tasks and merge in one compiled call.
+"""Compiled attention on the CPU.
+
+Decode is append, tasks and merge in one call. Prefill is one call, too, where the processor has the
+instructions.
 
 Threads take tasks from an atomic counter in the plan's order (longest first), so that uneven heads
 balance. Each task and each merge is computed alone and in fixed order, so timing never changes a
@@ -24,7 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tangram.kernels import reference
+from tangram.kernels import cpu_prefill, reference
+from tangram.kernels.cpu_products import TILE_ROWS
 from tangram.kernels.cpu_tasks import step
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -70,7 +74,6 @@ class CpuPlan:
     @classmethod
     def build(cls, plan: WorkPlan, rows: DecodeRows, threads: int | None = None) -> CpuPlan:
         """Pack `plan` for `threads` threads; None means as many as torch uses."""
-        limit = int(vars(numba.config)["NUMBA_NUM_THREADS"])
         task_fields = (
             plan.table,
             plan.length_index,
@@ -86,12 +89,24 @@ class CpuPlan:
         address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
         return cls(
             plan,
-            min(torch.get_num_threads() if threads is None else threads, limit),
+            _threads(threads),
             np.stack(task_fields, axis=1).astype(np.int64),
             np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
             np.stack(segments, axis=1).astype(np.int64),
             np.ascontiguousarray(address, np.int64),
         )
+
+
+def _threads(wanted: int | None = None) -> int:
+    """`wanted` threads, but no more than Numba may use; None means as many as torch uses."""
+    limit = int(vars(numba.config)["NUMBA_NUM_THREADS"])
+    return min(torch.get_num_threads() if wanted is None else wanted, limit)
+
+
+def _let_use(threads: int) -> None:
+    """Let Numba compute on `threads` threads from now on."""
+    if numba.get_num_threads() != threads:
+        numba.set_num_threads(threads)
 
 
 def runs_compiled(pool: Tensor) -> bool:
@@ -102,7 +117,9 @@ def runs_compiled(pool: Tensor) -> bool:
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
 
-    They are those of pools of `dtype`, one of `COMPILED`. Starting Numba's threads also sets the
+    They are those of pools of `dtype`, one of `COMPILED`. Prefill is that of queries in float32 for
+    a pool in float32, and in bfloat16 for others. If other queries come, theirs is compiled then.
+    Starting Numba's threads also sets the
     size of torch's OpenMP pool, so torch's own size is restored.
     """
     threads = torch.get_num_threads()
@@ -112,6 +129,11 @@ def warm_up(dtype: torch.dtype) -> None:
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
     decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, scaling=1.0)
+    likely = entry if dtype is torch.float32 else entry.bfloat16()
+    asked = next((x for x in (likely, entry) if prefills_compiled(x, pool)), None)
+    if asked is not None:
+        address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
+        prefill(asked, asked, asked, asked.clone(), pool, index, address, spans, scaling=1.0)
     torch.set_num_threads(threads)
 
 
@@ -144,8 +166,7 @@ def decode_step(
         return decode(
             q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
         )
-    if numba.get_num_threads() != plan.threads:
-        numba.set_num_threads(plan.threads)
+    _let_use(plan.threads)
     out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     bits = COMPILED[pool.dtype]
@@ -175,6 +196,90 @@ def decode_step(
         plan.threads,
     )
     return out.to(q.dtype)
+
+
+def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
+    """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
+
+    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel stays for bfloat16 where there is AMX,
+    which it uses: the two were not compared.
+    """
+    has_products = (
+        torch.cpu._is_avx512_supported()
+        if q.dtype is torch.float32
+        else q.dtype is torch.bfloat16
+        and torch.cpu._is_avx512_bf16_supported()
+        and not torch.cpu._is_amx_tile_supported()
+    )
+    return has_products and runs_compiled(pool) and q.shape[-1] % 2 == 0
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    address: Int32,
+    spans: Int32,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """`reference.prefill` of N rows that lie end to end in q [T, Q, D] → out [T, Q, D].
+
+    k, v [T', H, D] have the dtype of q. `address` [N, H, 3] and `spans` [N, 5] are those of
+    `PrefillRows`. The result of a row does not depend on other rows, or on the number of threads.
+    Sums are float32. Call it only where `prefills_compiled`. Raises `IntegrityError` as
+    `reference.prefill` does.
+    """
+    if window is not None:
+        for lengths, position in zip(address[..., 2].tolist(), spans[:, 4].tolist(), strict=True):
+            reference.refuse_other_pasts(lengths, position)
+    heads, bits = k.shape[1], COMPILED[q.dtype]
+    group, own = q.shape[1] // heads, slice(int(spans[0, 0]), int(spans[-1, 1]))
+    places = spans.astype(np.int64)
+    places[:, :2] -= own.start
+    queries = _by_head(q[own], heads)
+    answers = torch.empty_like(queries)
+    asked = cpu_prefill.Asked(
+        _array(queries.view(bits)),
+        _array(k.view(bits)),
+        _array(v.view(bits)),
+        _array(answers.view(bits)),
+        places,
+        address.astype(np.int64),
+    )
+    blocks = _array(reference.blocks(pool).view(COMPILED[pool.dtype]))
+    logits = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
+    scoring = cpu_prefill.Scoring(
+        window or 0, np.float32(scaling), np.float32(softcap or 0.0), logits.reshape(heads, group)
+    )
+    threads = _threads()
+    _let_use(threads)
+    cpu_prefill.attend(
+        asked,
+        cpu_prefill.Pages(blocks, pool.shape[1], _array(tables)),
+        scoring,
+        cpu_prefill.split_rows(places, heads, group),
+        cpu_prefill.scratch(threads, pool.shape[3], asked.q, group),
+        np.arange(threads),
+        threads,
+    )
+    answered = torch.unflatten(answers[:, :-TILE_ROWS], 1, (own.stop - own.start, group))
+    out[own] = answered.transpose(0, 1).flatten(1, 2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """x [T, Q, D] as [H, T * G + TILE_ROWS, D]: what is behind the rows of a head is not set."""
+    tokens, group = len(x), x.shape[1] // heads
+    rows = x.new_empty(heads, tokens * group + TILE_ROWS, x.shape[2])
+    by_token = torch.unflatten(x, 1, (heads, group)).transpose(0, 1)
+    torch.unflatten(rows[:, :-TILE_ROWS], 1, (tokens, group)).copy_(by_token)
+    return rows
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Three instructions that Numba does not offer on the CPU: atomic add, bit cast and prefetch.
+"""Instructions that Numba does not offer on the CPU: atomic add, maximum, bit cast and prefetch.
 
 `cpu_portable.py` replaces them in plain Numba.
 """
@@ -22,6 +22,19 @@ def next_task(typingctx: Any, counters: Any, worker: Any, workers: Any) -> Any:
         return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(counters, worker, workers), codegen
+
+
+@intrinsic
+def larger(typingctx: Any, a: Any, b: Any) -> Any:
+    """The larger of float32 a and b, none of them NaN; a loop of it vectorises, one of max not."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.get_value_type(types.float32)
+        function = ir.FunctionType(kind, [kind, kind])
+        callee = cgutils.get_or_insert_function(builder.module, function, "llvm.maxnum.f32")  # type: ignore[no-untyped-call]
+        return builder.call(callee, args, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), codegen
 
 
 @intrinsic

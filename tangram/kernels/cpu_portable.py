@@ -18,6 +18,12 @@ def next_task(counters: Any, worker: int, workers: int) -> Any:
 
 
 @compile_kept(inline="always")
+def larger(a: Any, b: Any) -> Any:
+    """The larger of float32 a and b, none of them NaN."""
+    return max(a, b)
+
+
+@compile_kept(inline="always")
 def power_of_two(n: Any) -> Any:
     """2 to the power of int32 n, -126 to 127, as float32."""
     return np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -1,8 +1,5 @@
 """Numba code of the CPU decode kernel, called by `cpu.py`.
 
-All of it is in one file, because Numba's cache of a function detects changes in that function's
-file only.
-
 A task processes its range in blocks of `STRETCH` entries: scores for all query heads, online
 softmax, then values (running maximum and sum, FlashAttention). So each key and value is read from
 memory once for its G query heads.
@@ -23,9 +20,9 @@ from numba.extending import overload
 from tangram.kernels.numba_cache import compile_kept
 
 if platform.machine() in ("x86_64", "AMD64"):
-    from tangram.kernels.cpu_intrinsics import next_task, power_of_two, prefetch
+    from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
 else:
-    from tangram.kernels.cpu_portable import next_task, power_of_two, prefetch  # type: ignore[assignment]
+    from tangram.kernels.cpu_portable import larger, next_task, power_of_two, prefetch  # type: ignore[assignment]
 
 STRETCH = 128
 CACHE_LINE = 64  # bytes
@@ -217,21 +214,23 @@ def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped
             t += 1
 
 
-@compile_kept(fastmath=FAST | {"nnan"})
+@compile_kept()
 def largest(scores, count):  # type: ignore[no-untyped-def]
-    """The maximum of scores[:count], count ≥ 1; assuming there is no NaN lets it vectorise."""
+    """The maximum of scores[:count], count ≥ 1."""
     top = scores[0]
-    for i in range(1, count):
-        top = max(top, scores[i])
+    for i in range(count):
+        top = larger(top, scores[i])  # type: ignore[call-arg]
     return top
 
 
 @compile_kept(fastmath=FAST)
 def cap(scores, count, softcap):  # type: ignore[no-untyped-def]
-    """Bound scores[m, :count] to softcap · tanh(s / softcap)."""
+    """Bound scores[m, :count] to softcap · tanh(s / softcap), to a millionth of softcap."""
     for m in range(scores.shape[0]):
         for i in range(count):
-            scores[m, i] = softcap * np.tanh(scores[m, i] / softcap)
+            part = exp_negative(abs(scores[m, i]) * (np.float32(-2.0) / softcap))
+            bounded = softcap * (np.float32(1.0) - part) / (np.float32(1.0) + part)
+            scores[m, i] = bounded if scores[m, i] > np.float32(0.0) else -bounded
 
 
 @compile_kept(fastmath=FAST)

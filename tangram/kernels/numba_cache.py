@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -60,12 +62,24 @@ class _ForgivingCache(FunctionCache):
         except (OSError, EOFError, UnpicklingError) as error:
             self._warn(error)
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Code contains that of the functions it calls, so it depends on the files of these."""
+        key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
+        return *key, _hash_sources(Path(self._py_func.__code__.co_filename).parent)
+
     def _warn(self, error: Exception) -> None:
         # The path in an error's text differs for each function.
         _warn(
             f"{error.strerror if isinstance(error, OSError) else 'a damaged file'} in "
             f"{self.cache_path}"
         )
+
+
+@functools.cache
+def _hash_sources(folder: Path) -> str:
+    """A hash of the files of CPU kernels in `folder`."""
+    sources = (path.read_bytes() for path in sorted(folder.glob("cpu_*.py")))
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 @functools.cache

@@ -309,11 +309,8 @@ def prefill(
     heads = k.shape[1]
     queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
     address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
-    if window is not None and set(address[2]) != {past_tokens}:
-        raise IntegrityError(
-            f"past_lengths of a window layer are {address[2]}, all must be past_tokens, "
-            f"{past_tokens}"
-        )
+    if window is not None:
+        refuse_other_pasts(address[2], past_tokens)
     begin = 0 if window is None else max(0, past_tokens - window + 1)
     lead = len(k) - len(q)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
@@ -338,6 +335,15 @@ def prefill(
             )
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
+
+
+def refuse_other_pasts(past_lengths: Sequence[int], past_tokens: int) -> None:
+    """Raise `IntegrityError` unless all heads of a window layer hold all past tokens."""
+    if set(past_lengths) != {past_tokens}:
+        raise IntegrityError(
+            f"past_lengths of a window layer are {past_lengths}, all must be past_tokens, "
+            f"{past_tokens}"
+        )
 
 
 def merge_two(one: Part, other: Part) -> Part:

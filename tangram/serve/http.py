@@ -258,6 +258,7 @@ def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
     """The options of `uvicorn.Config` that bound what a client can send."""
     return {
         "http": protocol,
+        "loop": "asyncio",  # Ray brings uvloop, which uvicorn would prefer: one loop is tested
         "ws": "none",
         "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
         "server_header": False,

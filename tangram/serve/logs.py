@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from enum import StrEnum
 from typing import Any, TextIO
 
 from tangram.serve.record import Record
@@ -17,6 +18,13 @@ from tangram.serve.record import Record
 PROBES = ("/health", "/ready", "/metrics")
 _MOST_PATH_CHARACTERS = 200  # a path is whatever a client sends
 _log = logging.getLogger("tangram.requests")
+
+
+class LogForm(StrEnum):
+    """The format of the log."""
+
+    text = "text"
+    json = "json"
 
 
 class JsonFormatter(logging.Formatter):

@@ -85,6 +85,7 @@ class VllmNames(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
             gauge.add_metric(values, read(stats))
             yield gauge
+        yield self._cache_config(stats)
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             counter.add_metric(values, read(stats))
@@ -94,6 +95,20 @@ class VllmNames(Collector):
         yield self._successes()
         for name, of in _HISTOGRAMS:
             yield self._histogram(name, of(self._metrics))
+
+    def _cache_config(self, stats: EngineStats) -> Metric:
+        """What routers read of it: prefixes are cached in blocks, which are chunks here."""
+        sizes = {
+            "block_size": str(stats.chunk_tokens),
+            "num_gpu_blocks": str(stats.capacity_tokens // stats.chunk_tokens),
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "1; the labels say how many blocks of how many tokens fit into the pool",
+            labels=[*self._labels, *sizes],
+        )
+        family.add_metric([*self._labels.values(), *sizes.values()], 1)
+        return family
 
     def _drafts(self, drafted: SpeculationStats) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.cli.options import name_served_model
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
@@ -71,7 +71,7 @@ def test_a_model_that_lies_here_is_served_under_its_last_name(
     (home / "link").symlink_to(folder)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    assert name_served_model(EngineConfig(model=model)) == name
+    assert name_served_model(model) == name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

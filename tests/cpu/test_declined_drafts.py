@@ -77,7 +77,7 @@ def test_drafts_read_the_default_scorer_beside_profiles_of_others(
     folder = tmp_path_factory.mktemp("others")
     others = [profile_file(world.loaded, folder, scorer=name) for name in ("tova", "keydiff")]
     engine = draft_always(world.engine("compressed_kv", scorer=None, profiles=tuple(others)))
-    full, *compressed = engine._admission.retentions
+    full, *compressed = engine.admission.retentions
     assert full.draft is not None
     assert (full.kv_retention, full.scorer, full.draft.scorer) == (1.0, "tova", "tova")
     assert [entry.scorer for entry in compressed] == ["tova", "keydiff"]

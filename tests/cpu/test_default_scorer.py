@@ -48,7 +48,7 @@ def test_the_embedded_model_is_served_by_its_gate_and_never_calibrated(
         find_shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json"
     )
     assert engine.config.scorer == "fastkvzip"
-    assert engine._admission.retentions[0].fingerprint == profile.fingerprint()
+    assert engine.admission.retentions[0].fingerprint == profile.fingerprint()
 
 
 def test_weights_without_a_gate_are_served_by_keydiff(
@@ -94,7 +94,7 @@ def test_profiles_of_several_scorers_are_served_and_the_default_ratio_says_which
     for ratio, scorer in ((0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, "keydiff")):
         engine = served(loaded, profile=(KEYDIFF, gated), kv_retention=ratio)
         assert engine.config.scorer == scorer
-        ways = {(entry.kv_retention, entry.scorer) for entry in engine._admission.retentions}
+        ways = {(entry.kv_retention, entry.scorer) for entry in engine.admission.retentions}
         assert ways == {(0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, None)}
     with pytest.raises(ConfigError, match="scorer keydiff takes none"):
         served(loaded, profile=(KEYDIFF,), gate=GATE)

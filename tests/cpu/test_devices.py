@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tangram.errors import ConfigError
 from tangram.kernels import card
+from tangram.model.load import load_model
 from tangram.model.place import find_device
 
 
@@ -70,3 +72,17 @@ def test_a_gpu_that_the_kernels_run_on_is_taken_in_silence(
     properties.major, properties.minor = 8, 6
     assert find_device("auto") == torch.device("cuda") == find_device("cuda")
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "expected"),
+    [(False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)],
+)
+def test_auto_is_bfloat16_where_a_cpu_multiplies_it(
+    avx512: bool, amx: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert load_model(str(folder), device="cpu", load_format="dummy").dtype is expected
+    plain = load_model(str(folder), device="cpu", load_format="dummy", dtype="float32")
+    assert plain.dtype is torch.float32

@@ -4,12 +4,14 @@ specification.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.errors import IntegrityError
@@ -18,6 +20,7 @@ from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
+from tests.examples import examples
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
 from tests.plans import TaskList, assemble
 
@@ -264,9 +267,34 @@ def read_all(block, wide):  # type: ignore[no-untyped-def]
     return cpu_tasks.widen(block, 0, len(block), wide)
 
 
+def run_compiled_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    *address: np.ndarray,
+    past_tokens: int,
+    **options: object,
+) -> Tensor:
+    """`reference.prefill` by the compiled kernel."""
+    out, spans = torch.full_like(q, torch.nan), [[0, len(q), 0, len(k), past_tokens]]
+    places = np.stack(address, axis=-1)[None].astype(np.int32)
+    cpu.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), **options)  # type: ignore[arg-type]
+    return out
+
+
+def compiles(dtype: torch.dtype) -> bool:
+    one = torch.zeros(1, 1, 2, 1, 2, dtype=dtype)
+    return cpu.prefills_compiled(one[0, 0], one)
+
+
+PREFILLS = [reference.prefill, *([run_compiled_prefill] if compiles(torch.float32) else [])]
+
+
 def prefill(
-    batch: Batch, layer: int, n: int, past: list[int], **options: object
-) -> tuple[Tensor, Tensor]:
+    run, batch: Batch, layer: int, n: int, past: list[int], **options: object
+) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     """Row 0's next n tokens after `past` entries of each head: ours, and dense
     attention's answer.
     """
@@ -275,7 +303,7 @@ def prefill(
     q, k, v = torch.randn(n, heads * group, d), torch.randn(n, heads, d), torch.randn(n, heads, d)
     q, k, v = (x.to(batch.pool.dtype) for x in (q, k, v))
     table, column = batch.rows.table[0, layer], batch.rows.column[0, layer]
-    out = reference.prefill(
+    out = run(
         q,
         k,
         v,
@@ -305,27 +333,29 @@ def prefill(
     return out, dense.flatten(1, 2)
 
 
+@pytest.mark.parametrize("run", PREFILLS)
 @pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
 @pytest.mark.parametrize("n", [1, 33, 120])
 def test_prefill_over_a_ragged_past_equals_dense_attention(
-    n: int, softcap: float | None, use_sinks: bool
-) -> None:
+    run, n: int, softcap: float | None, use_sinks: bool
+) -> None:  # type: ignore[no-untyped-def]
     batch = make_batch(1, 3, 3, 64, longest=200, seed=5)
     past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
     for lengths in (past, [min(past)] * 3, [0, 0, past[2]], [0, 0, 0]):
         out, dense = prefill(
-            batch, 0, n, lengths, softcap=softcap, sinks=batch.sinks if use_sinks else None
+            run, batch, 0, n, lengths, softcap=softcap, sinks=batch.sinks if use_sinks else None
         )
         torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("run", PREFILLS)
 @pytest.mark.parametrize(("softcap", "use_sinks"), OPTIONS)
 @pytest.mark.parametrize(
     ("n", "past"), [(1, 130), (20, 130), (120, 130), (120, 20), (10, 20), (70, 0)]
 )
 def test_prefill_with_a_window_reads_only_what_it_sees(
-    n: int, past: int, softcap: float | None, use_sinks: bool
-) -> None:
+    run, n: int, past: int, softcap: float | None, use_sinks: bool
+) -> None:  # type: ignore[no-untyped-def]
     batch = make_batch(1, 2, 2, 16, longest=1, seed=6)
     first_seen = max(0, past - WINDOW + 1) // 16 * 16
     offset = torch.arange(-(-past // 16) * 2, dtype=torch.int32).view(2, -1)
@@ -342,27 +372,210 @@ def test_prefill_with_a_window_reads_only_what_it_sees(
                 :, entry
             ]
     out, dense = prefill(
-        batch, 1, n, [past, past], softcap=softcap, sinks=batch.sinks if use_sinks else None
+        run, batch, 1, n, [past, past], softcap=softcap, sinks=batch.sinks if use_sinks else None
     )
     torch.testing.assert_close(out, dense, rtol=1e-4, atol=2e-5)
 
 
-def test_prefill_refuses_a_window_layer_whose_entries_are_not_positions() -> None:
+@pytest.mark.parametrize("run", PREFILLS)
+def test_prefill_refuses_a_window_layer_whose_entries_are_not_positions(run) -> None:  # type: ignore[no-untyped-def]
     batch = make_batch(1, 2, 2, 16, longest=100, seed=7)
     with pytest.raises(IntegrityError, match="past_lengths"):
-        prefill(batch, 1, 3, [10, 11])
+        prefill(run, batch, 1, 3, [10, 11])
 
 
-def test_prefill_does_not_depend_on_where_pages_lie_or_on_other_rows() -> None:
+@pytest.mark.parametrize("run", PREFILLS)
+def test_prefill_does_not_depend_on_where_pages_lie(run) -> None:  # type: ignore[no-untyped-def]
     batch = make_batch(1, 3, 3, 64, longest=200, seed=8)
     past = [max(0, kv.shape[1] - 1) for kv in batch.kv[0][0]]
-    first, _ = prefill(batch, 0, 64, past)
+    first, _ = prefill(run, batch, 0, 64, past)
     move = torch.randperm(len(batch.pool))
     moved = replace(
         batch, pool=torch.empty_like(batch.pool), tables=move[batch.tables.long()].int()
     )
     moved.pool[move] = batch.pool
-    assert torch.equal(prefill(moved, 0, 64, past)[0], first)
+    assert torch.equal(prefill(run, moved, 0, 64, past)[0], first)
+
+
+@dataclass
+class Chunks:
+    """Prefill rows [queries, keys, past tokens] over pages that hold NaN where nothing may read."""
+
+    rows: list[tuple[int, int, int]]
+    group: int
+    window: int | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pool: Tensor
+    tables: Tensor
+    address: np.ndarray
+
+    @classmethod
+    def make(
+        cls,
+        seed: int,
+        rows: list[tuple[int, int, int]],
+        sizes: tuple[int, int, int, int],
+        window: int | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> Chunks:
+        """Sizes are heads, G, D and P; heads of a full layer keep different shares of a past."""
+        rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
+        (heads, group, dim, page), (dtype, pool_dtype) = sizes, dtypes
+        queries, keys = (sum(row[i] for row in rows) for i in (0, 1))
+        q = torch.randn(queries, heads * group, dim).to(dtype)
+        k, v = torch.randn(2, keys, heads, dim).to(dtype)
+        address = np.zeros((len(rows), heads, 3), np.int32)
+        address[..., 1] = rng.integers(0, 2, (len(rows), heads))
+        for row, (_, _, past) in enumerate(rows):
+            kept = rng.integers(past // 3, past + 1, heads)
+            address[row, :, 2] = past if window is not None else kept
+        pages = -(-address[..., 2] // page)
+        address[..., 0] = (np.cumsum(pages) - pages.ravel()).reshape(pages.shape)
+        tables = torch.from_numpy(rng.permutation(int(pages.sum()) + 1).astype(np.int32))
+        pool = torch.full((len(tables), 2, 2, page, dim), torch.nan)
+        for (table, column, length), count in zip(
+            address.reshape(-1, 3).tolist(), pages.ravel().tolist(), strict=True
+        ):
+            entries = torch.randn(2, count * page, dim)
+            entries[:, length:] = torch.nan
+            pool[tables[table : table + count].long(), column] = entries.view(
+                2, count, page, dim
+            ).transpose(0, 1)
+        pool = pool.to(pool_dtype)
+        return cls(rows, group, window, q, k, v, pool, tables, address)
+
+    def attend(self, only: int | None = None, **options: object) -> list[Tensor]:
+        """The results of all rows, or of row `only` alone."""
+        spans, first, own = [], 0, 0
+        for queries, keys, past in self.rows:
+            spans.append([first, first + queries, own, own + keys, past])
+            first, own = first + queries, own + keys
+        rows = slice(None) if only is None else slice(only, only + 1)
+        out, places = torch.full_like(self.q, torch.nan), np.array(spans, np.int32)[rows]
+        cpu.prefill(
+            self.q,
+            self.k,
+            self.v,
+            out,
+            self.pool,
+            self.tables,
+            self.address[rows],
+            places,
+            scaling=SCALING,
+            window=self.window,
+            **options,  # type: ignore[arg-type]
+        )
+        return [out[begin:end] for begin, end in places[:, :2].tolist()]
+
+    def expect(self, softcap: float | None, sinks: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Softmax in float64, and the same of the values' sizes, of each row [n, Q, D]."""
+        found, own = [], 0
+        queries = self.q.double().split([row[0] for row in self.rows])
+        for (n, keys, _), asked, places in zip(self.rows, queries, self.address, strict=True):
+            heads, own = [], own + keys
+            for head, (table, column, length) in enumerate(places.tolist()):
+                held = reference.gather(self.pool, self.tables, table, column, 0, length)
+                k, v = (
+                    torch.cat([x.to(self.q.dtype), new[own - keys : own, head]]).double()
+                    for x, new in zip(held, (self.k, self.v), strict=True)
+                )
+                newest = length + keys - n + torch.arange(n)[:, None]
+                seen = (entry := torch.arange(length + keys)) <= newest
+                if self.window is not None:
+                    seen &= entry > newest - self.window
+                for query in range(head * self.group, (head + 1) * self.group):
+                    scores = asked[:, query] @ k.T * SCALING
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    scores = torch.where(seen, scores, -torch.inf)
+                    if sinks is not None:
+                        scores = torch.cat([scores, sinks[query].expand(n, 1)], 1)
+                    weights = torch.softmax(scores, 1)[:, : length + keys]
+                    heads.append(torch.stack([weights @ x for x in (v, v.abs())]))
+            found.append(tuple(torch.stack(heads, 2)))
+        return found
+
+
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 20), st.integers(0, 700))
+SIZES = st.tuples(
+    st.integers(1, 3), st.sampled_from([1, 2, 3, 5]), st.sampled_from([16, 64, 80]), st.just(16)
+)
+DTYPES = [  # of queries and of the pool
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    pytest.param((torch.float32, torch.float8_e4m3fn), marks=pytest.mark.nightly),
+    pytest.param((torch.float32, torch.bfloat16), marks=pytest.mark.nightly),
+    pytest.param((torch.bfloat16, torch.float32), marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_compiled_prefill_is_softmax_and_a_row_is_the_same_alone(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """A weight in bfloat16 is off by 2⁻⁸ of its size, and so is the result when it is rounded."""
+    if not compiles(dtypes[0]):
+        pytest.skip("this processor lacks the instructions")
+    bound = 1e-5 if dtypes[0] is torch.float32 else 1.01 * 2.0**-7
+
+    @settings(max_examples=examples(100), derandomize=True)
+    @given(
+        seed=st.integers(0, 999),
+        lengths=st.lists(LENGTHS, min_size=1, max_size=3),
+        sizes=SIZES,
+        window=st.sampled_from([None, None, 1, 50, 600]),
+        softcap=st.sampled_from([None, None, 3.0]),
+        use_sinks=st.booleans(),
+    )
+    def check(
+        seed: int,
+        lengths: list[tuple[int, int, int]],
+        sizes: tuple[int, int, int, int],
+        window: int | None,
+        softcap: float | None,
+        use_sinks: bool,
+    ) -> None:
+        rows = [(n, n + lead, past) for n, lead, past in lengths]
+        chunks = Chunks.make(seed, rows, sizes, window, dtypes)
+        sinks = torch.randn(sizes[0] * sizes[1]) if use_sinks else None
+        together = chunks.attend(softcap=softcap, sinks=sinks)
+        for number, (expected, size) in enumerate(chunks.expect(softcap, sinks)):
+            assert ((together[number].double() - expected).abs() <= bound * size + 1e-6).all()
+            assert torch.equal(
+                together[number], *chunks.attend(number, softcap=softcap, sinks=sinks)
+            )
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_prefill_gives_the_same_bits_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    if not compiles(dtype):
+        pytest.skip("this processor lacks the instructions")
+    rows = [(512, 512, 700), (512, 512, 1212), (30, 30, 0)]
+    chunks = Chunks.make(1, rows, (3, 3, 64, 16), None, (dtype, dtype))
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(torch.cat(chunks.attend()))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_an_entry_that_is_no_number_shows_in_what_sees_it() -> None:
+    """A sequence whose cache holds such entries is found by its answers (`cache/purge.py`)."""
+    if not compiles(torch.float32):
+        pytest.skip("this processor lacks the instructions")
+    chunks = Chunks.make(2, [(40, 40, 0), (5, 5, 60)], (2, 2, 16, 16), None, (torch.float32,) * 2)
+    chunks.k[20], chunks.v[20] = torch.nan, torch.nan
+    first, second = chunks.attend()
+    assert first[20:].isnan().all() and second.isfinite().all()
 
 
 @pytest.mark.parametrize("counts", [[7, 7, 7], [0, 5, 40]])

@@ -53,7 +53,7 @@ def small(world: World, sequences: float, **options: object) -> Engine:
     """An engine whose pool holds so many of the longest sequences, with room for all in host
     memory.
     """
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = int(sequences * layout.most_pages(4 * C + 40))
     gib = (pages + 0.5) * layout.page_bytes(4) / 2**30
     return world.engine(
@@ -94,7 +94,7 @@ def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: Worl
 def test_a_crowd_over_a_small_pool_and_a_small_host_memory_answers_the_same(world: World) -> None:
     prompts = [history + fork for history in HISTORIES for fork in ((), (5,) * 20)]
     answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     some = 8 * layout.span_pages * layout.page_bytes(4) / 2**30
     engine = small(world, 1.7, max_num_seqs=4, kv_offload_gib=some)
     expected = run(world.engine(), prompts, answer)

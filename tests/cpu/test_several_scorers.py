@@ -131,7 +131,7 @@ def test_preempted_sequences_keep_their_own_scorers(mixed: Mixed) -> None:
         (tuple(3 + (i * k) % 9 for i in range(2 * C - 8 + k)), way)
         for k, way in enumerate(several, 1)
     ]
-    layout = mixed.engine()._admission.retentions[0].layout
+    layout = mixed.engine().admission.retentions[0].layout
     pages = layout.most_pages(140) * 8 // 5
     gib = pages * layout.page_bytes(4) / 2**30
     engine = mixed.engine(kv_cache_gib=gib, max_model_len=140, max_num_seqs=4)

@@ -116,7 +116,7 @@ def test_answers_and_sealed_pages_are_those_without_drafts(
     """In any batch, through preemption and eviction, bit for bit."""
     prompts = [tuple(prefix + fork) for fork in forks]
     largest = max(map(len, prompts)) + 40
-    layout = world.engine(method, retention, drafts=False)._admission.retentions[0].layout
+    layout = world.engine(method, retention, drafts=False).admission.retentions[0].layout
     pages = int(pool_sequences * layout.most_pages(largest))
     engine = world.engine(
         method,
@@ -181,7 +181,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(world: World, method: str, retenti
 def test_the_property_above_meets_preemption(world: World) -> None:
     prompts = [tuple(3 + (at * k) % 9 for at in range(60 + k)) for k in range(1, 6)]
     for method, retention in (("suffix", 0.5), ("compressed_kv", 1.0)):
-        layout = world.engine(method, retention, drafts=False)._admission.retentions[0].layout
+        layout = world.engine(method, retention, drafts=False).admission.retentions[0].layout
         pages = layout.most_pages(110) + layout.most_pages(100) // 2
         engine = world.engine(
             method,

@@ -12,6 +12,9 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import (
+    ChunkPlace,
+    ChunkStored,
+    LinkDropped,
     News,
     PageState,
     PoolReading,
@@ -115,6 +118,40 @@ def test_every_map_of_pages_equals_the_books(world: World) -> None:
     assert (last.states == PageState.CACHED).sum() == stats.pages_cached
     assert (last.states == PageState.FREE).sum() == stats.pages_free
     assert last.promised == 0 and (last.holders == -1).all()
+
+
+def test_whoever_follows_the_links_knows_which_chunks_are_cached(world: World) -> None:
+    """Over a pool that is too small, with host memory behind it, and after all is forgotten."""
+    layout = world.engine()._admission.retentions[0].layout
+    pages = layout.most_pages(110) + layout.most_pages(100) // 2
+    engine = world.engine(
+        kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110, kv_offload_gib=0.001
+    )
+    diary = Diary(engine)
+    run(engine, [*PROMPTS, *PROMPTS[:2]], ANSWER)
+
+    def follow() -> dict[ChunkPlace, set[bytes]]:
+        there = {place: set[bytes]() for place in (ChunkPlace.DEVICE, ChunkPlace.HOST)}
+        for link in [link for news in diary.news for link in news.links]:
+            if isinstance(link, LinkDropped):
+                there[link.place].remove(link.key)
+            elif isinstance(link, ChunkStored):
+                assert link.kv_retention == world.engine().config.kv_retention
+                assert len(link.tokens) == C
+                there[ChunkPlace.DEVICE].add(link.key)
+            else:
+                there[ChunkPlace.HOST].add(link.key)
+        return there
+
+    there = follow()
+    assert all(there.values())
+    for place, keys in there.items():
+        others = there[ChunkPlace.DEVICE] if place is ChunkPlace.HOST else set[bytes]()
+        found = [use.place for use in diary.watched.uses(sorted(keys - others))]
+        assert set(found) == {place}
+    engine.clear_cache()
+    engine.step()
+    assert not any(follow().values())
 
 
 def test_an_answer_of_one_token_lives_a_whole_life(world: World) -> None:

@@ -71,11 +71,14 @@ def test_help_shows_every_option_and_its_default_whole(path: tuple[str, ...], co
             assert f"[default: ({param.show_default})]" in text, param.name
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "eval"])
+@pytest.mark.parametrize("command", ["serve", "deploy", "chat", "generate", "eval"])
 def test_the_options_of_an_engine_stand_in_panels(command: str) -> None:
     lines, _ = shown((command,), 100)
     titles = [line.strip(" ╭─╮") for line in lines if line.startswith("╭─")]
-    expected = [panel.value for panel in Panel if panel is not Panel.server or command == "serve"]
+    absent = {"serve": {Panel.replicas}, "deploy": set()}.get(
+        command, {Panel.replicas, Panel.server}
+    )
+    expected = [panel.value for panel in Panel if panel not in absent]
     assert [title for title in titles if title not in ("Arguments", "Options")] == expected
     panels = {param.name: param.rich_help_panel for param in options(ALL[command,])}
     assert {name: panels[name] for name in SHARED} == SHARED

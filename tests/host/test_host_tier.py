@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.cache.host import HostTier
 from tangram.cache.keys import chunk_key, root_key, window_key
 from tangram.cache.layout import Layout
+from tangram.cache.prefix import Link
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Int32, Int64
+from tangram.watch import ChunkPlace, ChunkStored, LinkDropped
 from tests.examples import examples
 from tests.host.support import NumberedCache, geometry, layout, layout_sets, recount, retentions
 
@@ -49,6 +51,28 @@ class Copies(RuleBasedStateMachine):
         self.pool: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
         self.tokens: dict[int, Int64] = {}
+        self.manager.note_changes()
+        self.told = {ChunkPlace.DEVICE: set[bytes](), ChunkPlace.HOST: set[bytes]()}
+
+    @invariant()
+    def tell_every_link(self) -> None:
+        """Whoever follows the changes knows at any time which chunks are where."""
+        for change in self.manager.take_changes():
+            if isinstance(change, LinkDropped):
+                self.told[change.place].remove(change.key)
+                continue
+            stored = isinstance(change, ChunkStored)
+            place = self.told[ChunkPlace.DEVICE if stored else ChunkPlace.HOST]
+            assert change.key not in place
+            place.add(change.key)
+            if stored and change.parent is not None:
+                assert change.parent in place
+                assert change.key == chunk_key(change.parent, change.tokens)
+        nodes = self.manager.prefix.nodes.values()
+        assert self.told[ChunkPlace.DEVICE] == {
+            node.key for node in nodes if node.link is Link.CHUNK
+        }
+        assert self.told[ChunkPlace.HOST] == set(self.manager.host.links)
 
     @rule(
         stems=st.lists(st.integers(0, 3), min_size=1, max_size=6),

@@ -15,7 +15,8 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from tangram.cli import app, console
-from tangram.cli.telemetry import LogForm, logging_as
+from tangram.cli.telemetry import logging_as
+from tangram.serve.logs import LogForm
 
 NAMES = ["[/x]", "[bold]x", "[red]y[/red]", ":smile:", "\\[/x]"]
 COMMANDS = {

@@ -38,6 +38,7 @@ STATS = EngineStats(
     pages_promised=0,
     slots_held=0,
     slots_used=0,
+    chunk_tokens=10,
     capacity_tokens=100,
     capacity_uncompressed_tokens=100,
     cache_dtype="float32",

@@ -188,6 +188,7 @@ class FakeEngine:
                 pages_held=held,
                 pages_cached=7,
                 pages_free=POOL_PAGES - held - 7,
+                chunk_tokens=512,
                 capacity_tokens=2000,
                 capacity_uncompressed_tokens=1000,
                 cache_dtype="float32",

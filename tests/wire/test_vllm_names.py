@@ -95,7 +95,7 @@ def test_each_has_the_value_of_ours(exposed: dict[str, Metric]) -> None:
         f"{theirs}_total": f"{ours}_total" for theirs, ours in counters.items()
     }
     named = {name.removeprefix("vllm:") for name in exposed if name.startswith("vllm:")}
-    assert named == {*pairs, "kv_cache_usage_perc"}
+    assert named == {*pairs, "kv_cache_usage_perc", "cache_config_info"}
     for theirs, ours in pairs.items():
         found = numbers(exposed[f"vllm:{theirs}"])
         assert found == numbers(exposed[f"tangram_{ours}"]), theirs
@@ -103,6 +103,8 @@ def test_each_has_the_value_of_ours(exposed: dict[str, Metric]) -> None:
         for sample in exposed[f"vllm:{theirs}"].samples:
             assert (sample.labels["model_name"], sample.labels["engine"]) == (MODEL, "0")
     assert numbers(exposed["vllm:kv_cache_usage_perc"]) == {("",): 0.25}
+    (sizes,) = exposed["vllm:cache_config_info"].samples
+    assert (sizes.labels["block_size"], sizes.labels["num_gpu_blocks"]) == ("512", "3")
 
 
 def test_no_two_of_ours_are_alike(exposed: dict[str, Metric]) -> None:

@@ -96,7 +96,7 @@ def read_trace(path: Path, *, seconds: float, speed: float, vocab_size: int) -> 
     wrong, or if no request is left.
     """
     asks = []
-    for number, entry in _lines(path):
+    for number, entry in read_lines(path):
         at_s = entry.timestamp / 1e3
         if at_s >= seconds:
             break
@@ -115,7 +115,8 @@ def read_trace(path: Path, *, seconds: float, speed: float, vocab_size: int) -> 
     return asks
 
 
-def _lines(path: Path) -> Iterator[tuple[int, TraceLine]]:
+def read_lines(path: Path) -> Iterator[tuple[int, TraceLine]]:
+    """The lines of a Mooncake trace, numbered from 1. Raises `ConfigError` for a bad one."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:

@@ -1,0 +1,125 @@
+"""`tangram deploy`: replicas of one engine behind one server, by Ray Serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from tangram.cli import console
+from tangram.cli.deploy_options import (
+    Address,
+    AppName,
+    Autoscaling,
+    CpusPerReplica,
+    Detach,
+    GpusPerReplica,
+    Replicas,
+    ReportEvery,
+)
+from tangram.cli.options import with_config
+from tangram.cli.serve import check_keys, first_request
+from tangram.cli.serve_options import (
+    AllowedOrigins,
+    ApiKeys,
+    Host,
+    MaxBodyMb,
+    MaxQueue,
+    OnUnknownFields,
+    Port,
+    RequestTimeout,
+    ServedModelName,
+    ShutdownGrace,
+    UnknownFields,
+)
+from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.model.source import name_served_model
+from tangram.serve.guard import check_served_name
+from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
+
+
+@with_config
+def deploy(
+    config: EngineConfig,
+    replicas: Replicas = 1,
+    autoscaling: Autoscaling = None,
+    address: Address = None,
+    detach: Detach = False,
+    app_name: AppName = "tangram",
+    cpus_per_replica: CpusPerReplica = None,
+    gpus_per_replica: GpusPerReplica = None,
+    report_every_s: ReportEvery = 1.0,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedModelName = None,
+    api_key: ApiKeys = None,
+    allowed_origins: AllowedOrigins = None,
+    unknown_fields: OnUnknownFields = UnknownFields.refuse,
+    max_body_mb: MaxBodyMb = 16.0,
+    max_queue: MaxQueue = 1024,
+    request_timeout_s: RequestTimeout = 3600,
+    shutdown_grace_s: ShutdownGrace = 20,
+    log_format: LogFormat = LogForm.text,
+    metrics_aliases: MetricsAliases = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    overflow_every: OverflowEvery = None,
+) -> None:
+    """Serve MODEL by replicas on a Ray cluster: an OpenAI-compatible API before several engines."""
+    check_keys(api_key)
+    _check_place(address, host, port, detach=detach)
+    name = name_served_model(config.model) if served_model_name is None else served_model_name
+    check_served_name(name)
+    given = {
+        **{"replicas": replicas, "autoscaling": _read_json(autoscaling)},
+        **{"cpus_per_replica": cpus_per_replica, "gpus_per_replica": gpus_per_replica},
+        **{"report_every_s": report_every_s, "served_model_name": name},
+        **{"api_key": api_key or (), "allowed_origins": allowed_origins or ()},
+        **{"unknown_fields": unknown_fields.value, "max_body_mb": max_body_mb},
+        **{"request_timeout_s": request_timeout_s, "shutdown_grace_s": shutdown_grace_s},
+        **{"log_format": log_format, "otlp_endpoint": otlp_endpoint},
+        "metrics_aliases": None if metrics_aliases is None else metrics_aliases.value,
+    }
+    curl = first_request(f"http://{host}:{port}/v1", name, chats=True, locked=bool(api_key))
+    with logging_as(log_format):
+        _import_ray()
+        from tangram.ray.cluster import ClusterPlace, run_application
+        from tangram.ray.options import read_options
+
+        run_application(
+            replace(config, max_queue=max_queue, overflow_every=overflow_every),
+            read_options(given),
+            ClusterPlace(address, host, port, app_name),
+            stays=detach,
+            on_ready=lambda: console.tell(curl),
+        )
+
+
+def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> None:
+    """Raise `ConfigError` for what cannot be, before anything is started."""
+    if detach and address is None:
+        raise ConfigError("detach is given without address: nothing would keep the cluster running")
+    if port == 0:
+        raise ConfigError("port is 0, all nodes of a cluster listen at one port: name it")
+    if address is None:
+        Listener.at(host, port).close()  # an address in use is an error at once
+
+
+def _read_json(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"autoscaling is {text!r}, which is no JSON: {error}") from error
+
+
+def _import_ray() -> None:
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "deploy needs Ray Serve, which is not installed: pip install 'tangram-serve[ray]'"
+        ) from error

@@ -1,0 +1,112 @@
+"""The Serve application: an ingress over replicas of one engine, and how Ray runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from tangram.config import EngineConfig
+from tangram.foreign_files import expand_home
+from tangram.model.source import name_served_model
+from tangram.ray.ingress import Ingress
+from tangram.ray.options import FleetOptions, read_arguments
+from tangram.ray.replica import EngineReplica
+from tangram.serve.guard import check_served_name
+from tangram.serve.wire import MAX_CONNECTIONS
+
+ENGINE, INGRESS = "Engine", "Ingress"
+ROUTER = "tangram.ray.router:ChunkRouter"
+# A constructor fails for a wrong option or a missing file: other attempts fail, too.
+_MOST_STARTS = 2
+_DEFAULT_QUEUE = 1024
+_LOGGING = {"enable_access_log": False}  # it would have a line for each report
+
+
+def app(args: Mapping[str, Any]) -> Application:
+    """The builder that `serve run tangram.ray:app model=smollm2 replicas=3` and a Serve YAML name.
+
+    `args` are options of `tangram deploy`, spelled with underscores. Raises `ConfigError`.
+    """
+    return build_application(*read_arguments(args))
+
+
+def build_application(
+    config: EngineConfig, options: FleetOptions, router: str = ROUTER
+) -> Application:
+    """The application of `config`; `router` is where the class of the request router lies.
+
+    Raises `ConfigError` for a wrong name of the model.
+    """
+    model = options.served_model_name or name_served_model(config.model)
+    check_served_name(model)
+    waiting = _DEFAULT_QUEUE if config.max_queue is None else config.max_queue
+    engine = serve.deployment(
+        name=ENGINE,
+        **_scale(options),
+        # A replica that has as many refuses, and the router asks the next one.
+        max_ongoing_requests=config.max_num_seqs + waiting,
+        graceful_shutdown_timeout_s=options.shutdown_grace_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_MOST_STARTS,
+        ray_actor_options={
+            "num_cpus": _count_cpus(config, options),
+            "num_gpus": _count_gpus(config, options),
+        },
+        logging_config=_LOGGING,
+        request_router_config={
+            "request_router_class": router,
+            "request_routing_stats_period_s": options.report_every_s,
+        },
+    )(EngineReplica)
+    ingress = serve.deployment(
+        name=INGRESS,
+        max_ongoing_requests=MAX_CONNECTIONS,
+        graceful_shutdown_timeout_s=options.shutdown_grace_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_MOST_STARTS,
+        ray_actor_options={"num_cpus": 0},
+        max_surge_percent=100,  # the new one answers before the old one ends
+        logging_config=_LOGGING,
+    )(serve.ingress()(Ingress))
+    engines = engine.bind(_with_whole_paths(config), options.log_format)
+    return ingress.bind(engines, model, options)
+
+
+def _scale(options: FleetOptions) -> dict[str, Any]:
+    if options.autoscaling is not None:
+        return {"autoscaling_config": options.autoscaling}
+    return {"num_replicas": options.replicas}
+
+
+def _count_cpus(config: EngineConfig, options: FleetOptions) -> float:
+    if options.cpus_per_replica is not None:
+        return options.cpus_per_replica
+    return config.threads or 1
+
+
+def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
+    if options.gpus_per_replica is not None:
+        return options.gpus_per_replica
+    has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return float(has_gpus and config.device != "cpu")
+
+
+def _with_whole_paths(config: EngineConfig) -> EngineConfig:
+    """`config` with paths that do not depend on the current folder: workers have another one."""
+    changes: dict[str, Any] = {
+        name: _whole(value)
+        for name in ("model", "gate", "decode_policy")
+        if (value := getattr(config, name)) is not None
+    }
+    return replace(config, **changes, profile=tuple(map(_whole, config.profile)))
+
+
+def _whole(name: str) -> str:
+    path = expand_home(name)
+    return os.path.realpath(path) if path.exists() else name

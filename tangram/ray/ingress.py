@@ -1,0 +1,80 @@
+"""The ingress: the server of one engine, whose engine is a fleet of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from ray.serve.handle import DeploymentHandle
+
+from tangram.metrics import EngineStats
+from tangram.ray.fleet import Fleet
+from tangram.ray.logs import log_in_worker
+from tangram.ray.options import FleetOptions
+from tangram.serve.bridge import Limits
+from tangram.serve.guard import Protection
+from tangram.serve.http import Telemetry, build_app
+from tangram.serve.tracing import traces_to
+
+_GAUGES = (
+    ("running", "Requests in the batch of a replica", "running"),
+    ("waiting", "Requests in the queue of a replica", "waiting"),
+    ("kv_pages_free", "Pages of a replica that hold nothing", "pages_free"),
+    ("prompt_tokens", "Prompt tokens that a replica has admitted", "prompt_tokens"),
+    ("cached_prompt_tokens", "Those of them that its prefix cache had", "cached_tokens"),
+)
+
+
+class Ingress:
+    """Parses and tokenizes requests, has them answered by `replicas`, and writes the answers.
+
+    Ray Serve builds it in a process of its own and calls `__serve_build_asgi_app__` once.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, replicas: DeploymentHandle[Any], model: str, options: FleetOptions
+    ) -> None:
+        log_in_worker(options.log_format)
+        self._model, self._options = model, options
+        facts, first = await replicas.describe.remote(), await replicas.report.remote()
+        most = facts.config.max_queue
+        self._limits = Limits(
+            options.request_timeout_s,
+            max_queue=None if most is None else most * options.most_replicas,
+        )
+        self._fleet = Fleet(replicas, facts, first)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The application of `tangram serve`, without the page of one engine's cache."""
+        options, model = self._options, self._model
+        app = build_app(
+            self._fleet,
+            served_model_name=model,
+            protection=Protection(options.api_key, options.max_body_mb, options.allowed_origins),
+            limits=self._limits,
+            telemetry=Telemetry(
+                options.metrics_aliases is not None, traces_to(options.otlp_endpoint, model)
+            ),
+            let_unknown_by=options.unknown_fields == "warn",
+        )
+        app.state.service.metrics.registry.register(_ReplicaCollector(lambda: self._fleet.replicas))
+        return app
+
+
+class _ReplicaCollector(Collector):
+    """The series of single replicas; those of `tangram_…` alone are their sums."""
+
+    def __init__(self, replicas: Callable[[], Mapping[str, EngineStats]]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        replicas = self._replicas()
+        yield GaugeMetricFamily("tangram_replicas", "Replicas that answer", value=len(replicas))
+        for name, text, field in _GAUGES:
+            metric = GaugeMetricFamily(f"tangram_replica_{name}", text, labels=["replica"])
+            for replica, stats in replicas.items():
+                metric.add_metric([replica], getattr(stats, field))
+            yield metric

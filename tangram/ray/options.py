@@ -1,0 +1,84 @@
+"""The options of a deployment: those of the engine, those of the server, and those of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from ray.serve.config import AutoscalingConfig
+
+from tangram.config import OPTIONS, EngineConfig
+from tangram.errors import ConfigError
+from tangram.serve.logs import LogForm
+
+
+class FleetOptions(BaseModel):
+    """What a deployment is told besides its `EngineConfig`, in the names of `tangram deploy`.
+
+    With `autoscaling` (the fields of Ray's `AutoscalingConfig`) the number of replicas follows the
+    load, and `replicas` says nothing. `cpus_per_replica` None is the number of threads, or 1.
+    `gpus_per_replica` None is 1 where the cluster has GPUs and the device is not cpu, else 0.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replicas: Annotated[int, Field(ge=1)] = 1
+    autoscaling: dict[str, Any] | None = None
+    cpus_per_replica: Annotated[float, Field(ge=0)] | None = None
+    gpus_per_replica: Annotated[float, Field(ge=0)] | None = None
+    report_every_s: Annotated[float, Field(gt=0)] = 1.0
+    served_model_name: str | None = None
+    api_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    max_body_mb: Annotated[float, Field(gt=0, le=1024)] = 16.0
+    request_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    shutdown_grace_s: Annotated[float, Field(ge=0)] = 20.0
+    log_format: LogForm = LogForm.text
+    metrics_aliases: Literal["vllm"] | None = None
+    otlp_endpoint: str | None = None
+
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas there may be."""
+        scaled = self.autoscaling
+        return self.replicas if scaled is None else int(scaled.get("max_replicas", 1))
+
+
+def read_arguments(given: Mapping[str, Any]) -> tuple[EngineConfig, FleetOptions]:
+    """The arguments of `serve run` or of a Serve YAML: any field of both classes.
+
+    Texts become numbers where a field wants one. Raises `ConfigError` naming what is wrong.
+    """
+    engine = {"max_queue": 1024} | {name: given[name] for name in given if name in OPTIONS}
+    rest = {name: value for name, value in given.items() if name not in OPTIONS}
+    with _one_line():
+        config = TypeAdapter(EngineConfig).validate_python(engine)
+    return config, read_options(rest)
+
+
+def read_options(given: Mapping[str, Any]) -> FleetOptions:
+    """The options of these names. Raises `ConfigError` naming what is wrong."""
+    with _one_line():
+        options = FleetOptions.model_validate(given)
+        if options.autoscaling is not None:
+            AutoscalingConfig.model_validate(options.autoscaling)
+    return options
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn what Pydantic says into a `ConfigError`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+def _describe(error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{name} is no option: `tangram deploy --help` lists them"
+    return f"{name} is {error['input']!r}: {error['msg']}"

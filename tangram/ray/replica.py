@@ -1,0 +1,152 @@
+"""One engine as a deployment of Ray Serve: requests in, batches of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ray import serve
+
+from tangram.config import EngineConfig
+from tangram.engine.build import build_engine
+from tangram.errors import EngineError, OverloadError, RequestError, TangramError
+from tangram.ray.held_keys import HeldKeys
+from tangram.ray.logs import log_in_worker
+from tangram.ray.messages import EngineFacts, SentRequest, StatsReport
+from tangram.ray.reports import MOST_KEYS, make_routing_stats
+from tangram.serve.logs import LogForm
+from tangram.types import Event, FinishReason, Grammar, Usage
+from tangram.watch import ChunkPlace
+
+_HEALTH_CHECK_S = 1.0
+
+
+class EngineReplica:
+    """Serves requests with an engine of its own.
+
+    Ray Serve calls `record_routing_stats`, `check_health` and, when the replica has no requests
+    left or their time is over, `__del__`.
+    """
+
+    def __init__(self, config: EngineConfig, log_format: LogForm) -> None:
+        log_in_worker(log_format)
+        self._engine = build_engine(config)
+        self._held = HeldKeys(MOST_KEYS)
+        self._watched = self._engine.watch(self._held)
+        self._unanswered: dict[str, SentRequest] = {}
+        self._engine.grammars.warm()
+        self._engine.start()
+
+    def describe(self) -> EngineFacts:
+        """What the ingress must know of this engine."""
+        engine = self._engine
+        return EngineFacts(
+            engine.config,
+            engine.admission,
+            engine.codec.tokenizer,
+            tuple(sorted(engine.codec.eos_token_ids)),
+        )
+
+    def report(self) -> StatsReport:
+        """The engine's statistics now."""
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        return StatsReport(replica_id, self._engine.stats())
+
+    def record_routing_stats(self) -> Mapping[str, Any]:
+        """What the router reads of this replica."""
+        held = self._held.list_held(self._watched)
+        pending = sum(map(self._count_missing, list(self._unanswered.values())))
+        return make_routing_stats(held, pending, self._engine.stats())
+
+    def _count_missing(self, sent: SentRequest) -> int:
+        """The chunks of a prompt that are not computed, and its rest as one more."""
+        uses = self._watched.uses(sent.chain)
+        return 1 + sum(use.place is ChunkPlace.GONE for use in uses)
+
+    def check_health(self) -> None:
+        """Raise `EngineError` if the engine's thread has ended: Ray then starts another replica."""
+        if not self._engine.healthy:
+            raise EngineError("the engine of this replica has stopped: its log has the reason")
+
+    async def answer(self, sent: SentRequest) -> AsyncIterator[list[Event]]:
+        """The events of `sent`, several at a time if they came together.
+
+        A refusal is an event, too. `admitted_s` of the events counts from the arrival here, since
+        clocks of machines differ. If the caller goes away, the request is aborted.
+        """
+        arrived_s = time.monotonic()
+        left = set(range(sent.options["sampling"].n))
+        try:
+            async for events in self._run(sent):
+                left -= {event.index for event in events if event.finish_reason is not None}
+                yield [_count_from(arrived_s, event) for event in events]
+                if not left:
+                    return
+        except TangramError as error:
+            yield [_refuse(sent, index, error) for index in sorted(left)]
+
+    async def _run(self, sent: SentRequest) -> AsyncIterator[list[Event]]:
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        grammar = await self._compile(sent)
+
+        def post(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(news.put_nowait, event)
+
+        request = sent.request(post, grammar)
+        self._engine.submit(request)
+        self._unanswered[request.request_id] = sent
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_HEALTH_CHECK_S):
+                        events = [await news.get()]
+                except TimeoutError:
+                    self.check_health()
+                    continue
+                while not news.empty():
+                    events.append(news.get_nowait())
+                self._unanswered.pop(request.request_id, None)
+                yield events
+        finally:
+            self._unanswered.pop(request.request_id, None)
+            self._engine.abort(request.request_id)
+
+    async def _compile(self, sent: SentRequest) -> Grammar | None:
+        if sent.grammar is None:
+            return None
+        known = self._engine.grammars.look_up(*sent.grammar)
+        if known is not None:
+            return known
+        return await asyncio.to_thread(partial(self._engine.grammars.compile, *sent.grammar))
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # its constructor has failed
+            self._engine.stop()
+
+
+def _count_from(start_s: float, event: Event) -> Event:
+    if event.admitted_s is None:
+        return event
+    return replace(event, admitted_s=event.admitted_s - start_s)
+
+
+def _refuse(sent: SentRequest, index: int, error: TangramError) -> Event:
+    """The event that completion `index` ends with `error`."""
+    return Event(
+        sent.options["request_id"],
+        index,
+        (),
+        "",
+        (),
+        Usage(len(sent.tokens), 0, 0, 0, 0),
+        FinishReason.ABORT,
+        str(error),
+        error_field=error.field if isinstance(error, RequestError) else None,
+        may_retry=isinstance(error, OverloadError | EngineError),
+    )

@@ -1,0 +1,88 @@
+"""The request router of Ray Serve that asks `tangram.routing` where a request goes.
+
+A handle of the engines' deployment has one, in the process of the ingress. Ray calls it on one
+thread.
+"""
+
+from __future__ import annotations
+
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from tangram.ray.messages import SentRequest
+from tangram.ray.reports import read_routing_stats
+from tangram.routing.policy import Candidate, LoadCosts, Placement, Router
+
+
+class ChunkRouter(RequestRouter):
+    """Sends a request where it is expected to be answered first, by the chunks that replicas hold.
+
+    Calls that are not a `SentRequest` go to any replica.
+    """
+
+    # A busy replica answers late, and is the right one none the less.
+    queue_len_response_deadline_s = 2.0
+    max_queue_len_response_deadline_s = 10.0
+
+    def initialize_state(self, **costs: float) -> None:
+        """Called by Ray Serve before the first request, with its `request_router_kwargs`.
+
+        They are fields of `LoadCosts`.
+        """
+        self._policy = Router(LoadCosts(**costs))
+        self._made_s: dict[str, float] = {}
+        self._ranked: dict[str, dict[str, Candidate]] = {}
+        self._placements: dict[str, Placement] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in which replicas there are, and their newest reports."""
+        names = {replica.replica_id.unique_id for replica in replicas}
+        self._policy.set_replicas(names)
+        self._made_s = {name: at for name, at in self._made_s.items() if name in names}
+        for replica in replicas:
+            name = replica.replica_id.unique_id
+            found = read_routing_stats(replica.routing_stats)
+            if found is not None and found[0] != self._made_s.get(name):
+                self._made_s[name], report = found
+                self._policy.take_report(name, report)
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The candidates, best first, each in a rank of its own."""
+        sent = _read_request(pending_request)
+        if pending_request is None or sent is None:
+            return [candidate_replicas]
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        ranked = [one for one in self._policy.rank(sent.chain) if one.replica in by_name]
+        identity = pending_request.metadata.internal_request_id
+        self._ranked[identity] = {one.replica: one for one in ranked}
+        pending_request.routing_context.should_backoff = True
+        return [[by_name[one.replica]] for one in ranked]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Note that the replica has accepted the request."""
+        identity, sent = (
+            pending_request.metadata.internal_request_id,
+            _read_request(pending_request),
+        )
+        candidate = self._ranked.pop(identity, {}).get(replica_id.unique_id)
+        if sent is not None and candidate is not None:
+            self._placements[identity] = self._policy.begin(candidate, sent.chain)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Note that a request has ended, in whatever way."""
+        placement = self._placements.pop(internal_request_id, None)
+        if placement is not None:
+            self._policy.end(placement)
+
+
+def _read_request(pending: PendingRequest | None) -> SentRequest | None:
+    if pending is None or not pending.args or not isinstance(pending.args[0], SentRequest):
+        return None
+    return pending.args[0]

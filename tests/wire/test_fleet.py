@@ -1,0 +1,316 @@
+"""The server over replicas, without a cluster: one replica of the embedded model in this process,
+behind a handle that calls it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.ray.fleet import Fleet
+from tangram.ray.messages import SentRequest, StatsReport
+from tangram.ray.options import read_arguments
+from tangram.ray.replica import EngineReplica
+from tangram.ray.reports import make_routing_stats, read_routing_stats
+from tangram.ray.router import ChunkRouter
+from tangram.ray.totals import FleetTotals
+from tangram.serve.bridge import Limits
+from tangram.serve.http import build_app
+from tangram.serve.logs import LogForm
+from tangram.types import Event
+from tests.running import run_app
+
+CHUNK_TOKENS = 256
+TEXT = "The river carries sand from the mountains to the sea. " * 40
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Answer = Callable[[SentRequest], AsyncIterator[list[Event]]]
+
+
+@dataclass
+class LocalHandle:
+    """A handle of one replica in this process. `answer` may be replaced by what a test wants."""
+
+    replica: EngineReplica
+    answers: list[Answer] = field(default_factory=list)
+    sent: list[SentRequest] = field(default_factory=list)
+
+    def options(self, *, stream: bool) -> Any:
+        assert stream
+        return SimpleNamespace(answer=SimpleNamespace(remote=self.answer))
+
+    def answer(self, sent: SentRequest) -> Any:
+        self.sent.append(sent)
+        events = (self.answers.pop(0) if self.answers else self.replica.answer)(sent)
+        return _Cancellable(events)
+
+    def broadcast(self, method: str) -> Any:
+        async def results_async(**options: Any) -> list[StatsReport]:
+            return [self.report()]
+
+        return SimpleNamespace(results_async=results_async)
+
+    def report(self) -> StatsReport:
+        return StatsReport("one", self.replica._engine.stats())
+
+
+class _Cancellable:
+    """What a handle returns: events to iterate once, and `cancel`."""
+
+    def __init__(self, events: AsyncIterator[list[Event]]) -> None:
+        self._events, self._task = events, asyncio.current_task()
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        try:
+            async for events in self._events:
+                yield events
+        finally:
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    def cancel(self) -> None:
+        pass  # the task that iterates is cancelled, and closes the iterator
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[EngineReplica]:
+    config = EngineConfig(
+        kv_cache_gib=0.25,
+        chunk_tokens=CHUNK_TOKENS,
+        max_num_batched_tokens=512,
+        max_num_seqs=2,
+        max_queue=4,
+        threads=1,
+    )
+    replica = EngineReplica(config, LogForm.text)
+    yield replica
+    replica._engine.stop()
+
+
+@contextmanager
+def serving(handle: LocalHandle, *, max_queue: int = 4) -> Iterator[httpx.Client]:
+    fleet = Fleet(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
+    app = build_app(fleet, served_model_name="smollm2", limits=Limits(max_queue=max_queue))
+    with run_app(app, lifespan="on") as server, httpx.Client(base_url=server.url) as client:
+        client.timeout = 120
+        yield client
+
+
+def body(prompt: str = TEXT, **fields: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": 6, "temperature": 0} | fields
+
+
+def frames(answer: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_streams_and_whole_answers_are_those_of_the_engine(replica: EngineReplica) -> None:
+    handle = LocalHandle(replica)
+    with serving(handle) as client:
+        whole = client.post(COMPLETIONS, json=body(n=2)).json()
+        streamed = frames(client.post(COMPLETIONS, json=body(stream=True)))
+        usage = client.post(COMPLETIONS, json=body()).json()["usage"]
+        chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
+        form = {"type": "json_object"}
+        structured = client.post(CHAT, json=chat | {"response_format": form, "max_tokens": 200})
+    text = whole["choices"][0]["text"]
+    assert text
+    assert whole["choices"][1]["text"] == text
+    assert "".join(frame["choices"][0]["text"] for frame in streamed) == text
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= CHUNK_TOKENS
+    assert isinstance(json.loads(structured.json()["choices"][0]["message"]["content"]), dict)
+
+
+def test_chains_are_the_keys_that_the_engine_holds(replica: EngineReplica) -> None:
+    handle = LocalHandle(replica)
+    with serving(handle) as client:
+        client.post(COMPLETIONS, json=body())
+        client.post(COMPLETIONS, json=body(cache_salt="other"))
+    plain, salted = (sent.chain for sent in handle.sent)
+    assert len(plain) == (len(handle.sent[0].tokens) - 1) // CHUNK_TOKENS > 0
+    assert set(plain).isdisjoint(salted)
+    _, report = read_routing_stats(replica.record_routing_stats()) or (0, None)
+    assert report is not None
+    assert report.digest.longest_prefix(plain) == len(plain)
+    assert report.digest.longest_prefix(salted) == len(salted)
+    assert report.pending_chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field_name"),
+    [
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"kv_retention": 0.123}, "kv_retention"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"n": 100}, "n"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_by_name(
+    replica: EngineReplica, fields: dict[str, Any], field_name: str
+) -> None:
+    with serving(LocalHandle(replica)) as client:
+        answer = client.post(COMPLETIONS, json=body() | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field_name
+
+
+async def _die(sent: SentRequest) -> AsyncIterator[list[Event]]:
+    raise ActorDiedError
+    yield []
+
+
+def test_a_request_without_a_token_is_sent_once_more_if_its_replica_dies(
+    replica: EngineReplica,
+) -> None:
+    handle = LocalHandle(replica, [_die])
+    with serving(handle) as client:
+        answer = client.post(COMPLETIONS, json=body())
+    assert answer.status_code == 200
+    assert len(handle.sent) == 2
+    handle = LocalHandle(replica, [_die, _die])
+    with serving(handle) as client:
+        answer = client.post(COMPLETIONS, json=body())
+    assert answer.status_code == 503
+    assert "send the request again" in answer.json()["error"]["message"]
+
+
+def test_a_fault_is_told_and_not_repeated(replica: EngineReplica) -> None:
+    async def fail(sent: SentRequest) -> AsyncIterator[list[Event]]:
+        raise ZeroDivisionError
+        yield []
+
+    handle = LocalHandle(replica, [fail])
+    with serving(handle) as client:
+        answer = client.post(COMPLETIONS, json=body())
+    assert answer.status_code == 500
+    assert "could not be answered" in answer.json()["error"]["message"]
+    assert len(handle.sent) == 1
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error_event(replica: EngineReplica) -> None:
+    async def begin_and_die(sent: SentRequest) -> AsyncIterator[list[Event]]:
+        async for events in replica.answer(sent):
+            yield events
+            raise ActorDiedError
+
+    handle = LocalHandle(replica, [begin_and_die])
+    with serving(handle) as client:
+        *told, last = frames(client.post(COMPLETIONS, json=body(stream=True)))
+        after = client.post(COMPLETIONS, json=body())
+    assert told
+    assert "the replica that computed this answer has ended" in last["error"]["message"]
+    assert after.status_code == 200
+    assert len(handle.sent) == 2
+
+
+def test_a_client_that_goes_away_frees_its_pages(replica: EngineReplica) -> None:
+    with serving(LocalHandle(replica)) as client:
+        request = body(stream=True, max_tokens=2000, ignore_eos=True)
+        with client.stream("POST", COMPLETIONS, json=request) as answer:
+            next(answer.iter_lines())
+            assert replica._engine.stats().running == 1
+        end_s = time.monotonic() + 60
+        while replica._engine.stats().running and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert replica._engine.stats().running == 0
+
+
+def test_full_queues_are_told_before_a_prompt_is_tokenized(replica: EngineReplica) -> None:
+    async def hang(sent: SentRequest) -> AsyncIterator[list[Event]]:
+        await asyncio.sleep(3600)
+        yield []
+
+    handle = LocalHandle(replica, [hang] * 6)
+    with serving(handle, max_queue=100) as client:
+        streams = [
+            client.stream("POST", COMPLETIONS, json=body(stream=True)) for _ in range(6)
+        ]  # two run and four wait
+        for stream in streams:
+            stream.__enter__()
+        answer = client.post(COMPLETIONS, json=body())
+        assert answer.status_code == 429, answer.text
+        assert answer.json()["error"]["code"] == "queue_full"
+
+
+def test_counters_of_a_replica_that_is_gone_stay_in_the_sums(replica: EngineReplica) -> None:
+    totals, stats = FleetTotals(), replica._engine.stats()
+    totals.take({"one": stats, "two": stats})
+    assert totals.add().pages_total == 2 * stats.pages_total
+    before = totals.add().prompt_tokens
+    totals.take({"two": stats})
+    assert totals.add().pages_total == stats.pages_total
+    assert totals.add().prompt_tokens == before == 2 * stats.prompt_tokens > 0
+    assert totals.add().page_bytes == stats.page_bytes
+
+
+def test_arguments_are_checked_by_name() -> None:
+    config, options = read_arguments({"model": "smollm2", "kv_cache_gib": "0.5", "replicas": "3"})
+    assert (config.kv_cache_gib, config.max_queue, options.replicas) == (0.5, 1024, 3)
+    for given, message in (
+        ({"replica": 3}, "replica is no option"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"chunk_tokens": "x"}, "chunk_tokens is 'x'"),
+        ({"kv_retention": 7}, "kv_retention is 7"),
+        ({"autoscaling": {"max_replicas": "many"}}, "max_replicas is 'many'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_arguments(given)
+
+
+@dataclass
+class FakeReplica:
+    """What the router reads of Ray's `RunningReplica`."""
+
+    name: str
+    routing_stats: dict[str, Any] = field(default_factory=dict)
+    max_ongoing_requests = 8
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return ReplicaID(self.name, DeploymentID("Engine", "tangram"))
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+def test_the_router_sends_a_prompt_where_its_chunks_are(replica: EngineReplica) -> None:
+    handle = LocalHandle(replica)
+    with serving(handle) as client:
+        client.post(COMPLETIONS, json=body())
+    (sent,) = handle.sent
+    stats = replica._engine.stats()
+    pending = SimpleNamespace(
+        args=[sent],
+        metadata=SimpleNamespace(internal_request_id="1"),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+    async def choose() -> tuple[list[str], list[str]]:
+        router = ChunkRouter(DeploymentID("Engine", "tangram"), DeploymentHandleSource.REPLICA)
+        router.initialize_state()
+        replicas = [FakeReplica("a"), FakeReplica("b"), FakeReplica("c")]
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        before = await router.choose_replicas(replicas, pending)  # type: ignore[arg-type]
+        for one in replicas:
+            held = sent.chain if one.name == "b" else ()
+            one.routing_stats = dict(make_routing_stats(held, 0, stats))
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        after = await router.choose_replicas(replicas, pending)  # type: ignore[arg-type]
+        return [one.name for (one,) in before], [one.name for (one,) in after]
+
+    before, after = asyncio.run(choose())
+    assert sorted(before) == sorted(after) == ["a", "b", "c"]
+    assert after[0] == "b"
