@@ -152,7 +152,8 @@ def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
             "No such option: -ngl. There is none: the whole model is on --device.",
         ),
         (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
-        (["serve", "--tensor-parallel-size", "2"], "There is none yet: a server uses one device"),
+        (["serve", "-tp", "2"], "It is --tensor-parallel-size in Tangram"),
+        (["serve", "--pipeline-parallel-size", "2"], "There is none yet: a model is cut by"),
         (
             ["calibrate", "--parallel", "2"],
             "It is --max-num-seqs in Tangram, which this command does not have.",
