@@ -1,7 +1,7 @@
 """Attention of prefill on a CPU, compiled and by torch: `python -m bench.cpu_prefill`.
 
-One layer of the embedded model's shape, in turns, on `--threads` threads. GFLOP/s count what a
-causal mask leaves.
+One layer of the embedded model's shape, in turns, in CPU seconds of one thread: other programs on
+the machine change them less than a clock's. GFLOP/s count what a causal mask leaves.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
         for queries, past in ROWS:
             kernels = attentions(dtype, queries, past)
@@ -61,9 +60,9 @@ def main() -> None:
             seconds: dict[str, list[float]] = {name: [] for name in kernels}
             for _ in range(options.repeats):
                 for name, run in kernels.items():
-                    begin = time.perf_counter()
+                    begin = time.process_time()
                     run()
-                    seconds[name].append(time.perf_counter() - begin)
+                    seconds[name].append(time.process_time() - begin)
             work = 4e-9 * HEADS * GROUP * DIM * (queries * past + queries * (queries + 1) / 2)
             for name, found in seconds.items():
                 print(

@@ -18,7 +18,12 @@ from typing import Any, Literal, get_args, get_type_hints
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import Bounds
-from tangram.speculative_config import CompressedKv, SpeculativeConfig, read_speculative_config
+from tangram.speculative_config import (
+    CompressedKv,
+    DraftModel,
+    SpeculativeConfig,
+    read_speculative_config,
+)
 
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SmallWeights = Literal["int8", "int4", "fp8"]
@@ -129,9 +134,16 @@ class EngineConfig:
         unset="the model's own limit",
     )
 
+    tensor_parallel_size: int = _model(
+        1,
+        "devices that share one model: each has a part of its weights, KV heads and pages, and a "
+        "process of its own",
+        bounds=Bounds(1, 64),
+    )
+
     kv_cache_gib: float | None = _memory(
         None,
-        "memory for KV pages in GiB",
+        "memory for KV pages in GiB, on each device",
         bounds=Bounds(0.0, _GIB, open_low=True),
         unset="on a GPU the rest of its share; on a CPU 4 GiB, at most a quarter of memory",
     )
@@ -286,6 +298,34 @@ class EngineConfig:
                 f"kv_offload_dtype is {self.kv_offload_dtype}, but an fp8 cache is offloaded as it "
                 "is: leave kv_offload_dtype or kv_cache_dtype out"
             )
+
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raise `ConfigError` for an option that several devices do not serve."""
+        drafts = self.speculation
+        refused = {
+            "quantization": (self.quantization, "rounded weights are cut for one device"),
+            "load_format": (
+                None if self.load_format == "auto" else self.load_format,
+                "random weights are made on one device; save them as a checkpoint",
+            ),
+            "overflow_every": (
+                self.overflow_every,
+                "the demand of a chunk is counted over all heads, which lie on several devices",
+            ),
+            "speculative_config.method": (
+                drafts.method if isinstance(drafts, CompressedKv | DraftModel) else None,
+                "drafts come from one device: choose ngram or suffix",
+            ),
+        }
+        for name, (value, why) in refused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {value}, which tensor_parallel_size "
+                    f"{self.tensor_parallel_size} does not serve: {why}; leave one of them out"
+                )
 
     @cached_property
     def speculation(self) -> SpeculativeConfig | None:

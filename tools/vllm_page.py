@@ -59,7 +59,8 @@ This page is written by `python -m tools.vllm_page`.
   are refused by name.
 - **[Speculation](speculation.md) has four methods**: `ngram`, `suffix` and `draft_model` as in
   vLLM, and `compressed_kv`. Other methods are refused at the start.
-- **One server uses one device.**
+- **One server uses one device**, or cuts a model by `--tensor-parallel-size`
+  ([several devices](scale.md#one-model-over-several-devices)).
 
 ## Options with the same name
 

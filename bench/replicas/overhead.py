@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.replicas.place import RESULTS
 from tangram.lab.environment import environment
 
-PORT = 8232
+PORT = 18432
 SHARED = ("smollm2", "--kv-cache-gib", "0.25", "--threads", "1", "--port", str(PORT))
 SERVERS: dict[str, Sequence[str]] = {
     "plain": ("serve", *SHARED, "--no-page"),

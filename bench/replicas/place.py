@@ -11,7 +11,7 @@ import ray
 from ray import serve
 
 RESULTS = Path(__file__).parents[1] / "results"
-PORT = 8231
+PORT = 18431
 
 
 @contextmanager

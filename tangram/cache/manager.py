@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tangram.cache.draft_tables import DraftTables
 from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, raw_key, window_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
+from tangram.cache.part_tables import PartTables
 from tangram.cache.prefix import Chain, Link, Node, PrefixCache
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
@@ -54,8 +54,8 @@ class CacheManager:
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
-        drafted = any(retention.draft is not None for retention in retentions)
-        self.drafts = DraftTables(retentions, max_sequences) if drafted else None
+        drafted = {entry: entry.draft.layout for entry in retentions if entry.draft is not None}
+        self.drafts = PartTables(drafted, max_sequences) if drafted else None
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
 
@@ -249,7 +249,7 @@ class CacheManager:
         if self.follower is not None:
             self.follower(seq.slot, entries)
         if self.drafts is not None:
-            self.drafts.enter(seq, entries, pages)
+            self.drafts.enter(seq.slot, seq.keys.retention, seq.sealed_chunks, entries, pages)
 
     def _enter_all(self, seq: SequenceCache, entries: Int64, pages: Sequence[Int32]) -> None:
         if pages:

@@ -49,7 +49,7 @@ def fleet(
             help="send a copy of the trace for each so many replicas", show_default="one copy"
         ),
     ] = None,
-    seconds: Annotated[float, number(Bounds(1, 1e6), "of the trace, from its beginning")] = 3600.0,
+    seconds: Annotated[float, number(Bounds(1, 1e6), "length of the trace to replay")] = 3600.0,
     report_s: Annotated[
         float, number(Bounds(0.25, 600), "seconds from one report of a replica to the next")
     ] = 1.0,
@@ -70,7 +70,7 @@ def fleet(
     """
     from tangram.lab.fleet.arrivals import count_ideal_hits, read_arrivals
     from tangram.lab.fleet.costs import EngineCosts
-    from tangram.lab.fleet.simulation import Fleet, Loss
+    from tangram.lab.fleet.simulation import Loss, SimulatedFleet
 
     engine = EngineCosts() if costs is None else EngineCosts.read(costs)
     loss = None if lose_at_s is None else Loss(lose_at_s)
@@ -83,7 +83,9 @@ def fleet(
             arrivals = read_arrivals(trace, seconds=seconds, copies=copies)
             ideal = count_ideal_hits(arrivals)
             for name in chosen:
-                run = Fleet(name.value, size, engine, report_s=report_s).replay(arrivals, loss)
+                run = SimulatedFleet(name.value, size, engine, report_s=report_s).replay(
+                    arrivals, loss
+                )
                 rows.append({"copies": copies, **run.figures(ideal)})
                 bar.advance(task)
     _show(rows)
@@ -109,14 +111,14 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="a simulated fleet")
     table.add_column("balancer", no_wrap=True)
     for column in (
-        "replicas",
+        "size",
         "hits",
-        "of ideal",
-        "first token, s: p50",
+        "of\nideal",
+        "TTFT\np50 s",
         "p90",
         "p99",
-        "most / mean",
-        "decision, µs: p50",
+        "most/\nmean",
+        "choice\np50 µs",
         "p99",
     ):
         table.add_column(column, justify="right")

@@ -24,6 +24,7 @@ _INSTEAD = (
     ("--max-num-batched-tokens", "", "-b --batch-size -ub --ubatch-size"),
     ("--max-tokens", "a request to a server has its own max_tokens", "-n --predict --n-predict"),
     ("--page-tokens", "", "--block-size"),
+    ("--tensor-parallel-size", "", "-tp"),
     ("--chunk-tokens", "", "--long-prefill-token-threshold"),
     ("--prompt-patience", "0 is first come, first served", "--scheduling-policy"),
     ("--kv-cache-gib", "", "--kv-cache-memory-bytes --kv-cache-memory --num-gpu-blocks-override"),
@@ -91,11 +92,11 @@ _NONE = (
         "--yarn-beta-slow --yarn-beta-fast",
     ),
     (
-        "There is none yet: a server uses one device; start one server per GPU, with "
-        "CUDA_VISIBLE_DEVICES",
-        "-tp --tensor-parallel-size -pp --pipeline-parallel-size -dp --data-parallel-size "
-        "--enable-expert-parallel --distributed-executor-backend --disable-custom-all-reduce -sm "
-        "--split-mode -ts --tensor-split --rpc",
+        "There is none yet: a model is cut by --tensor-parallel-size alone; for more servers start "
+        "one per GPU, with CUDA_VISIBLE_DEVICES",
+        "-pp --pipeline-parallel-size -dp --data-parallel-size --enable-expert-parallel "
+        "--distributed-executor-backend --disable-custom-all-reduce -sm --split-mode -ts "
+        "--tensor-split --rpc",
     ),
     (
         "There is none: the whole model is on --device",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tangram.cli import console
@@ -109,13 +110,9 @@ def serve(
                 let_unknown_by=unknown_fields is UnknownFields.warn,
                 page=_make_page(engine, name, shown, host),
             )
-
-        def report_ready() -> None:
-            _report_ready(listener, time.monotonic() - begin_s)
-            if log_format is LogForm.text:
-                _tell_first_request(listener, engine, name, locked=bool(api_key))
-
-        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=report_ready)
+        locked = bool(api_key)
+        ready = partial(_report_ready, listener, engine, name, log_format, begin_s, locked=locked)
+        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=ready)
 
 
 @contextmanager
@@ -149,9 +146,9 @@ def _publish_events(
 def _tell_publisher(publisher: EventPublisher | None, engine: Engine) -> None:
     """Hand what `engine` tells of its prefix cache to `publisher`, if there is one."""
     if publisher is not None:
-        from tangram.kv_events.stream import EventStream
+        from tangram.kv_events.stream import KvEventStream
 
-        EventStream(engine, publisher.send)
+        KvEventStream(engine, publisher.send)
 
 
 def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> CachePage | None:
@@ -169,9 +166,13 @@ def _report_listening(listener: Listener, model: str) -> None:
     _log.info("listening at %s; loading PyTorch, then %s", where, model)
 
 
-def _report_ready(listener: Listener, seconds: float) -> None:
-    url = f"{listener.url}/v1"
+def _report_ready(
+    listener: Listener, engine: Engine, model: str, form: LogForm, begin_s: float, *, locked: bool
+) -> None:
+    seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
     _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
+    if form is LogForm.text:
+        _tell_first_request(listener, engine, model, locked=locked)
 
 
 def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:

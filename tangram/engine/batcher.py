@@ -47,7 +47,7 @@ LEAST_ROOM = 64
 
 
 class BlockTables(Protocol):
-    """Block tables, as `CacheManager` and `DraftTables` have them."""
+    """Block tables, as `CacheManager` and `PartTables` have them."""
 
     tables: Int32
     lengths: Int32

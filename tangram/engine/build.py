@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.part_tables import PartTables
 from tangram.cache.retention import Retention
+from tangram.compress.dealing import check_ranks
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
@@ -41,6 +44,9 @@ from tangram.engine.meters import Meters
 from tangram.engine.model_drafts import ModelDrafter
 from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
+from tangram.engine.rank_runner import RankRunner
+from tangram.engine.rank_shares import RankShares, share_retentions
+from tangram.engine.ranks import Ranks, agree_on_least
 from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.self_drafts import SelfDrafter
@@ -53,9 +59,10 @@ from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
-from tangram.model.load import LoadedModel, load_configured, load_model
+from tangram.model.load import LoadedModel, load_configured, load_model, resolve_source
 from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
+from tangram.model.shares import take_share
 from tangram.plan.policy import Policy, policy_name
 from tangram.progress import show_progress
 from tangram.speculative_config import NAME, CompressedKv, DraftModel, Ngram, Suffix
@@ -72,8 +79,30 @@ def build_engine(config: EngineConfig, *, records: bool = False) -> Engine:
     errors of `tangram.errors`, which say what to change.
     """
     with explain_exhaustion(config):
+        if config.tensor_parallel_size > 1:
+            return _build_on_ranks(config)
         loaded = load_configured(config)
         return engine_of(config, loaded, records=records)
+
+
+def _build_on_ranks(config: EngineConfig) -> Engine:
+    """Rank 0 of an engine on several devices. Kept positions are not noted: they are on all ranks.
+
+    Which of the ranks has failed is told by the error.
+    """
+    resolve_source(config.model)  # once: ranks would convert a GGUF file side by side
+    ranks = Ranks(config)
+    try:
+        return rank_builder(config).engine(ranks)
+    except BaseException as error:
+        if (found := ranks.explain(error)) is error:
+            raise
+        raise found from error
+
+
+def rank_builder(config: EngineConfig) -> EngineBuilder:
+    """The builder of this process's rank; all ranks call it, and build the same parts."""
+    return EngineBuilder(config, load_configured(config), rank=dist.get_rank())
 
 
 def engine_of(
@@ -100,7 +129,13 @@ class EngineBuilder:
         kernels: KernelChoice | None = None,
         *,
         records: bool = False,
+        rank: int | None = None,
     ) -> None:
+        if rank is None and config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but this engine is built "
+                "of a loaded model, which lies on one device: set it to 1"
+            )
         use_threads(config.threads)
         limit = loaded.geometry.max_positions
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -116,13 +151,34 @@ class EngineBuilder:
         self.most_tokens = config.max_model_len or limit
         self._given_kernels, self._records = kernels, records
         self.drafting = self._load_drafting()
+        self._shares: RankShares | None = None
+        if rank is not None:
+            self._take_share(rank)
 
-    def engine(self) -> Engine:
-        """The engine."""
+    def _take_share(self, rank: int) -> None:
+        """Leave the heads of `rank`, which the default retention deals."""
+        size, geometry = self.config.tensor_parallel_size, self.loaded.geometry
+        if geometry.value_dim is not None:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, but {self.config.model} has latent attention, "
+                "where all heads of a layer read the same entries: set it to 1"
+            )
+        check_ranks(geometry.kv_heads, size)
+        scorers, whole = self.retentions()
+        shares = share_retentions(whole, geometry, rank, size)
+        self._rank_scorers = {name: one.of_heads(shares.heads) for name, one in scorers.items()}
+        local = take_share(self.loaded.model, geometry, shares.order, rank, size)
+        self.loaded = replace(self.loaded, geometry=local)
+        self._shares = shares
+
+    def engine(self, ranks: Ranks | None = None) -> Engine:
+        """The engine; on several devices that of rank 0, which leads the other `ranks`."""
         admission, scheduler, runner = self.parts()
         speculation = self.speculation(admission, scheduler.cache, runner)
         announce_speculation(self.config)
-        return Engine(self.config, self.loaded, admission, scheduler, runner, speculation)
+        if ranks is not None and isinstance(runner, RankRunner):
+            runner.lead(ranks, scheduler.cache)
+        return Engine(self.config, self.loaded, admission, scheduler, runner, speculation, ranks)
 
     def parts(self) -> Parts:
         """Admission, scheduler and runner."""
@@ -201,6 +257,8 @@ class EngineBuilder:
             self.config.speculation,
             table_bytes(self.config, layouts),
         )
+        if self._shares is not None:  # the fullest device decides
+            return agree_on_least(kv_bytes(config, self.loaded, tables), self.loaded.device)
         if self.drafting is None or not isinstance(drafts, DraftModel):
             return kv_bytes(config, self.loaded, tables)
         shape = self.drafting.uncompressed_pool()
@@ -269,6 +327,8 @@ class EngineBuilder:
 
         Of these, those of the default scorer come first. All have pages of one shape.
         """
+        if self._shares is not None:
+            return self._rank_scorers, list(self._shares.common)
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
@@ -392,6 +452,11 @@ class EngineBuilder:
         **options: Any,
     ) -> Runner:
         """The runner, which computes steps; `options` are those of `Runner`."""
+        if self._shares is not None:
+            own = self._shares.own
+            parts = {common: mine.layout for common, mine in own.items()}
+            tables = PartTables(parts, self.config.max_num_seqs)
+            return RankRunner(self.loaded, scorers, shares=own, cache=tables, **options)
         return Runner(self.loaded, retentions, scorers, cache=cache, **options)
 
     def _kernels(self) -> KernelChoice:
@@ -426,6 +491,7 @@ class EngineBuilder:
             retentions,
             scorers,
             cache=cache,
+            host_pages=cache.host.total,
             graphs=fast,
             overflow=overflow,
             queries=query_counts(most_drafted),
@@ -441,6 +507,8 @@ class EngineBuilder:
             track = partial(show_progress, description="Capturing steps with drafts")
             for queries in runner.passes.batcher.queries[1:]:
                 runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
+        if self._shares is not None and runner.passes.graphs is not None:
+            runner.passes.graphs.freeze()
         runner.meters.clear()
         if runner.recorder is not None:
             runner.recorder.clear()

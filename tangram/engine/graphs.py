@@ -50,6 +50,14 @@ class PassGraphs:
         # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
         self._refused = set[bool]()  # by whether such passes are padded
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """Capture no more: a pass without a graph runs without one.
+
+        A capture runs the model once more, so on several devices all must capture, or none.
+        """
+        self._frozen = True
 
     def logits(self, inputs: Tensor, sizes: list[int], attention: StepAttention) -> Tensor:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
@@ -74,6 +82,8 @@ class PassGraphs:
         if state is None or (attention.padded_tokens is not None) in self._refused:
             return None
         if state not in self._captured:
+            if self._frozen:
+                return None
             self._captured[state] = self._capture(inputs.clone(), sizes, attention)
         return self._captured[state]
 

@@ -28,6 +28,7 @@ from tangram.engine.completion import Answers, Completion, Flight, Parcel, refus
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
+from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS
 from tangram.engine.scheduler import Scheduler
@@ -35,7 +36,7 @@ from tangram.engine.speculation import Speculation
 from tangram.engine.text import TextCodec
 from tangram.engine.verification import Verifier
 from tangram.engine.watching import Watching
-from tangram.errors import IntegrityError
+from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
@@ -52,7 +53,7 @@ class Engine:
     `submit`, `abort`, `stats` and `waiting` may be called from any thread and do not wait for a
     step. They leave jobs for the stepping thread and read what it has published. Build an engine
     with `tangram.engine.build.build_engine`. With `ahead` a step is launched before the tokens of
-    the one before are read.
+    the one before are read. On several devices it leads the other `ranks`, and ends them.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         speculation: Speculation | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._ranks = config, ranks
         self._speculation = speculation
         scheduler.drafts = speculation
         self._verifier = (
@@ -173,6 +175,8 @@ class Engine:
 
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
+        if self._ranks is not None:
+            self._ranks.tell_faults(self._stop_for)
         self._thread = threading.Thread(target=self._run, name="tangram-engine", daemon=True)
         self._thread.start()
 
@@ -181,6 +185,16 @@ class Engine:
         self._mail.stop()
         if self._thread is not None:
             self._thread.join()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _stop_for(self, fault: str) -> None:
+        """End the thread because a rank has failed."""
+
+        def fail() -> None:
+            raise EngineError(fault)
+
+        self._mail.post(fail)
 
     # -- the loop ----------------------------------------------------------------------------------
 

@@ -73,20 +73,22 @@ def table_bytes(config: EngineConfig, layouts: Sequence[Layout]) -> int:
 def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     """Bytes for KV pages: the configured size, or a share of the GPU's or of the host's memory.
 
-    The default on a host is 4 GiB and at most a quarter of its memory. A GPU's share also holds
+    These are bytes of a rank. The default on a host is 4 GiB for all ranks together, and at most a
+    quarter of its memory. A GPU's share also holds
     `beside` bytes, besides the model, its steps and the pages. Raises `ConfigError` if the share
     leaves nothing for pages, or if a host has less memory.
     """
+    ranks = config.tensor_parallel_size
     if config.kv_cache_gib is not None:
-        wanted, host = int(config.kv_cache_gib * GIB), _host_bytes()
+        wanted, host = int(config.kv_cache_gib * GIB), _host_bytes() // ranks
         if loaded.device.type != "cuda" and wanted > host:
             raise ConfigError(
-                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows the process "
-                f"{host / GIB:.1f} GiB: lower kv_cache_gib"
+                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows each of {ranks} "
+                f"process(es) {host / GIB:.1f} GiB: lower kv_cache_gib"
             )
         return wanted
     if loaded.device.type != "cuda":
-        return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4)
+        return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4) // ranks
     needed = (
         _activation_bytes(config, loaded)
         + _count_gathered_bytes(config, loaded)
@@ -108,18 +110,23 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
 
 
 def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
-    """Bytes of host memory for links that the pool evicts; a chunk takes `chunk_bytes`.
+    """Bytes of a rank's host memory for links that the pool evicts; a chunk takes `chunk_bytes`.
 
     Raises `ConfigError` if that is less than a chunk or more than the machine has.
     """
-    wanted, most = int(config.kv_offload_gib * GIB), _host_bytes()
+    wanted, most, ranks = (
+        int(config.kv_offload_gib * GIB),
+        _host_bytes(),
+        config.tensor_parallel_size,
+    )
+    chunk_bytes *= ranks
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(
             f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between "
             f"{chunk_bytes / GIB:.4f}, one chunk at kv_retention {config.kv_retention}, and "
             f"{most / GIB:.1f}, the memory of this machine"
         )
-    return wanted
+    return wanted // ranks
 
 
 @contextmanager

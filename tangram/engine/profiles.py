@@ -139,6 +139,13 @@ def find_or_make_profile(
     )
     if profile is not None:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
+    if config.tensor_parallel_size > 1:
+        raise ProfileError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and there is no profile for "
+            f"{config.model} with scorer {scorer.name}, scope {scope}, kv_retention "
+            f"{config.kv_retention} and chunk_tokens {config.chunk_tokens}: make one with `tangram "
+            "calibrate`, which takes one device, and give it with --profile"
+        )
     _log.warning(
         "no profile for %s with scorer %s, scope %s, kv_retention %s, chunk_tokens %s: calibrating "
         "on %d samples now, once (`tangram calibrate` takes 50 and is more exact)",

@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.draft_tables import DraftTables
 from tangram.cache.layout import Layout
-from tangram.cache.manager import CacheManager
+from tangram.cache.part_tables import PartTables
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.entry_scales import join_scales
 from tangram.compress.scorers import Scorer
 from tangram.compress.scorers.kvzip import repeat_tokens
-from tangram.engine.batcher import Batcher, DeviceTables
+from tangram.engine.batcher import Batcher, BlockTables, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.engine.passes import Carry, Passes, flatten
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
@@ -38,12 +37,12 @@ from tangram.types import Int32, Int64
 class Runner:
     """Runs steps of one model over one pool, [pages, Hp, S, P, D] of `cache_dtype`.
 
-    `cache` manages the pool's pages and its host memory. `scorers` have those that the retentions
-    name. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA
-    graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None is
-    the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure: those
-    given, or new ones, including `overflow` if it is set. With `records`, kept positions of up to
-    so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
+    `cache` has the pool's block tables; `host_pages` lie behind the pool. `scorers` have those that
+    the retentions name. `graphs` runs passes that only decode, and those of few prefill rows, as
+    CUDA graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None
+    is the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure:
+    those given, or new ones, including `overflow` if it is set. With `records`, kept positions of
+    up to so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -55,7 +54,8 @@ class Runner:
         scorers: Mapping[str, Scorer],
         *,
         pages: int,
-        cache: CacheManager,
+        cache: BlockTables,
+        host_pages: int = 0,
         observer: ScoreObserver | None = None,
         kernels: KernelChoice = pool_kernels,
         graphs: bool = False,
@@ -81,7 +81,7 @@ class Runner:
         self._scales = None if scales is None else torch.tensor(scales, device=loaded.device)
         serving = self._make_kernels(kernels, layout)
         block_tables = DeviceTables(cache, loaded.device)
-        self._host = host_memory(self.pool, cache.host.total, form)
+        self._host = host_memory(self.pool, host_pages, form)
         batcher = self.batcher_type(
             retentions, scorers, serving, cache, block_tables, rotary, self.meters, observer
         )
@@ -142,7 +142,7 @@ class Runner:
             sample_row.append(token)
 
     def draft_passes(
-        self, retention: Retention, tables: DraftTables, kernels: KernelChoice
+        self, retention: Retention, tables: PartTables, kernels: KernelChoice
     ) -> Passes:
         """Passes of the same model and pool that decode what `retention` keeps, over `tables`."""
         layout, device = retention.layout, self._loaded.device

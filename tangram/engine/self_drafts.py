@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.draft_tables import DraftTables
+from tangram.cache.part_tables import PartTables
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.engine.draft_round import DraftRound, Membership
@@ -26,7 +26,7 @@ from tangram.errors import IntegrityError
 class SelfDrafter:
     """A `Drafter` whose `passes` decode over `tables` of the serving cache."""
 
-    def __init__(self, passes: Passes, tables: DraftTables) -> None:
+    def __init__(self, passes: Passes, tables: PartTables) -> None:
         self._passes, self._tables = passes, tables
         self._membership = Membership()
         self.cache = None

@@ -35,7 +35,7 @@ class WatchableEngine(Protocol):
         ...
 
 
-class EventStream:
+class KvEventStream:
     """An observer of `engine` that hands its KV events to `send`. A chunk is a block.
 
     Told is of chunks that any request can share which names no ratio, no scorer and no salt. A

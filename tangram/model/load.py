@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
+from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import check_source, gguf_file, is_gguf
 from tangram.model.weight_files import check_index, check_safetensors
 from tangram.model.widened import widen
@@ -87,16 +89,18 @@ def load_model(
     device: str = "auto",
     load_format: str = "auto",
     quantization: str | None = None,
+    ranks: int = 1,
 ) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
-    file's quantised weights. `load_format` dummy reads the config alone and makes random weights; without
-    a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8). Raises
+    file's quantised weights. `load_format` dummy reads the config alone and makes random weights;
+    without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8).
+    With several `ranks` each of their processes calls this, and has its part of the weights. Raises
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """
-    source = _resolve(name)
+    source = resolve_source(name)
     place = find_device(device)
     if quantization is not None:
         check_quantization(quantization, place)
@@ -112,8 +116,10 @@ def load_model(
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
         else:
+            if ranks > 1:
+                refuse_small_weights(config, ranks)
             widen(config)
-            model = _weights(source, config, chosen, place)
+            model = _weights(source, config, chosen, place, ranks)
             tokenizer = read_tokenizer(source)
     except UNREADABLE as error:
         if memory_ran_out(error):
@@ -133,11 +139,12 @@ def load_configured(config: EngineConfig) -> LoadedModel:
         device=config.device,
         load_format=config.load_format,
         quantization=config.quantization,
+        ranks=config.tensor_parallel_size,
     )
 
 
 def _weights(
-    source: str, config: PretrainedConfig, dtype: torch.dtype, place: torch.device
+    source: str, config: PretrainedConfig, dtype: torch.dtype, place: torch.device, ranks: int
 ) -> PreTrainedModel:
     index = cached_file(
         source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
@@ -153,7 +160,8 @@ def _weights(
         attn_implementation=IMPLEMENTATION,
         output_loading_info=True,
         use_safetensors=True,  # other formats are pickles, which can run code
-        device_map=None if place.type == "cpu" else place,  # straight to the device
+        device_map=None if place.type == "cpu" or ranks > 1 else place,  # straight to the device
+        distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
     )
     model: PreTrainedModel
     model, report = loaded
@@ -186,7 +194,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `name` alone."""
-    return read_tokenizer(_resolve(name))
+    return read_tokenizer(resolve_source(name))
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
@@ -198,8 +206,9 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.ndim == 1:
             digest.update(key.encode())
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             digest.update(
-                tensor.to("cpu", torch.float32)
+                whole.to("cpu", torch.float32)
                 .to(torch.bfloat16)
                 .view(torch.uint8)
                 .numpy()
@@ -229,7 +238,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(set(ids)))
 
 
-def _resolve(name: str) -> str:
+def resolve_source(name: str) -> str:
     """A folder or hub id that Transformers loads without conversion.
 
     Raises `ModelError` for what is neither.

@@ -20,7 +20,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from tangram.cache.keys import ChunkKeys
+from tangram.cache.keys import list_keys
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.text import TextCodec
@@ -49,7 +49,7 @@ MOST_SILENT_S = 300.0
 _log = logging.getLogger(__name__)
 
 
-class Fleet:
+class ReplicatedEngine:
     """The replicas behind `handle`, as one engine. For one event loop, that of `start`.
 
     A request is checked here, and its chunk keys are computed here, since all replicas have the
@@ -142,16 +142,12 @@ class Fleet:
             self._polling.cancel()
 
     def _prepare(self, request: Request) -> SentRequest:
-        """The request with the keys of the chunks that a cache could have.
-
-        One token is left to compute.
-        """
+        """The request with the keys of its chunks. Raises `RequestError`."""
         retention, _ = self._admission.check(request)
         tokens = np.asarray(request.prompt_token_ids, np.int64)
-        chunks = (len(tokens) - 1) // retention.layout.chunk_tokens
-        keys = ChunkKeys(retention, request.cache_salt)
-        keys.after(chunks, tokens)
-        return SentRequest.of(request, tokens, keys.list_known(chunks))
+        chunk_tokens = retention.layout.chunk_tokens
+        keys = list_keys(retention.fingerprint, request.cache_salt, chunk_tokens, tokens)
+        return SentRequest.of(request, tokens, tuple(keys))
 
     async def _send(self, relay: _Relay, sent: SentRequest) -> None:
         try:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
 
 from tangram.metrics import EngineStats
-from tangram.ray.fleet import Fleet
+from tangram.ray.fleet import ReplicatedEngine
 from tangram.ray.logs import log_in_worker
 from tangram.ray.options import FleetOptions
 from tangram.serve.bridge import Limits
@@ -45,7 +45,7 @@ class Ingress:
             options.request_timeout_s,
             max_queue=None if most is None else most * options.most_replicas,
         )
-        self._fleet = Fleet(replicas, facts, first)
+        self._fleet = ReplicatedEngine(replicas, facts, first)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application of `tangram serve`, without the page of one engine's cache."""

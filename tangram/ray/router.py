@@ -30,15 +30,16 @@ class ChunkRouter(RequestRouter):
         They are fields of `LoadCosts`.
         """
         self._policy = Router(LoadCosts(**costs))
+        self._names: set[str] = set()
         self._made_s: dict[str, float] = {}
         self._ranked: dict[str, dict[str, Candidate]] = {}
         self._placements: dict[str, Placement] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are, and their newest reports."""
-        names = {replica.replica_id.unique_id for replica in replicas}
-        self._policy.set_replicas(names)
-        self._made_s = {name: at for name, at in self._made_s.items() if name in names}
+        self._names = {replica.replica_id.unique_id for replica in replicas}
+        self._policy.set_replicas(self._names)
+        self._made_s = {name: at for name, at in self._made_s.items() if name in self._names}
         for replica in replicas:
             name = replica.replica_id.unique_id
             found = read_routing_stats(replica.routing_stats)
@@ -72,7 +73,7 @@ class ChunkRouter(RequestRouter):
             _read_request(pending_request),
         )
         candidate = self._ranked.pop(identity, {}).get(replica_id.unique_id)
-        if sent is not None and candidate is not None:
+        if sent is not None and candidate is not None and candidate.replica in self._names:
             self._placements[identity] = self._policy.begin(candidate, sent.chain)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

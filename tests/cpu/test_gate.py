@@ -67,6 +67,17 @@ def test_another_gate_has_other_parameters(tmp_path: Path) -> None:
     assert FastKVzip(tmp_path / "other.safetensors").parameters() != FastKVzip(GATE).parameters()
 
 
+def test_a_gate_of_some_heads_scores_as_the_whole_gate_scores_them() -> None:
+    """On several devices each has the heads that were dealt to it, here others in each layer."""
+    chunk, whole = a_chunk(), FastKVzip(GATE)
+    heads = np.array([[0], [1]])
+    own = whole.of_heads(heads)
+    part = replace(chunk, queries=chunk.queries[3:], keys=chunk.keys[1:], values=chunk.values[1:])
+    assert torch.allclose(own.score(part), whole.score(chunk)[1:], atol=1e-6)
+    assert own.parameters() == whole.parameters()
+    assert whole.score(chunk).shape == (2, CHUNK)
+
+
 def test_a_released_gate_is_converted_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tangram.cache.keys import list_keys
 from tangram.kv_events.messages import EventBatch, KvEvent
-from tangram.kv_events.stream import EventStream
+from tangram.kv_events.stream import KvEventStream
 from tangram.watch import ChunkPlace, ChunkStored, LinkChange, LinkDropped, LinkOffloaded, News
 
 STREAM = Path(__file__).parents[1] / "fixtures" / "kv_events" / "stream.json"
@@ -61,7 +61,7 @@ class Teller:
 def batches_of(story: Sequence[Sequence[LinkChange]]) -> list[Sequence[KvEvent]]:
     """What is published of `story`, batch by batch."""
     engine, sent = Teller(), list[Sequence[KvEvent]]()
-    EventStream(engine, sent.append)
+    KvEventStream(engine, sent.append)
     for links in story:
         engine.tell(links)
     return sent

@@ -91,7 +91,7 @@ def test_one_name_means_one_thing() -> None:
         for param in options(command):
             said.setdefault(param.opts[0], set()).add(re.split("[,;:(]", param.help)[0].strip())
     files = {"--output", "--report", "--plot"}  # what a command has to write
-    counts = {"--requests", "--input-tokens"}
+    counts = {"--requests", "--input-tokens", "--replicas"}
     own = {"--seed", "--dtype", "--max-tokens", "--temperature"}
     assert {name for name, texts in said.items() if len(texts) > 1} <= files | counts | own
 
@@ -152,7 +152,8 @@ def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
             "No such option: -ngl. There is none: the whole model is on --device.",
         ),
         (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
-        (["serve", "--tensor-parallel-size", "2"], "There is none yet: a server uses one device"),
+        (["serve", "-tp", "2"], "It is --tensor-parallel-size in Tangram"),
+        (["serve", "--pipeline-parallel-size", "2"], "There is none yet: a model is cut by"),
         (
             ["calibrate", "--parallel", "2"],
             "It is --max-num-seqs in Tangram, which this command does not have.",

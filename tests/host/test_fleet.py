@@ -15,7 +15,7 @@ from tangram.lab.fleet.arrivals import Arrival, count_ideal_hits, read_arrivals
 from tangram.lab.fleet.costs import EngineCosts
 from tangram.lab.fleet.policies import BALANCERS
 from tangram.lab.fleet.replica import SimulatedReplica, Visit
-from tangram.lab.fleet.simulation import IDEAL, Fleet, FleetRun, Loss
+from tangram.lab.fleet.simulation import IDEAL, FleetRun, Loss, SimulatedFleet
 
 CONVERSATIONS, TURNS = 24, 4
 COSTS = EngineCosts(decode_step_ms=[(1, 10.0), (11, 20.0)], prefill_tokens_per_s=51_200.0)
@@ -41,7 +41,7 @@ def trace(tmp_path: Path) -> Path:
 
 def replay(trace: Path, balancer: str, replicas: int = 5, loss: Loss | None = None) -> FleetRun:
     arrivals = read_arrivals(trace, seconds=100, copies=1)
-    return Fleet(balancer, replicas, COSTS).replay(arrivals, loss)
+    return SimulatedFleet(balancer, replicas, COSTS).replay(arrivals, loss)
 
 
 def test_an_infinite_cache_finds_what_came_before(trace: Path) -> None:

@@ -81,7 +81,7 @@ def test_bars_tables_and_logs_show_names_letter_by_letter(
         ["size", "word " * 60],
         ["serve", "--there-is-no-such-option-" + "x" * 90],
         ["serve", "--port", "word " * 60],
-        ["serve", "--tensor-parallel-size", "4096"],
+        ["serve", "--pipeline-parallel-size", "4096"],
         ["word " * 60],
         ["calibrate", "-o", "word " * 30 + "/a.json"],
     ],

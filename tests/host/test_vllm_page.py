@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from tangram.cli.foreign import FOREIGN
-from tools.vllm_page import PAGE, RATIOS, SAME, render
+from tools.vllm_page import COMPOSED, PAGE, SAME, render
 
 from .test_command_line import ALL, names
 
@@ -32,4 +32,4 @@ def test_a_metric_stands_beside_its_own_counterpart() -> None:
     ours = {theirs: own for theirs, _, own in METRICS}
     assert ours["vllm:num_requests_running"] == "`tangram_requests_running`"
     assert ours["vllm:e2e_request_latency_seconds"] == "`tangram_completion_duration_seconds`"
-    assert len(METRICS) > 20 and set(RATIOS) <= set(ours)
+    assert len(METRICS) > 20 and set(COMPOSED) <= set(ours)

@@ -20,7 +20,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.ray.fleet import Fleet
+from tangram.ray.fleet import ReplicatedEngine
 from tangram.ray.messages import SentRequest, StatsReport
 from tangram.ray.options import read_arguments
 from tangram.ray.replica import EngineReplica
@@ -100,7 +100,7 @@ def replica() -> Iterator[EngineReplica]:
 
 @contextmanager
 def serving(handle: LocalHandle, *, max_queue: int = 4) -> Iterator[httpx.Client]:
-    fleet = Fleet(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
+    fleet = ReplicatedEngine(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
     app = build_app(fleet, served_model_name="smollm2", limits=Limits(max_queue=max_queue))
     with run_app(app, lifespan="on") as server, httpx.Client(base_url=server.url) as client:
         client.timeout = 120
@@ -221,11 +221,15 @@ def test_a_client_that_goes_away_frees_its_pages(replica: EngineReplica) -> None
         request = body(stream=True, max_tokens=2000, ignore_eos=True)
         with client.stream("POST", COMPLETIONS, json=request) as answer:
             next(answer.iter_lines())
-            assert replica._engine.stats().running == 1
-        end_s = time.monotonic() + 60
-        while replica._engine.stats().running and time.monotonic() < end_s:
-            time.sleep(0.02)
-        assert replica._engine.stats().running == 0
+            wait_for_running(replica, 1)
+        wait_for_running(replica, 0)
+
+
+def wait_for_running(replica: EngineReplica, wanted: int) -> None:
+    end_s = time.monotonic() + 60
+    while replica._engine.stats().running != wanted:
+        assert time.monotonic() < end_s, f"never {wanted} running"
+        time.sleep(0.02)
 
 
 def test_full_queues_are_told_before_a_prompt_is_tokenized(replica: EngineReplica) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
 from tangram.errors import ConfigError, IntegrityError
-from tangram.types import Geometry
+from tangram.types import Geometry, Int64
 
 Value = TypeVar("Value")
 
@@ -127,6 +127,13 @@ class Scorer(ABC):
                 f"{'; '.join(wrong)}. Train one for this model with `tangram calibrate "
                 "--train-gate`, or choose another scorer"
             )
+
+    def of_heads(self, heads: Int64) -> Scorer:
+        """This method for the KV heads `heads` [L, h] of each layer, which is all that it will see.
+
+        Raises `ConfigError` if scores depend on other heads.
+        """
+        return self
 
     @abstractmethod
     def score(self, chunk: ChunkView) -> Tensor:

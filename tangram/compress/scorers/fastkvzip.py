@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Scorer, require
 from tangram.compress.scorers.gate import Gate, load_gate
 from tangram.errors import ConfigError
+from tangram.types import Int64
 
 
 class FastKVzip(Scorer):
@@ -40,6 +42,12 @@ class FastKVzip(Scorer):
     def trained_for(self) -> ModelFingerprint | None:
         """The model that the gate file names; None for converted files, which name none."""
         return self.gate.training.model if self.gate.training else None
+
+    def of_heads(self, heads: Int64) -> FastKVzip:
+        """See `Scorer`: with a gate of these heads."""
+        own = copy(self)
+        own.gate = self.gate.of_heads(heads)
+        return own
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""

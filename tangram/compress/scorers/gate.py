@@ -28,6 +28,7 @@ from torch.nn import functional
 from tangram.compress.provenance import GateTraining, ModelFingerprint
 from tangram.errors import ConfigError
 from tangram.foreign_files import replace_file
+from tangram.types import Int64
 
 NAMES = (
     "q_proj.weight",
@@ -90,6 +91,20 @@ class Gate:
             {name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers
         )
         return replace(self, layers=tuple(moved))
+
+    def of_heads(self, heads: Int64) -> Gate:
+        """The gate of the KV heads `heads` [layers, h] alone."""
+        shape = replace(self.shape, kv_heads=heads.shape[1])
+        layers = tuple(
+            {
+                name: tensor
+                if name in ("q_norm.weight", "k_norm.weight")
+                else tensor.reshape(self.shape.kv_heads, -1, *tensor.shape[1:])[own].flatten(0, 1)
+                for name, tensor in layer.items()
+            }
+            for layer, own in zip(self.layers, torch.from_numpy(heads.copy()), strict=True)
+        )
+        return replace(self, shape=shape, layers=layers)
 
     def score(self, layer: int, hidden: Tensor) -> Tensor:
         """[H, C] float32 in (0, 1): the gate of one layer over `hidden` [C, hidden]."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tangram.compress.scorers.attention_weights import append_forced, trailing_attention
 from tangram.compress.scorers.base import ChunkView, Scorer
+from tangram.errors import ConfigError
+from tangram.types import Int64
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,13 @@ class TOVA(Scorer):
     """
 
     name: ClassVar[str] = "tova"
+
+    def of_heads(self, heads: Int64) -> Scorer:
+        """See `Scorer`: refused."""
+        raise ConfigError(
+            f"scorer is {self.name!r}, which averages over all heads of a layer; with "
+            "tensor_parallel_size above 1 these lie on several devices: choose another scorer"
+        )
 
     @property
     def fewest_tokens(self) -> int:

@@ -73,7 +73,7 @@ class FleetRun:
         }
 
 
-class Fleet:
+class SimulatedFleet:
     """Replicas behind one balancer. `now_s` is the time of the simulation."""
 
     def __init__(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.cache.draft_tables import DraftTables
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
+from tangram.cache.part_tables import PartTables
 from tangram.types import Int64
 from tests.host.service import MAX_TOKENS, Service
 from tests.host.support import held_by_group, kept_first, layout, layout_sets
@@ -23,7 +23,7 @@ from tests.host.test_speculative_schedule import drafts_of
 class Copy:
     """The draft tables, copied where they say that they were written."""
 
-    def __init__(self, drafts: DraftTables) -> None:
+    def __init__(self, drafts: PartTables) -> None:
         self._drafts, self.tables = drafts, drafts.tables.copy()
         drafts.follower = self._write
 
@@ -123,7 +123,7 @@ def test_restored_chunks_are_entered_again() -> None:
 
 def test_a_pass_reads_what_is_kept_before_its_token_and_the_token() -> None:
     retention = kept_first(layout(1, chunk=8, page=2), "only")
-    drafts = DraftTables([retention], 3)
+    drafts = PartTables({retention: retention.draft.layout}, 3)  # type: ignore
     positions = np.array([3, 8, 21])
     drafts.set_positions(retention.draft.layout, np.array([2, 0, 1]), positions)  # type: ignore
     assert drafts.lengths.tolist() == [[2 + 1] * 2, [2 * 2 + 5 + 1] * 2, [3 + 1] * 2]

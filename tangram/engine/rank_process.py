@@ -1,0 +1,63 @@
+"""The process of a rank other than 0: builds its part of the engine and computes what it is told.
+
+`python -m tangram.engine.rank_process FD`, started by `Ranks` with its end of a pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from tangram.engine.build import rank_builder
+from tangram.engine.rank_runner import RankRunner
+from tangram.engine.ranks import RankStart, join_ranks, share_cores
+from tangram.errors import IntegrityError, TangramError
+
+
+def serve_rank(pipe: Connection) -> None:
+    """Tell that the process is ready, build, and compute until rank 0 ends."""
+    pipe.send("ready")
+    told: SimpleQueue[Any] = SimpleQueue()
+    Thread(target=_read, args=(pipe, told), daemon=True).start()
+    start = told.get()
+    if not isinstance(start, RankStart):
+        raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")
+    share_cores(start.config)
+    join_ranks(start.config, start.rank, start.meeting)
+    _, _, runner = rank_builder(start.config).parts()
+    if not isinstance(runner, RankRunner):
+        raise IntegrityError(f"a rank has a {type(runner).__name__}")
+    while True:
+        runner.follow(told.get())
+
+
+def _read(pipe: Connection, told: SimpleQueue[Any]) -> None:
+    """Read what is told. If rank 0 has ended, so does this process, whatever it is doing."""
+    try:
+        while True:
+            told.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def main() -> None:
+    """Run a rank; its failure is told to rank 0 in a line."""
+    logging.disable(logging.WARNING)  # rank 0 says the same
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        serve_rank(pipe)
+    except BaseException as error:
+        if not isinstance(error, TangramError):
+            traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}")
+        os._exit(1)  # rank 0 ends it anyway; nothing may wait for a collective
+
+
+if __name__ == "__main__":
+    main()
