@@ -84,8 +84,9 @@ def test_rungs_are_named(folder: Path) -> None:
         choose_rungs("aot,paging")
 
 
+@pytest.mark.parametrize("tokens", ["30", pytest.param("40", marks=pytest.mark.nightly)])
 def test_the_command_measures_every_rung_and_keeps_the_figures(
-    folder: Path, tmp_path: Path
+    tokens: str, folder: Path, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept.json"
     result = CliRunner().invoke(
@@ -97,6 +98,8 @@ def test_the_command_measures_every_rung_and_keeps_the_figures(
             str(folder),
             *FLAGS,
             *LOAD,
+            "--output-tokens",
+            tokens,
             "--ttft-limit-s",
             "5",
             "-o",

@@ -73,7 +73,7 @@ def test_a_mask_tells_which_entries_are_chosen(rest: bool, device: torch.device)
 
 
 def notes(
-    loaded: LoadedModel, kernels: KernelChoice | None, **options: object
+    loaded: LoadedModel, kernels: KernelChoice | None, tokens: int, **options: object
 ) -> list[KeptPositions]:
     engine = small_engine(
         loaded,
@@ -84,10 +84,11 @@ def notes(
         **options,
     )
     ends = Ends(engine)
-    run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
     return [ends.kept(key) for key in sorted(ends.keys)]
 
 
+@pytest.mark.parametrize("tokens", [5, pytest.param(8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("scorer", "drafts"),
     interpreter_few(
@@ -97,7 +98,7 @@ def notes(
     ),
 )
 def test_engines_note_the_same_with_either_kernels(
-    scorer: str, drafts: bool, loaded: LoadedModel, tmp_path: Path
+    scorer: str, drafts: bool, tokens: int, loaded: LoadedModel, tmp_path: Path
 ) -> None:
     from tangram.kernels.triton_kernels import TritonKernels
 
@@ -108,8 +109,8 @@ def test_engines_note_the_same_with_either_kernels(
         options |= {"kv_retention": 1.0, "speculative_config": form}
     else:
         options["kv_retention"] = 0.5
-    expected = notes(loaded, lambda pool, group: TorchKernels(pool), **options)
-    found = notes(loaded, TritonKernels, **options)
+    expected = notes(loaded, lambda pool, group: TorchKernels(pool), tokens, **options)
+    found = notes(loaded, TritonKernels, tokens, **options)
     assert len(found) == len(expected) == 6
     for one, other in zip(found, expected, strict=True):
         assert (one.chosen == other.chosen).all()
