@@ -45,8 +45,10 @@ def fleet(
     ] = None,
     replicas_per_copy: Annotated[
         float | None,
-        typer.Option(
-            help="send a copy of the trace for each so many replicas", show_default="one copy"
+        number(
+            Bounds(0, 1e6, open_low=True),
+            "send a copy of the trace for each so many replicas",
+            show_default="one copy",
         ),
     ] = None,
     seconds: Annotated[float, number(Bounds(1, 1e6), "length of the trace to replay")] = 3600.0,
@@ -55,7 +57,9 @@ def fleet(
     ] = 1.0,
     lose_at_s: Annotated[
         float | None,
-        typer.Option(help="the busiest replica dies then, and an empty one comes a minute later"),
+        number(
+            Bounds(0, 1e6), "the busiest replica dies then, and an empty one comes a minute later"
+        ),
     ] = None,
     costs: Annotated[
         Path | None,

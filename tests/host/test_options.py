@@ -19,7 +19,7 @@ from tangram.limits import Bounds
 
 from .test_command_line import ALL
 
-INPUTS = {"batch", "data", "import_from", "file", "locomo", "text", "policy_file"}
+INPUTS = {"batch", "costs", "data", "import_from", "file", "locomo", "text", "trace", "policy_file"}
 NUMBERS = [
     (path, param)
     for path, command in ALL.items()
