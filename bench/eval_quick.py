@@ -37,7 +37,7 @@ def main() -> int:
     for grid, asked in ASKED:
         with tempfile.TemporaryDirectory() as folder, Bar() as bar:
             cells += compare(
-                EngineConfig(),
+                EngineConfig(dtype="float32"),  # the bounds are of it
                 grid,
                 asked,
                 align=True,

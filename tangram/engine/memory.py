@@ -82,9 +82,10 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     if config.kv_cache_gib is not None:
         wanted, host = int(config.kv_cache_gib * GIB), _host_bytes() // ranks
         if loaded.device.type != "cuda" and wanted > host:
+            of_each = "the process" if ranks == 1 else f"each of {ranks} processes"
             raise ConfigError(
-                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows each of {ranks} "
-                f"process(es) {host / GIB:.1f} GiB: lower kv_cache_gib"
+                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows {of_each} "
+                f"{host / GIB:.1f} GiB: lower kv_cache_gib"
             )
         return wanted
     if loaded.device.type != "cuda":

@@ -25,7 +25,7 @@ class HeldKeys:
         """Note the chunks of sequences that have changed. See `Observer`."""
         with self._lock:
             for change in news.changes:
-                for key in change.reading.chunk_keys:
+                for key in reversed(change.reading.chunk_keys):  # a chain loses its end first
                     self._keys[key] = None
                     self._keys.move_to_end(key)
             while len(self._keys) > self._most:

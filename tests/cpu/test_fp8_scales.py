@@ -128,7 +128,7 @@ def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
     for engine in (narrow, wide):
         run(engine, [PROMPT[: C + 5]], SHORT, kv_retention=1.0)
     ((key, stored),), exact = sealed_state(narrow).items(), sealed_state(wide)
-    layout, scales = narrow._admission.retentions[1].layout, Profile.load(world.profile).scales
+    layout, scales = narrow.admission.retentions[1].layout, Profile.load(world.profile).scales
     heads = [layout.groups[group] for group in layout.span_group[: len(stored)]]
     own = torch.tensor([[scales[layer][head] for layer, head in page] for page in heads])
     assert layout.keeps_everything and not (own == 1).all()

@@ -63,7 +63,7 @@ def seen(engine: Engine) -> Chunks:
 
 def best(scores: Tensor, start: int, engine: Engine, layer: int) -> list[set[int]]:
     """The positions that each head keeps, one head after the other, by sorting."""
-    retention = engine._admission.retentions[0]
+    retention = engine.admission.retentions[0]
     size, found = scores.shape[1], []
     forced = {*range(retention.sink_tokens if start == 0 else 0)}
     forced |= {*range(size - retention.window_tokens, size)}
@@ -166,7 +166,7 @@ def alone(world: World, prompts: Sequence[tuple[int, ...]]) -> dict[bytes, KeptP
 
 def crowded(world: World, **options: object) -> Engine:
     """An engine that must preempt if it answers all of `FORKS` at once."""
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
     gib = pages * layout.page_bytes(4) / 2**30
     return world.engine(kv_cache_gib=gib, max_model_len=110, records=True, **options)
@@ -220,7 +220,7 @@ def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: World) -> None
     )
     ends, chunks = Ends(engine), seen(engine)
     run(engine, HISTORIES[:1], ANSWER)
-    draft = engine._admission.retentions[0].draft
+    draft = engine.admission.retentions[0].draft
     assert draft is not None
     for number, key in enumerate(ends.readings[0].chunk_keys):
         kept = ends.kept(key)

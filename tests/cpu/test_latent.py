@@ -48,7 +48,7 @@ def test_size_and_log_say_what_is_held(tiny: LoadedModel, caplog: pytest.LogCapt
     size = kv_size(
         CONFIG.to_dict(), 96, dtype="fp32", page_tokens=8, heads_per_page=2, chunk_tokens=32
     )
-    pool, (retention,) = engine._runner.pool, engine._admission.retentions
+    pool, (retention,) = engine._runner.pool, engine.admission.retentions
     assert pool[0].nbytes == size.page_bytes == 2 * 8 * 40 * 4
     assert retention.layout.count_held_pages(3, 0) == size.pages
     assert size.pages * size.page_bytes == 96 * size.bytes_per_token == 96 * 4 * 40 * 4
@@ -63,7 +63,7 @@ def test_layers_keep_different_shares_and_all_of_them_rho(
     pages = {"heads_per_page": 1, "chunk_tokens": 64}
     path = profile_file(tiny, tmp_path, retention=retention, **pages)
     engine = small_engine(tiny, kv_retention=retention, profile=(path,), **pages)
-    layout = engine._admission.retentions[0].layout
+    layout = engine.admission.retentions[0].layout
     assert len(set(layout.sealed_pages.tolist())) > 1
     assert layout.sealed_pages.sum() <= retention * 4 * layout.chunk_pages
     events: list[Event] = []

@@ -125,7 +125,7 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
 ) -> None:
     prompts = [tuple(prefix + fork) for fork in forks]
     largest = max(map(len, prompts)) + 40
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = int(pool_sequences * layout.most_pages(largest))
     engine = world.engine(
         max_num_seqs=max_num_seqs,
@@ -149,7 +149,7 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
 
 def test_the_property_above_meets_preemption_and_eviction(world: World) -> None:
     prompts = [tuple(3 + (i * k) % 9 for i in range(60 + k)) for k in range(1, 6)]
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
     engine = world.engine(kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110)
     answers = run(engine, prompts, ANSWER)

@@ -205,7 +205,7 @@ def test_steps_with_and_without_drafts_mix(world: World, method: str) -> None:
 def test_preempted_sequences_answer_the_same(world: World, method: str) -> None:
     params = [replace(SETTINGS[name], max_tokens=60) for name in ("greedy", "warm", "bias", "few")]
     expected = ask(world.engine(None), PROMPTS, params)
-    layout = world.engine(None)._admission.retentions[0].layout
+    layout = world.engine(None).admission.retentions[0].layout
     pages = layout.most_pages(130) + layout.most_pages(60) // 2
     engine = world.engine(
         method, kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=130

@@ -70,7 +70,7 @@ def states(changes: list[SequenceChange]) -> list[SequenceState]:
 
 def test_a_crowd_is_told_of_as_it_is_counted(world: World) -> None:
     """A pool that is too small for all: some are preempted, and wait and run again."""
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
     engine = world.engine(kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110)
     diary, events = Diary(engine), dict[str, list[Event]]()
@@ -122,7 +122,7 @@ def test_every_map_of_pages_equals_the_books(world: World) -> None:
 
 def test_whoever_follows_the_links_knows_which_chunks_are_cached(world: World) -> None:
     """Over a pool that is too small, with host memory behind it, and after all is forgotten."""
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
     engine = world.engine(
         kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110, kv_offload_gib=0.001
@@ -218,7 +218,7 @@ def test_drafts_are_counted_by_step(world: World) -> None:
 
 
 def test_moved_pages_are_counted(world: World) -> None:
-    layout = world.engine()._admission.retentions[0].layout
+    layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) * 1.2
     gib = pages * layout.page_bytes(4) / 2**30
     engine = world.engine(kv_cache_gib=gib, max_model_len=110, kv_offload_gib=0.01)

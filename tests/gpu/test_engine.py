@@ -221,7 +221,7 @@ def test_chunks_of_several_scorers_in_one_step_leave_what_torch_leaves(
     engines = both(loaded, options | {"profile": tuple(files), "max_num_batched_tokens": 100})
     in_step(engines, [PROMPTS[2]] * 3, scorers)
     assert engines[0].stats().sealed_chunks == 6
-    fingerprints = {entry.fingerprint for entry in engines[0]._admission.retentions}
+    fingerprints = {entry.fingerprint for entry in engines[0].admission.retentions}
     assert len(fingerprints) == 4, "three profiles and the whole cache"
 
 
@@ -368,7 +368,7 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
     loaded = models[id(CASES[case][0])]
     options = options_of(case, loaded, tmp_path)
     roomy = small_engine(loaded, on_triton, **options)
-    layout = roomy._admission.retentions[0].layout
+    layout = roomy.admission.retentions[0].layout
     pool = (layout.most_pages(70) * 5 // 4 + 0.5) * layout.page_bytes(4) / 2**30
     tight = {"max_model_len": 70, "kv_cache_gib": pool, "kv_offload_gib": 1e-3}
     tight_engine = small_engine(loaded, on_triton, **(options | tight))

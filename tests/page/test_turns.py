@@ -18,7 +18,7 @@ import pytest
 
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
 from tests.page.support import ROOT, answers, ask, open_page, open_view, paste, send
-from tests.wire.conftest import run_real_server
+from tests.wire.conftest import run_real_server, wait_until
 
 pytestmark = pytest.mark.browser
 # A pasted document fills a chunk; three look better on pictures.
@@ -120,6 +120,20 @@ def test_reuse_shown_equals_usage(talked: Conversation) -> None:
         assert shown["sealed"] == told["sealed_chunks"] - reused // chunk_tokens
     first, *later = (usage["prompt_tokens_details"]["cached_tokens"] for usage in talked.usages)
     assert first == 0 and all(reused > 600 for reused in later), "the document is reused"
+
+
+def test_time_and_memory_of_a_turn_are_shown(talked: Conversation) -> None:
+    rows = talked.page.locator(".turns tbody tr")
+    for at, usage in enumerate(talked.usages):
+        shown = {
+            name: rows.nth(at).locator(f'[data-name="{name}"]').inner_text()
+            for name in ("first", "rate", "held", "whole")
+        }
+        assert shown["held"] == f"{usage['kv_bytes'] / 2**20:.1f} MiB"
+        assert shown["whole"] == f"{usage['kv_bytes_uncompressed'] / 2**20:.1f} MiB"
+        assert usage["kv_bytes"] < usage["kv_bytes_uncompressed"]
+        number, unit = shown["first"].split()
+        assert float(number) > 0 and unit in ("ms", "s") and float(shown["rate"]) > 0
 
 
 def kept_shares(talked: Conversation, name: str, told: dict[str, Any]) -> dict[int, float]:
@@ -229,8 +243,20 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
 def test_the_server_view_has_the_engine_s_numbers(talked: Conversation) -> None:
     page = talked.page
     open_view(page, "Server")
-    history = talked.get("history?seconds=3600")
-    assert max(history["running"]) >= 0 and len(history["at"]) > 0
     page.locator(".plot canvas").first.wait_for()
-    free = page.locator('[data-field="pages_free"]')
-    assert int(free.inner_text().replace(",", "")) > 0
+    fields = ("running", "queue", "pages_held", "pages_cached", "pages_free")
+
+    def agrees() -> bool:
+        history = talked.get("history?seconds=3600")
+        shown = {
+            name: page.locator(f'[data-field="{name}"]').inner_text().replace(",", "")
+            for name in fields
+        }
+        told = {name: history[name][-1] for name in fields}
+        return told["running"] == 0 and shown == {name: str(told[name]) for name in fields}
+
+    wait_until(agrees, "the figures shown are not those of the engine")
+    history = talked.get("history?seconds=3600")
+    assert sum(history["throughput"]) > 0 and sum(history["prompt_throughput"]) > 0
+    assert any(value for value in history["ttft_p90"])
+    assert history["pages_cached"][-1] > 0

@@ -21,6 +21,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.ray.fleet import ReplicatedEngine
+from tangram.ray.held_keys import HeldKeys
 from tangram.ray.messages import SentRequest, StatsReport
 from tangram.ray.options import read_arguments
 from tangram.ray.replica import EngineReplica
@@ -31,6 +32,7 @@ from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
 from tangram.serve.logs import LogForm
 from tangram.types import Event
+from tangram.watch import ChunkPlace
 from tests.running import run_app
 
 CHUNK_TOKENS = 256
@@ -318,3 +320,15 @@ def test_the_router_sends_a_prompt_where_its_chunks_are(replica: EngineReplica) 
     before, after = asyncio.run(choose())
     assert sorted(before) == sorted(after) == ["a", "b", "c"]
     assert after[0] == "b"
+
+
+def test_a_full_list_of_keys_loses_the_ends_of_chains() -> None:
+    """A chain whose beginning is missing could not be found at all."""
+    held, keys = HeldKeys(3), [bytes([number]) * 32 for number in range(5)]
+    reading = SimpleNamespace(chunk_keys=keys)
+    news: Any = SimpleNamespace(changes=[SimpleNamespace(reading=reading)])
+    held.observe(news, None)  # type: ignore[arg-type]
+    watched: Any = SimpleNamespace(
+        uses=lambda known: [SimpleNamespace(place=ChunkPlace.DEVICE) for _ in known]
+    )
+    assert list(held.list_held(watched)) == keys[:3]

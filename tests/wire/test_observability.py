@@ -30,6 +30,7 @@ CONSTANT = {
     "tangram_kv_pool_bytes",
     "tangram_host_pool_bytes",
     "tangram_kv_cache_info",
+    "vllm:cache_config_info",
 }
 # What the dashboard leaves out on purpose: shares since the start, where it draws those of late;
 # sums of what it draws apart; what never changes; and other names of the same numbers.

@@ -8,6 +8,7 @@ const LEAST_CELL = 3;
 const LEAST_GAPPED = 5;
 const MOST_HEIGHT = 220;
 const FADE_MS = 700;
+const still = globalThis.matchMedia?.("(prefers-reduced-motion: reduce)");
 /** One colour a state, told apart by lightness, too. */
 export const STATE_COLOURS = ["", "#8a7fb5", "#e69f00", "#0072b2", "#009e73", "#999999"];
 const RAW_TAIL = 2;
@@ -66,7 +67,7 @@ export class PoolMap extends ChoicePicture {
       context.fillStyle = this.#colour(painted[page], this.#pool.owners[page]);
       context.fillRect(x, y, size, size);
       const light = 1 - (now - this.#pool.changedAt[page]) / FADE_MS;
-      if (light > 0) {
+      if (light > 0 && !still?.matches) {
         fades = true;
         context.globalAlpha = light;
         context.fillStyle = this.colours.ink;

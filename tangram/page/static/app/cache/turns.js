@@ -58,10 +58,10 @@ function Turn({ app, message, number, drafts }) {
     <td data-name="reused">${count(reused)}</td>
     <td data-name="computed">${count(usage.prompt_tokens - reused)}</td>
     <td data-name="sealed">${count(run.sealedChunks)}</td>
-    <td>${seconds(run.firstTokenS)}</td>
-    <td>${run.tokensPerS?.toFixed(1) ?? "–"}</td>
-    <td>${bytes(usage.kv_bytes)}</td>
-    <td>${bytes(usage.kv_bytes_uncompressed)}</td>
+    <td data-name="first">${seconds(run.firstTokenS)}</td>
+    <td data-name="rate">${run.tokensPerS?.toFixed(1) ?? "–"}</td>
+    <td data-name="held">${bytes(usage.kv_bytes)}</td>
+    <td data-name="whole">${bytes(usage.kv_bytes_uncompressed)}</td>
     ${drafts &&
     html`<td>
       ${drafted ? `${count(drafted.accepted)} of ${count(drafted.accepted + drafted.rejected)}` : "–"}
