@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Above so many inputs oneDNN adds up a single row in another order than one of several. There a
+# single row is computed twice.
+_ONE_SUM = 1024
+
 
 class PackedLinear(nn.Linear):
     """y = x·Wᵀ + b, whose `weight` [N, K] lies in oneDNN's own order; made by `pack_weights`.
@@ -20,9 +24,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, K] to […, N]."""
-        # oneDNN adds up a single row in another order where K is large.
-        alone = x.numel() == x.shape[-1]
-        rows = x.view(1, -1).expand(2, -1) if alone else x
+        alone = self.in_features > _ONE_SUM and x.numel() == x.shape[-1]
+        rows = torch.cat([x.view(1, -1)] * 2) if alone else x
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self.weight, self.bias, "none", [], ""
         )

@@ -8,7 +8,7 @@ from torch import nn
 
 from tangram.model.onednn import pack_weights
 
-SHAPES = [(576, 960), (576, 576), (1536, 576), (16, 7)]  # K, N
+SHAPES = [(576, 960), (1024, 576), (1536, 576), (16, 7)]  # K, N
 pytestmark = pytest.mark.skipif(
     not (
         torch.backends.cpu.get_cpu_capability().startswith("AVX")
