@@ -94,7 +94,7 @@ def fleet(
                 bar.advance(task)
     _show(rows)
     if output is not None:
-        setting = _describe(trace, seconds, loss) | {"costs": engine.model_dump()}
+        setting = _describe(trace, output, seconds, loss) | {"costs": engine.model_dump()}
         output.write_text(json.dumps(setting | {"runs": rows}, indent=1) + "\n")
 
 
@@ -139,11 +139,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
     console.output().print(table)
 
 
-def _describe(trace: Path, seconds: float, loss: Loss | None) -> dict[str, Any]:
+def _describe(trace: Path, output: Path, seconds: float, loss: Loss | None) -> dict[str, Any]:
     from tangram.lab.environment import environment
 
+    names = {str(path): path.name for path in (trace, output)}  # folders here say nothing there
     return {
-        "command": shlex.join(["tangram", *sys.argv[1:]]),
+        "command": shlex.join(["tangram", *(names.get(word, word) for word in sys.argv[1:])]),
         "environment": environment(),
         "trace": trace.name,
         "seconds": seconds,
