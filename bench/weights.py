@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "weights.json")
     options = parser.parse_args()
     forms = GPU_FORMS if options.device == "cuda" else CPU_FORMS
-    random = not find_weights(options.model)
+    random = not has_weights(options.model)
     engines, figures = dict[str, Engine](), dict[str, dict[str, Any]]()
     expected: list[Tensor] = []
     passages: list[tuple[int, ...]] = []
@@ -117,7 +117,7 @@ def main() -> None:
         loaded = load_configured(config)
         figures[form] = {"weight_bytes": loaded.weight_bytes, "prefill_s": [], "token_s": []}
         if not passages:
-            passages = read_passages(loaded, options)
+            passages = read_passages(loaded, options, random=random)
         if not random:
             found = next_token_logs(loaded, passages)
             expected = expected or found
@@ -137,7 +137,7 @@ def main() -> None:
             report(figures, options)
 
 
-def find_weights(model: str) -> bool:
+def has_weights(model: str) -> bool:
     """Whether `model` is more than a shape."""
     folder = Path(model)
     return not folder.is_dir() or any(folder.glob("*.safetensors"))
@@ -161,9 +161,11 @@ def make_config(
     )
 
 
-def read_passages(loaded: LoadedModel, options: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Passages of real text; of random tokens where a tokenizer is missing."""
-    if options.model != "smollm2":
+def read_passages(
+    loaded: LoadedModel, options: argparse.Namespace, *, random: bool
+) -> list[tuple[int, ...]]:
+    """Passages of real text, or of random tokens for `random` weights."""
+    if random:
         sizes = range(options.passages)
         vocabulary = loaded.geometry.vocab_size
         return [draw_tokens(options.passage_tokens, vocabulary, 8, number) for number in sizes]

@@ -62,13 +62,15 @@ class FakeServer:
         return self.openai().completions.create(**{"model": MODEL, **fields})
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Poll until `condition` holds, else fail saying `what` did not happen."""
+def wait_until(
+    condition: Callable[[], bool], what: str, timeout_s: float = 30.0, every_s: float = 0.005
+) -> None:
+    """Look every `every_s` until `condition` holds, else fail saying `what` did not happen."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             pytest.fail(f"after {timeout_s} s: {what}")
-        time.sleep(0.005)
+        time.sleep(every_s)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from tests.wire.conftest import free_port, wait_until
 
 # Another process may compute on the same cores, so everything is waited for patiently.
 PATIENCE_S = 600.0
@@ -31,12 +32,6 @@ OPTIONS = (
     *("--kv-cache-gib", "0.25", "--threads", "1", "--chunk-tokens", "256"),
     *("--max-num-batched-tokens", "512", "--cpus-per-replica", "0.5"),
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -87,11 +82,9 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < end_s, f"{what} has not come in {PATIENCE_S} s"
-        time.sleep(0.2)
+def wait_patiently(condition: Callable[[], bool], what: str) -> None:
+    """`wait_until` for what takes long on busy cores."""
+    wait_until(condition, f"{what} has not come", PATIENCE_S, every_s=0.2)
 
 
 @contextmanager
@@ -107,7 +100,7 @@ def ray_cluster(folder: Path) -> Iterator[Cluster]:
     main = psutil.Process(started.pid)
     cluster = Cluster(main, f"127.0.0.1:{port}", free_port())
     try:
-        wait_until(lambda: _is_open(port), "the cluster")
+        wait_patiently(lambda: _is_open(port), "the cluster")
         yield cluster
     finally:
         all_processes = cluster.processes()

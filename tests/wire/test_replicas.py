@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.wire.ray_cluster import PATIENCE_S, Cluster, ray_cluster, wait_until
+from tests.wire.ray_cluster import PATIENCE_S, Cluster, ray_cluster, wait_patiently
 
 pytestmark = pytest.mark.nightly
 CHUNK_TOKENS = 256
@@ -77,7 +77,7 @@ def test_a_killed_replica_ends_its_answers_and_the_conversation_goes_on(cluster:
     assert failure["error"]["type"] == "server_error"
     assert "the replica that computed this answer has ended" in failure["error"]["message"]
     assert cluster.complete(prompt, 12)["choices"][0]["text"] == before
-    wait_until(lambda: len(cluster.engines()) == 3, "a new replica")
+    wait_patiently(lambda: len(cluster.engines()) == 3, "a new replica")
 
 
 def find_busiest(processes: list[psutil.Process]) -> psutil.Process:
@@ -111,7 +111,7 @@ def test_a_redeploy_and_a_change_of_scale_lose_no_request(cluster: Cluster) -> N
         assert old.isdisjoint(one.pid for one in cluster.engines())
         for replicas in (1, 3):
             cluster.deploy("--replicas", str(replicas), "--max-num-seqs", "16")
-            wait_until(
+            wait_patiently(
                 lambda wanted=replicas: cluster.metrics("tangram_replicas") == {"": wanted},
                 f"{replicas} replicas",
             )
