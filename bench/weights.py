@@ -69,27 +69,30 @@ class Form:
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._limit_s: float = options.ready_within
         self._process = context.Process(target=serve_form, args=(name, options, folder, theirs))
+        self._begun = time.monotonic()
         self._process.start()
         theirs.close()
         self.failed: str | None = None
 
-    def receive(self, within_s: float) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """What it sends next; nothing if it failed, or sent nothing in time, and is ended."""
         try:
-            if self._pipe.poll(max(0.0, within_s)):
+            if self._pipe.poll(max(0.0, self._begun + self._limit_s - time.monotonic())):
                 found: dict[str, Any] = self._pipe.recv()
                 return found
-            self.failed = f"not ready within {within_s:.0f} s"
+            self.failed = f"not ready within {self._limit_s:g} s"
         except EOFError:
             self.failed = "its process ended, with the reason above"
         self.end()
         return {}
 
-    def measure(self, within_s: float) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Seconds of one turn."""
+        self._begun = time.monotonic()
         self._pipe.send("measure")
-        return self.receive(within_s)
+        return self.receive()
 
     def end(self) -> None:
         """End the process."""
@@ -195,18 +198,16 @@ def main() -> None:
     }
     figures: dict[str, dict[str, Any]] = content["figures"]
     with TemporaryDirectory() as folder:
-        begun = time.monotonic()
         forms = {name: Form(name, options, Path(folder)) for name in options.forms}
         try:
             for name, form in forms.items():
-                left = begun + options.ready_within - time.monotonic()
-                if found := form.receive(left):
+                if found := form.receive():
                     cost = compare_files(Path(folder), options.forms[0], name)
                     figures[name] = found | cost | {"prefill_s": [], "token_s": []}
                 report(content, forms, options)
             for _ in range(options.repeats):
                 for name in [name for name, form in forms.items() if form.failed is None]:
-                    for figure, seconds in forms[name].measure(options.ready_within).items():
+                    for figure, seconds in forms[name].measure().items():
                         figures[name][figure].append(seconds)
                     report(content, forms, options)
         finally:
