@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,12 @@ def answer_prompts(
     *,
     to_the_end: bool,
     sampling: SamplingParams = GREEDY,
+    on_step: Callable[[float], None] = lambda seconds: None,
 ) -> list[TimedAnswer]:
-    """Answers to `prompts`, all asked at once; with `to_the_end` an end token ends none."""
+    """Answers to `prompts`, all asked at once; with `to_the_end` an end token ends none.
+
+    `on_step` gets the seconds of each step.
+    """
     answers = [TimedAnswer(0.0, len(prompt)) for prompt in prompts]
     sampling = replace(sampling, max_tokens=output_tokens, ignore_eos=to_the_end)
     begin_s = time.perf_counter()
@@ -41,8 +45,34 @@ def answer_prompts(
     ]
     engine.submit(*requests)
     while engine.busy:
+        step_s = time.perf_counter()
         engine.step()
+        on_step(time.perf_counter() - step_s)
     return answers
+
+
+class StepTimes:
+    """The seconds of steps, by the tokens that were drafted for a sequence, rounded."""
+
+    def __init__(self, tally: Tally | None) -> None:
+        self._tally = tally
+        self._seen = _counts(tally)
+        self._seconds: dict[int, list[float]] = {}
+
+    def add(self, seconds: float) -> None:
+        """A step that took `seconds` has ended."""
+        counts, drafted = _counts(self._tally), 0
+        if counts and (drafts := counts["drafts"] - self._seen["drafts"]):
+            drafted = round((counts["drafted"] - self._seen["drafted"]) / drafts)
+        self._seen = counts
+        self._seconds.setdefault(drafted, []).append(seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """By number: how many steps, their median in ms, and all of them in s."""
+        return {
+            str(drafted): {"steps": len(own), "p50_ms": median(own) * 1e3, "total_s": sum(own)}
+            for drafted, own in sorted(self._seconds.items())
+        }
 
 
 def _take(answer: TimedAnswer, begin_s: float, event: Event) -> None:
@@ -63,12 +93,19 @@ def measure_run(
 ) -> tuple[dict[str, Any], list[TimedAnswer]]:
     """One run's figures, and its answers; see `answer_prompts`."""
     before, preempted = _counts(measured.tally), measured.engine.stats().preemptions
+    times = StepTimes(measured.tally)
     answers = answer_prompts(
-        measured.engine, prompts, output_tokens, to_the_end=to_the_end, sampling=sampling
+        measured.engine,
+        prompts,
+        output_tokens,
+        to_the_end=to_the_end,
+        sampling=sampling,
+        on_step=times.add,
     )
     counts = {name: count - before[name] for name, count in _counts(measured.tally).items()}
     preemptions = measured.engine.stats().preemptions - preempted
-    return summarise(answers, counts) | {"preemptions": preemptions}, answers
+    own = {"preemptions": preemptions, "steps": times.figures()}
+    return summarise(answers, counts) | own, answers
 
 
 def _counts(tally: Tally | None) -> dict[str, int]:

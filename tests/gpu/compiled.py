@@ -24,7 +24,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tangram.kernels import gathered, page_copies
+from tangram.compress.scorers.gate import NORM_EPSILON, GateShape
+from tangram.kernels import gate, gathered, page_copies
 from tangram.kernels.card import Card
 from tangram.kernels.offload import words
 from tangram.kernels.triton_kernels import TritonKernels
@@ -208,6 +209,15 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     runner.passes.rehearse_decode(8)
     pool, place = words(runner.pool), torch.zeros(1, dtype=torch.int32)
     page_copies.copy(pool, place, torch.empty_like(pool[:1]), place, programs=1)
+    _score_by_gate(variant)
+
+
+def _score_by_gate(variant: Variant) -> None:
+    """The gate of a layer of the variant's heads, as the embedded model's is trained."""
+    shape = GateShape(1, 576, 2, variant.group, min(variant.head_dim, 128), sinks=16)
+    weights = {name: torch.zeros(size) for name, size in shape.tensor_shapes().items()}
+    hidden = torch.zeros(CHUNK, shape.hidden, dtype=getattr(torch, variant.dtype))
+    gate.score(weights, hidden, 1, NORM_EPSILON)
 
 
 def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:

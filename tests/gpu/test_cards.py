@@ -42,6 +42,7 @@ KERNELS = {
     "gather_pasts",
     "merge_segments",
     "prefill_tiles",
+    "score_tokens",
     "seal_chunk",
     "store_rows",
     "sum_directions",
