@@ -29,9 +29,9 @@ from tangram.lab.accuracy.engines import ask_questions
 from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.grading import score
 from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.prompts import Alignment, filler_token
 from tangram.lab.accuracy.quick import NEEDLES, TEXT
 from tangram.lab.accuracy.results import Score
+from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model

@@ -40,8 +40,8 @@ from bench.speculation.engines import (
 )
 from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
-from bench.speculation.prompts import ask_about_texts, repeat_texts
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
+from bench.speculation.text_prompts import ask_about_texts, repeat_texts
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
 from tangram.lab.environment import environment

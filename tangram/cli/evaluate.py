@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tangram.lab.accuracy.engines import ModelBench
     from tangram.lab.accuracy.methods import Grid
     from tangram.lab.accuracy.passages import RealText
-    from tangram.lab.accuracy.prompts import Questions
     from tangram.lab.accuracy.results import AnyCell
     from tangram.lab.accuracy.run import PlannedCell
+    from tangram.lab.accuracy.sample_prompts import Questions
 
     Asked = Questions | RealText
 
@@ -148,7 +148,7 @@ _QUICK = (
 
 
 def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
-    from tangram.lab.accuracy.pace import minutes
+    from tangram.lab.accuracy.grid_duration import minutes
 
     if plans:
         tell(f"About {minutes(bench, plans):.1f} minutes to go.")
@@ -170,7 +170,7 @@ def _choose_suites(options: EvalOptions) -> list[Asked]:
     Raises `ConfigError` for an unknown suite, and for options that no suite uses.
     """
     from tangram.lab.accuracy.passages import SUITE, RealText
-    from tangram.lab.accuracy.prompts import Questions, parse_suites
+    from tangram.lab.accuracy.sample_prompts import Questions, parse_suites
 
     found = parse_suites(options.suites, undivided=(SUITE,))
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):

@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.page.browser import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
-from tests.page.support import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.wire.conftest import run_real_server, wait_until
 
 pytestmark = pytest.mark.browser

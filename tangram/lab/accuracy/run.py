@@ -14,7 +14,6 @@ from tangram.lab.accuracy.grading import score
 from tangram.lab.accuracy.locomo import SUITE as LOCOMO
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import Passages
-from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
 from tangram.lab.accuracy.results import (
     AnsweredSample,
     AnyCell,
@@ -26,6 +25,7 @@ from tangram.lab.accuracy.results import (
     Score,
     Setting,
 )
+from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
 
 _REPLY_CHARACTERS = 240  # of each reply in the file
 

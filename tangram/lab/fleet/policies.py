@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 
-from tangram.lab.fleet.replica import SimulatedReplica, Visit
+from tangram.lab.fleet.simulated_replica import SimulatedReplica, Visit
 from tangram.routing.digest import KeyDigest
-from tangram.routing.policy import LoadCosts, Placement, ReplicaReport, Router, weigh
+from tangram.routing.replica_choice import LoadCosts, Placement, ReplicaReport, Router, weigh
 
 # Keys of a report at most: those of 8 million tokens.
 MOST_KEYS = 2**14
