@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=",".join(CASES), help="separated by commas; all")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of an engine")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often engines without room for others are built"
+        "--rounds", type=int, default=1, help="how often engines that fill the memory are built"
     )
     parser.add_argument(
         "--vllm", action="store_true", help="measure vLLM without speculation instead"

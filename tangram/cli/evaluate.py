@@ -231,7 +231,7 @@ class Bar:
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
     """Print the tables, and write the requested files."""
-    from tangram.lab.accuracy.plot import draw
+    from tangram.lab.accuracy.plot import plot_scores
     from tangram.lab.accuracy.score_report import report as tables
     from tangram.lab.accuracy.verdict import verdict
 
@@ -243,7 +243,7 @@ def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -
     if report is not None:
         report.write_text(text, encoding="utf-8")
     if plot is not None:
-        draw(cells, plot)
+        plot_scores(cells, plot)
 
 
 def _words(text: str) -> list[str]:

@@ -31,7 +31,7 @@ class CausalRun:
     tokens: slice
 
 
-def runs(rows: PrefillRows) -> list[CausalRun]:
+def find_runs(rows: PrefillRows) -> list[CausalRun]:
     """The runs of at least `LEAST_TOKENS` among whole rows of `rows`.
 
     Each begins with its sequence's first token.

@@ -212,7 +212,7 @@ class TritonKernels:
 
     def _load_rows(self, prefill: PrefillRows) -> None:
         entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
-        self._runs = fused_causal.runs(prefill) if self._fuses else []
+        self._runs = fused_causal.find_runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
         arrays = [
@@ -250,7 +250,7 @@ class TritonKernels:
             sum(int(part.total.max()) for part in cells.gathered),
             MOST_BYTES // entry_bytes,
         )
-        if (self._fuses and fused_causal.runs(row)) or copied > entries:
+        if (self._fuses and fused_causal.find_runs(row)) or copied > entries:
             return False
         key = shape, row.whole.tobytes(), bool(cells.gathered)
         if key not in self._padded:

@@ -60,13 +60,13 @@ def test_runs_begin_at_the_first_token_and_drop_nothing(
     rows: list[Any], expected: list[tuple[int, int]]
 ) -> None:
     assert [
-        (run.rows.start, run.rows.stop) for run in fused_causal.runs(rows_of(*rows))
+        (run.rows.start, run.rows.stop) for run in fused_causal.find_runs(rows_of(*rows))
     ] == expected
 
 
 def test_rows_that_do_not_ask_and_second_passes_are_no_runs() -> None:
     rows = rows_of((0, 0, 40, 40), (1, 0, 40, 40))
-    assert fused_causal.runs(rows.repeat_row(1, 5)) == []
+    assert fused_causal.find_runs(rows.repeat_row(1, 5)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
