@@ -25,12 +25,10 @@ from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.rotary import Rotary
 from tangram.model.sealing import (
     ChunkSealer,
-    GroupScores,
     GroupSealer,
     ScoreObserver,
     ScoreReceiver,
-    score_by_kernel,
-    score_by_token,
+    find_group_scores,
 )
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
@@ -370,7 +368,7 @@ class Batcher:
     ) -> Iterator[ChunkSealer | GroupSealer]:
         """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
         scorer = self._scorer_of(retention)
-        scores = self._group_scores(scorer)
+        scores = find_group_scores(scorer, self.kernels)
         apart = self.observer is not None or not retention.orders
         receivers = {at: self._receiver(rows[at]) for at in numbers}
         if scores is None or apart:
@@ -380,13 +378,6 @@ class Batcher:
         asked = {at - numbers[0]: one for at, one in receivers.items() if one is not None}
         span = slice(numbers[0], numbers[-1] + 1)
         yield GroupSealer(retention, self.kernels, scores, span, asked)
-
-    def _group_scores(self, scorer: Scorer) -> GroupScores | None:
-        """How the chunks of a pass are scored together; None if each must be by itself."""
-        fused = self.kernels.fused_scores.get(scorer.name)
-        if fused is not None:
-            return partial(score_by_kernel, fused)
-        return partial(score_by_token, scorer) if scorer.by_token else None
 
     def _scorer_of(self, retention: Retention) -> Scorer:
         scorer = None if retention.scorer is None else self.scorers.get(retention.scorer)

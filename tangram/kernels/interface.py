@@ -96,6 +96,10 @@ class Ranking(ABC):
 # Latents [n, D] → the keys [Q, n, D'] and values [Q, n, V] of the query heads.
 Expansion = Callable[[Tensor], tuple[Tensor, Tensor]]
 
+# Weights of a layer's gate by name, inputs of the attention module [N · C, hidden], N and the
+# epsilon of norms → scores float32 [N, H, C].
+GateKernel = Callable[[Mapping[str, Tensor], Tensor, int, float], Tensor]
+
 
 class PoolKernels(Protocol):
     """All attention kernels of one pool [N_pages, Hp, S, P, D], in its dtype.
@@ -114,6 +118,11 @@ class PoolKernels(Protocol):
 
         keys [N, H, C, D] → float32 [N, H, C].
         """
+        ...
+
+    @property
+    def fused_gate(self) -> GateKernel | None:
+        """A faster implementation of a layer's gate, if there is one."""
         ...
 
     def width(self, tokens: int, queries: int) -> int:

@@ -34,6 +34,7 @@ class TorchKernels:
     """
 
     fused_scores = NOTHING_FUSED
+    fused_gate = None
     captured = None
     _plan: cpu.CpuPlan
     _rows: PrefillRows

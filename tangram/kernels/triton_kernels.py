@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import fused_causal, gathered, keydiff, latents, prefill, reference, store
+from tangram.kernels import (
+    fused_causal,
+    gate,
+    gathered,
+    keydiff,
+    latents,
+    prefill,
+    reference,
+    store,
+)
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
@@ -70,6 +79,7 @@ class TritonKernels:
         self._stored, self._pool, self._dtype = pool, address(pool, self._card), pool.dtype
         self._latent = pool.shape[2] == 1
         self.fused_scores = NOTHING_FUSED if self._latent else FUSED_SCORES
+        self.fused_gate = gate.score
         self._group, self._policy, self._width, self._fixed = group, policy, 0, schedule
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
+from tangram.compress.scorers.fastkvzip import FastKVzip
+from tangram.compress.scorers.gate import NORM_EPSILON
 from tangram.compress.select import order, protect
-from tangram.kernels.interface import PoolKernels, Ranking
+from tangram.kernels.interface import GateKernel, PoolKernels, Ranking
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
 
@@ -47,6 +50,21 @@ def score_by_token(scorer: Scorer, chunks: ChunkView, count: int) -> Tensor:
 def score_by_kernel(kernel: Callable[[Tensor], Tensor], chunks: ChunkView, count: int) -> Tensor:
     """`GroupScores` of a kernel that takes the keys [N, H, C, D] of several chunks."""
     return kernel(torch.unflatten(chunks.keys, 1, (count, -1)).transpose(0, 1))
+
+
+def score_by_gate(kernel: GateKernel, scorer: FastKVzip, chunks: ChunkView, count: int) -> Tensor:
+    """`GroupScores` of a kernel that computes the gate of a layer."""
+    weights, hidden = scorer.read(chunks)
+    return kernel(weights, hidden, count, NORM_EPSILON)
+
+
+def find_group_scores(scorer: Scorer, kernels: PoolKernels) -> GroupScores | None:
+    """The fastest way to score several chunks together; None if each must be by itself."""
+    if scorer.name in kernels.fused_scores:
+        return partial(score_by_kernel, kernels.fused_scores[scorer.name])
+    if isinstance(scorer, FastKVzip) and kernels.fused_gate is not None:
+        return partial(score_by_gate, kernels.fused_gate, scorer)
+    return partial(score_by_token, scorer) if scorer.by_token else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +178,8 @@ class ChunkSealer:
         self._select(replace(self.pending.pop(layer), reconstruction=repeat))
 
     def _select(self, chunk: ChunkView) -> None:
-        fused = self.kernels.fused_scores.get(self.scorer.name)
-        scores = self.scorer.score(chunk) if fused is None else fused(chunk.keys[None])[0]
+        together = find_group_scores(self.scorer, self.kernels)
+        scores = self.scorer.score(chunk) if together is None else together(chunk, 1)[0]
         if self.observer is not None:
             self.observer(chunk, scores)
         if self.receiver is not None:

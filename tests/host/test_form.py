@@ -56,11 +56,11 @@ PARTICIPLES = {
 # subject on a CPU, on a GPU or over the wire are named alike, too (`test_*.py`).
 SHARED_NAMES = {
     "Python's, pytest's or our convention": "__init__ __main__ conftest make_fixture",
-    "a command, and what it runs": "ablation batch gate naive size",
+    "a command, and what it runs": "ablation batch naive size",
     "a benchmark, and what it measures": (
         "cpu_portable cpu_prefill cpu_products host_forms sealing"
     ),
-    "a scorer, and its kernel": "keydiff",
+    "a scorer, its kernel, and its command": "gate keydiff",
     "a subject, and what its tests share": "speculation templates",
     "the same of several commands or processes": "cases engines figures logs options serving",
 }

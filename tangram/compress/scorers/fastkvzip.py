@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Scorer, require
-from tangram.compress.scorers.gate import Gate, load_gate
+from tangram.compress.scorers.gate import Gate, gate_scores, load_gate
 from tangram.errors import ConfigError
 from tangram.types import Int64
 
@@ -51,10 +52,18 @@ class FastKVzip(Scorer):
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""
+        weights, hidden = self.read(chunk)
+        return gate_scores(weights, self.gate.shape, hidden)
+
+    def read(self, chunk: ChunkView) -> tuple[Mapping[str, Tensor], Tensor]:
+        """The weights of the layer's gate, by name, and its input [C, hidden], on one device.
+
+        Raises `ConfigError` if the gate does not fit the model.
+        """
         hidden = require(chunk.hidden, "hidden", self)
         self._check_shape(chunk, hidden.shape[1])
         self.gate = self.gate.to(hidden.device)
-        return self.gate.score(chunk.layer, hidden)
+        return self.gate.layers[chunk.layer], hidden
 
     def _check_shape(self, chunk: ChunkView, hidden: int) -> None:
         shape = self.gate.shape
