@@ -114,7 +114,7 @@ def measure_step(pairs: int) -> dict[str, Any]:
     from tangram.page.collector import Collector
     from tangram.page.watchers import Watcher
     from tangram.types import Request, SamplingParams
-    from tests.support import tiny_model
+    from tests.small_engines import tiny_model
 
     shape = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
     shape.num_attention_heads = shape.num_key_value_heads = 4

@@ -17,7 +17,7 @@ from typing import Any
 
 from tangram.config_json import read_config
 from tangram.size import kv_size
-from tangram.weights import read_weights
+from tangram.weight_size import read_weights
 
 RESULTS = Path(__file__).parent / "results"
 QWEN = Path(__file__).parent / "models" / "qwen3-4b"

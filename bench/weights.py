@@ -37,7 +37,7 @@ from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.engine.text import TextCodec
 from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.prompts import Alignment, filler_token
+from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import draw_tokens
 from tangram.model.load import LoadedModel, load_configured

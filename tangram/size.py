@@ -21,7 +21,7 @@ from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
 from tangram.kv_shape import KVShape, read_shape
 from tangram.types import Geometry
-from tangram.weights import Weights
+from tangram.weight_size import Weights
 
 if TYPE_CHECKING:
     from rich.table import Table

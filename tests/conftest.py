@@ -59,7 +59,7 @@ LONG = (
     "wire/test_interrupts.py",
     "cpu/test_speculative_sampling.py",
     "cpu/test_by_input.py",
-    "gpu/test_dense.py",
+    "gpu/test_fused_causal.py",
     "wire/test_trials_process.py",
     "cpu/test_eval_quick.py",
     "cpu/test_eval.py",

@@ -13,7 +13,7 @@ import torch
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.support import drain
+from tests.small_engines import drain
 
 # One line for each method; the values make it draft on short texts.
 METHODS: dict[str, dict[str, Any]] = {

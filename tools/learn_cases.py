@@ -33,7 +33,7 @@ from tangram.plan.packing import plan_packing
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.types import Geometry
-from tangram.weights import Weights
+from tangram.weight_size import Weights
 from tools.learn_data import CARDS, PROFILES, shipped_profile
 
 Case = tuple[list[Any], Any]
@@ -367,13 +367,13 @@ def _fit_tiles() -> Iterator[Case]:
 def _prefill_kernels() -> Iterator[Case]:
     import torch
 
-    from tangram.kernels import dense, gathered
+    from tangram.kernels import fused_causal, gathered
 
     for card, dim in product(CARDS, (64, 80, 128, 256)):
         pool: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 2, 16, dim))
         found = _card(card)
         past = "gathered" if gathered.serves(pool, found) else "paged"
-        first = "dense" if dense.serves(pool, found) else "paged"
+        first = "dense" if fused_causal.serves(pool, found) else "paged"
         yield [card, dim], {"past": past, "first": first}
 
 

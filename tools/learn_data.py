@@ -29,7 +29,7 @@ from tangram.config_json import read_config
 from tangram.kv_shape import presets, read_shape
 from tangram.plan.cost import CostModel
 from tangram.plan.packing import MAX_QUERY_ROWS
-from tangram.weights import read_weights
+from tangram.weight_size import read_weights
 from tools.learn_site import PAGE, ROOT
 
 # Eight sizes that the third chapter lists; the calculator has all presets.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -20,6 +20,7 @@ from tangram.serve.vllm_names import VllmNames
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
 # Options of vLLM and of `tangram serve` with one name and one meaning.
 SAME = (
+    "--allowed-origins",
     "--api-key",
     "--dtype",
     "--enable-prefix-caching",
@@ -37,6 +38,7 @@ SAME = (
     "--seed",
     "--served-model-name",
     "--speculative-config",
+    "--tensor-parallel-size",
 )
 COMPOSED = {
     "vllm:kv_cache_usage_perc": '`tangram_kv_pages{state="held"}` / `tangram_kv_pages_total`',
@@ -60,21 +62,33 @@ This page is written by `python -m tools.vllm_page`.
 - **[Speculation](speculation.md) has four methods**: `ngram`, `suffix` and `draft_model` as in
   vLLM, and `compressed_kv`. Other methods are refused at the start.
 - **One server uses one device**, or cuts a model by `--tensor-parallel-size`
-  ([several devices](scale.md#one-model-over-several-devices)).
+  ([several devices](scale.md#one-model-over-several-devices)). `tangram deploy` serves
+  [replicas](scale.md#replicas).
 
 ## Options with the same name
 
 """
 OPTIONS_HEAD = """
 These have the meaning that vLLM gives them. [Options](options.md) lists their values and defaults
-here, which may differ.
+here, which may differ. `--allowed-origins` is repeated for each origin and has none by default;
+vLLM's takes a JSON list and has all.
 
-## Options with another name, or none
-
-If the middle column is empty, Tangram has no such option, and the last column says what to do.
+## Options with another name
 
 | vLLM, llama.cpp | Tangram | note |
 |---|---|---|
+"""
+NONE_HEAD = """
+## Options that Tangram does not have
+
+Together with the options above these are all of `vllm serve` 0.24. Its switches `--x` have a second
+name `--no-x`, which is not listed. Each row says what to do instead, or what always holds.
+"""
+NONE_TABLE = """
+### {subject}
+
+| vLLM, llama.cpp | Tangram |
+|---|---|
 """
 METRICS_HEAD = """
 ## Metrics
@@ -96,18 +110,37 @@ def render() -> str:
     """The page: every option that a command explains, and every metric that has an alias."""
     same = fill(", ".join(f"`{name}`" for name in SAME), 100, break_on_hyphens=False)
     metrics = "".join(_metric_rows())
-    return f"{HEAD}{same}.\n{OPTIONS_HEAD}{''.join(_option_rows())}{METRICS_HEAD}{metrics}{FOOT}"
+    renamed, missing = "".join(_renamed_rows()), "".join(_missing_tables())
+    return (
+        f"{HEAD}{same}.\n{OPTIONS_HEAD}{renamed}{NONE_HEAD}{missing}{METRICS_HEAD}{metrics}{FOOT}"
+    )
 
 
-def _option_rows() -> Iterator[str]:
-    """A row for each note, with all the names that it explains."""
+def _names_by_note() -> dict[Foreign, str]:
+    """All names of other engines' options that have the same note."""
     names: dict[Foreign, list[str]] = {}
     for name, foreign in FOREIGN.items():
         names.setdefault(foreign, []).append(f"`{name}`")
-    for foreign, theirs in names.items():
-        ours = f"`{foreign.ours}`" if foreign.ours else ""
-        note = foreign.note.removeprefix("There is none: ")
-        yield f"| {' '.join(theirs)} | {ours} | {note[:1].upper()}{note[1:]} |\n"
+    return {foreign: " ".join(theirs) for foreign, theirs in names.items()}
+
+
+def _renamed_rows() -> Iterator[str]:
+    for foreign, theirs in _names_by_note().items():
+        if foreign.ours:
+            yield f"| {theirs} | `{foreign.ours}` | {_as_sentence(foreign.note)} |\n"
+
+
+def _missing_tables() -> Iterator[str]:
+    """A table for each subject, with a row for each note."""
+    missing = ((one, theirs) for one, theirs in _names_by_note().items() if not one.ours)
+    for subject, rows in groupby(missing, lambda row: row[0].subject):
+        yield NONE_TABLE.format(subject=_as_sentence(subject))
+        for foreign, theirs in rows:
+            yield f"| {theirs} | {_as_sentence(foreign.note)} |\n"
+
+
+def _as_sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _metric_rows() -> Iterator[str]:

@@ -27,11 +27,11 @@ from tangram.engine.text import TextCodec
 from tangram.foreign_files import replace_file
 from tangram.lab.accuracy.engines import ask_questions
 from tangram.lab.accuracy.fidelity import compute_expected, fidelity
-from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.grading import score_reply
 from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.prompts import Alignment, filler_token
 from tangram.lab.accuracy.quick import NEEDLES, TEXT
 from tangram.lab.accuracy.results import Score
+from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
@@ -150,7 +150,7 @@ def _ask(config: EngineConfig, loaded: LoadedModel) -> Iterator[tuple[str, Score
     scores, by_task = list[float](), dict[str, list[float]]()
     for sample, replies in zip(prompts.samples, answers, strict=True):
         own = [
-            score(question, reply.text)
+            score_reply(question, reply.text)
             for question, reply in zip(sample.sample.questions, replies, strict=True)
         ]
         scores.append(sum(own) / len(own))

@@ -24,8 +24,8 @@ from tangram.errors import TangramError
 from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.locomo import SUITE
 from tangram.lab.accuracy.methods import Grid, Method
-from tangram.lab.accuracy.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.lab.accuracy.results import Score, mean_recall
+from tangram.lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.model.load import LoadedModel, load_model
 
 

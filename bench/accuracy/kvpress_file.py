@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.grading import score_reply
 from tangram.lab.accuracy.sample import Question
 
 _DIGITS = 4
@@ -23,7 +23,7 @@ class ControlSample(BaseModel):
     def score(self) -> float:
         """The mean over its questions."""
         pairs = zip(self.questions, self.replies, strict=True)
-        return sum(score(question, reply) for question, reply in pairs) / len(self.questions)
+        return sum(score_reply(question, reply) for question, reply in pairs) / len(self.questions)
 
 
 class ControlCell(BaseModel):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.engine.text import TextCodec
-from tangram.lab.accuracy.prompts import (
+from tangram.lab.accuracy.sample_prompts import (
     Alignment,
     Questions,
     SamplePrompts,

@@ -35,7 +35,7 @@ from bench.cpu_peers.cells import (
     make_cells,
 )
 from bench.cpu_peers.figures import SAME, table_rows
-from bench.cpu_peers.process import (
+from bench.cpu_peers.system_process import (
     BUILD,
     MissingPeerError,
     PeerSystem,

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.cpu_peers.cells import LONGEST, MOST_REQUESTS
 from bench.cpu_peers.float32_file import write_float32
-from bench.cpu_peers.process import BUILD, PeerSystem
+from bench.cpu_peers.system_process import BUILD, PeerSystem
 from tangram.model.convert import convert_gguf
 from tangram.model.source import EMBEDDED, gguf_file
 

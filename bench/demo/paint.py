@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.text import Text
 
-from bench.demo.kept import KeptEntries
+from bench.demo.kept_tokens import KeptEntries
 
 # The smallest share of each style.
 STEPS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.demo.kept import KeptEntries
+from bench.demo.kept_tokens import KeptEntries
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of

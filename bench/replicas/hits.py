@@ -24,7 +24,7 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
-from bench.replicas.place import PORT, RESULTS, started_ray
+from bench.replicas.bench_cluster import PORT, RESULTS, started_ray
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.lab.environment import environment

@@ -27,7 +27,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from bench.replicas.place import RESULTS
+from bench.replicas.bench_cluster import RESULTS
 from tangram.lab.environment import environment
 
 PORT = 18432

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.speculation import acceptance, cpu, serving
+from bench.speculation import acceptance, cpu_conversation, serving
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "serving": serving.main,
-    "cpu": cpu.main,
+    "cpu": cpu_conversation.main,
     "acceptance": acceptance.main,
 }
 

@@ -30,8 +30,8 @@ from bench.speculation.engines import (
 )
 from bench.speculation.figures import acceptance_rows
 from bench.speculation.options import make_parser, output_folder
-from bench.speculation.prompts import ASKS, SEED, put_question
 from bench.speculation.runs import Prompt, measure_run
+from bench.speculation.text_prompts import ASKS, SEED, put_question
 from tangram.calibrate.texts import KINDS as CALIBRATION_KINDS
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec

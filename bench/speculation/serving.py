@@ -40,8 +40,8 @@ from bench.speculation.engines import (
 )
 from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
-from bench.speculation.prompts import ask_about_texts, repeat_texts
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
+from bench.speculation.text_prompts import ask_about_texts, repeat_texts
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
 from tangram.lab.environment import environment
@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=",".join(CASES), help="separated by commas; all")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of an engine")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often engines without room for others are built"
+        "--rounds", type=int, default=1, help="how often engines that fill the memory are built"
     )
     parser.add_argument(
         "--vllm", action="store_true", help="measure vLLM without speculation instead"

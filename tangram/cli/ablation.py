@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tangram.cli import console
 from tangram.cli.options import number, with_config
-from tangram.cli.serving import Output, TpotLimit, TtftLimit, keep, percentiles, positive
+from tangram.cli.serving import Output, TpotLimit, TtftLimit, percentiles, positive, write_figures
 from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.limits import Bounds
 
@@ -70,7 +70,7 @@ def ablation(
         choose_rungs(rungs),
         load,
         LatencyLimits(ttft_limit_s, tpot_limit_ms),
-        lambda named, found: keep(output, title, named, {"rungs": found}),
+        lambda named, found: write_figures(output, title, named, {"rungs": found}),
     )
     console.output().print(f"{title}; kv_retention {config.kv_retention}")
     for phase, unit in (("prefill", "1,000 prompt tokens"), ("decode", "step")):

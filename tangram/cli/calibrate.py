@@ -122,11 +122,11 @@ def _refuse_ignored(
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:
-    from tangram.compress.scorers import choose, make_scorer
+    from tangram.compress.scorers import choose_scorer, make_scorer
     from tangram.engine.profiles import scorer_spec
     from tangram.import_profiles import import_published
 
-    chosen = choose(config, None, {})
+    chosen = choose_scorer(config, None, {})
     scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
     return import_published(
         path,

@@ -14,7 +14,7 @@ import typer
 
 from tangram.cli.console import waiting
 from tangram.cli.options import find_changed
-from tangram.cli.serving import keep, positive
+from tangram.cli.serving import positive, write_figures
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
@@ -167,9 +167,9 @@ class Study:
             f"{source}"
         )
         if self.plot is not None:
-            from tangram.cli.retention_plot import draw
+            from tangram.cli.retention_plot import plot_retention
 
-            draw(evidence, title).savefig(self.plot, dpi=110)
+            plot_retention(evidence, title).savefig(self.plot, dpi=110)
         if self.report is not None:
             self._write(self.report, evidence, title, config)
 
@@ -182,7 +182,7 @@ class Study:
         with waiting(f"Computing the report {path}"):  # half a minute for each ρ
             found = report(evidence)
         if path.suffix == ".json":
-            keep(path, title, config, found)
+            write_figures(path, title, config, found)
             return
         where = environment()
         command = shlex.join(["tangram", *sys.argv[1:]])

@@ -106,9 +106,9 @@ class ChatSession:
     def _answer(self, question: str) -> bool:
         talk, engine = self._conversation, self._engine
         prompt = engine.codec.chat_prompt(talk.add_question(question))
-        room = max(1, engine.max_model_len - len(prompt))
+        left = max(1, engine.max_model_len - len(prompt))
         sampling = SamplingParams(
-            max_tokens=min(self._sampling.max_tokens or room, room),
+            max_tokens=min(self._sampling.max_tokens or left, left),
             temperature=self._sampling.temperature,
         )
         with Interrupts() as interrupts, ExitStack() as reading:

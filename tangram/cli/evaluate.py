@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tangram.lab.accuracy.engines import ModelBench
     from tangram.lab.accuracy.methods import Grid
     from tangram.lab.accuracy.passages import RealText
-    from tangram.lab.accuracy.prompts import Questions
     from tangram.lab.accuracy.results import AnyCell
     from tangram.lab.accuracy.run import PlannedCell
+    from tangram.lab.accuracy.sample_prompts import Questions
 
     Asked = Questions | RealText
 
@@ -148,7 +148,7 @@ _QUICK = (
 
 
 def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
-    from tangram.lab.accuracy.pace import minutes
+    from tangram.lab.accuracy.grid_duration import minutes
 
     if plans:
         tell(f"About {minutes(bench, plans):.1f} minutes to go.")
@@ -170,7 +170,7 @@ def _choose_suites(options: EvalOptions) -> list[Asked]:
     Raises `ConfigError` for an unknown suite, and for options that no suite uses.
     """
     from tangram.lab.accuracy.passages import SUITE, RealText
-    from tangram.lab.accuracy.prompts import Questions, parse_suites
+    from tangram.lab.accuracy.sample_prompts import Questions, parse_suites
 
     found = parse_suites(options.suites, undivided=(SUITE,))
     for option, suite in (("locomo", "locomo"), ("text", SUITE)):
@@ -231,7 +231,7 @@ class Bar:
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:
     """Print the tables, and write the requested files."""
-    from tangram.lab.accuracy.plot import draw
+    from tangram.lab.accuracy.plot import plot_scores
     from tangram.lab.accuracy.score_report import report as tables
     from tangram.lab.accuracy.verdict import verdict
 
@@ -243,7 +243,7 @@ def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -
     if report is not None:
         report.write_text(text, encoding="utf-8")
     if plot is not None:
-        draw(cells, plot)
+        plot_scores(cells, plot)
 
 
 def _words(text: str) -> list[str]:

@@ -17,7 +17,7 @@ _ROW_HEADS = 96  # more boxes side by side are not readable on a page
 _ROW_INCHES = 3.4
 
 
-def draw(evidence: Sequence[Observations], title: str) -> Figure:
+def plot_retention(evidence: Sequence[Observations], title: str) -> Figure:
     """Draw a box for each head and ρ, heads with the most pages first, in as many rows as needed.
 
     A box spans the quartiles of a head's shares over samples, its whiskers the range. Dots are the

@@ -225,10 +225,12 @@ def _report(
         told += f"; {drafted.accepted:,} of {drafted.drafted:,} drafted tokens accepted"
     console.output().print(told)
     kept = {name: asdict(summary) for name, summary in summaries.items()}
-    keep(output, title, engine.config, {"stats": asdict(stats), "parts": kept, **more})
+    write_figures(output, title, engine.config, {"stats": asdict(stats), "parts": kept, **more})
 
 
-def keep(output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]) -> None:
+def write_figures(
+    output: Path | None, load: str, config: EngineConfig, figures: dict[str, Any]
+) -> None:
     """Write `figures` and the setting of their measurement as JSON, if `output` is given."""
     from tangram.lab.environment import environment
 

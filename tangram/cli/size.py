@@ -23,7 +23,7 @@ from tangram.config_json import ModelConfig, read_config
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
 from tangram.size import as_json, kv_size, render
-from tangram.weights import Weights, read_weights, weights_dtype
+from tangram.weight_size import Weights, read_weights, weights_dtype
 
 # The dtypes of `serve`, and the short names that this command took before.
 _SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

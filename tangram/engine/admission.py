@@ -120,8 +120,8 @@ class Admission:
                 ),
                 "prompt",
             )
-        room = self.max_model_len - len(prompt)
-        if room < 1:
+        most_tokens = self.max_model_len - len(prompt)
+        if most_tokens < 1:
             raise RequestError(
                 lambda field: (
                     f"{field} has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
@@ -130,16 +130,16 @@ class Admission:
                 "prompt",
             )
         wanted = request.sampling.max_tokens
-        if wanted is not None and wanted > room:
+        if wanted is not None and wanted > most_tokens:
             raise RequestError(
                 lambda field: (
-                    f"{field} is {wanted}, but after {len(prompt)} prompt tokens {room} of "
-                    f"max_model_len {self.max_model_len} are left: lower {field} or shorten the "
+                    f"{field} is {wanted}, but after {len(prompt)} prompt tokens {most_tokens} "
+                    f"of max_model_len {self.max_model_len} are left: lower {field} or shorten the "
                     "prompt"
                 ),
                 "max_tokens",
             )
-        granted = room if wanted is None else wanted
+        granted = most_tokens if wanted is None else wanted
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(

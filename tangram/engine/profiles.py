@@ -15,8 +15,8 @@ from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import (
     Scorer,
     ScorerChoice,
-    choose,
     choose_scope,
+    choose_scorer,
     make_scorer,
     read_profiles,
 )
@@ -50,7 +50,7 @@ class Compression:
     def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
         """Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
         profiles = read_profiles(config)
-        choice = choose(config, model, profiles)
+        choice = choose_scorer(config, model, profiles)
         recorded = [profile.scorer.name for profile in profiles.values()]
         others = recorded if choice.scorer in recorded else []
         scopes = {

@@ -313,8 +313,8 @@ class Scheduler:
 
     def _draft(self, sequence: TokenSequence, cache: SequenceCache, most: int) -> Int64:
         """What is drafted behind the newest token; none crosses the end of a chunk."""
-        room = cache.layout.chunk_tokens - cache.raw_tokens - 1
-        left = min(most, room, sequence.limit - sequence.known)
+        of_chunk = cache.layout.chunk_tokens - cache.raw_tokens - 1
+        left = min(most, of_chunk, sequence.limit - sequence.known)
         if self.drafts is None or sequence.pending or left <= 0:
             return np.zeros(0, np.int64)
         return self.drafts.offer(sequence, left)

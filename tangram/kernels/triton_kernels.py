@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels import dense, gate, gathered, keydiff, latents, prefill, reference, store
+from tangram.kernels import (
+    fused_causal,
+    gate,
+    gathered,
+    keydiff,
+    latents,
+    prefill,
+    reference,
+    store,
+)
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
@@ -53,7 +62,7 @@ class TritonKernels:
     _shape: tuple[int, ...]
     _rows: PrefillRows
     _cells: gathered.PrefillOrder
-    _runs: list[dense.DenseRun]
+    _runs: list[fused_causal.CausalRun]
     _tables: Tensor
     _begun: GpuDecode | RowBuffers | None
     _mask: Tensor | None = None
@@ -84,7 +93,7 @@ class TritonKernels:
         self._scales: Tensor | None = None
         self._gathers, self._fuses = (
             not self._latent and gathered.serves(pool, self._card),
-            not self._latent and dense.serves(pool, self._card),
+            not self._latent and fused_causal.serves(pool, self._card),
         )
         self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
@@ -213,7 +222,7 @@ class TritonKernels:
 
     def _load_rows(self, prefill: PrefillRows) -> None:
         entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
-        self._runs = dense.runs(prefill) if self._fuses else []
+        self._runs = fused_causal.find_runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
         self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
         arrays = [
@@ -251,7 +260,7 @@ class TritonKernels:
             sum(int(part.total.max()) for part in cells.gathered),
             MOST_BYTES // entry_bytes,
         )
-        if (self._fuses and dense.runs(row)) or copied > entries:
+        if (self._fuses and fused_causal.find_runs(row)) or copied > entries:
             return False
         key = shape, row.whole.tobytes(), bool(cells.gathered)
         if key not in self._padded:
@@ -352,7 +361,7 @@ class TritonKernels:
             return
         plain = window is None and softcap is None and sinks is None
         for run in self._runs if plain else ():
-            dense.attend(q, k, v, out, run, scaling=scaling)
+            fused_causal.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
             self._attend_gathered(part, layer, q, k, v, out, scaling)
         paged = self._cells.paged if plain else slice(0, self._order.shape[1])

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from tangram.errors import ConfigError
-from tangram.kv_events.messages import EventBatch, KvEvent
+from tangram.kv_events.events import EventBatch, KvEvent
 
 # So many batches can be asked for again, and so many may wait for a slow subscriber.
 REPLAYED_BATCHES, WAITING_BATCHES = 10_000, 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tangram.kv_events.messages import (
+from tangram.kv_events.events import (
     CPU,
     GPU,
     AllBlocksCleared,

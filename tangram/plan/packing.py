@@ -24,7 +24,7 @@ from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, boundary_tokens
 from tangram.plan.form import Bool, DecodeRows, WorkPlan
-from tangram.plan.profit import PackingRule, Prefixes, choose
+from tangram.plan.profit import PackingRule, Prefixes, choose_packing
 from tangram.plan.split import Sources
 from tangram.plan.workqueue import Grain, cut
 from tangram.types import Int32, Int64
@@ -62,7 +62,7 @@ def plan_packing(
     kept = np.broadcast_to(kept_tokens, rows.table.shape)
     end = lengths[rows.length_index].astype(np.int64)
     prefixes = Prefixes.of(forest, end, kept, rows)
-    packed = choose(rule, forest, prefixes, cost, group, max_query_rows // group)
+    packed = choose_packing(rule, forest, prefixes, cost, group, max_query_rows // group)
     node, sources = _pack(forest, packed.edge, packed.tail, max_query_rows // group)
     first = np.concatenate([packed.begin[node], packed.tail_begin])
     owner = sources.owner

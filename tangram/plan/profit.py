@@ -93,7 +93,7 @@ class Packing:
         return cls(edge, tail & shares, begin, tail_begin)
 
 
-def choose(
+def choose_packing(
     rule: PackingRule,
     forest: Forest,
     prefixes: Prefixes,

@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
 
 from tangram.metrics import EngineStats
-from tangram.ray.fleet import ReplicatedEngine
 from tangram.ray.logs import log_in_worker
 from tangram.ray.options import FleetOptions
+from tangram.ray.replicated_engine import ReplicatedEngine
 from tangram.serve.bridge import Limits
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app

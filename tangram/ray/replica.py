@@ -17,7 +17,7 @@ from tangram.engine.build import build_engine
 from tangram.errors import EngineError, OverloadError, RequestError, TangramError
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.logs import log_in_worker
-from tangram.ray.messages import EngineFacts, SentRequest, StatsReport
+from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.reports import MOST_KEYS, make_routing_stats
 from tangram.serve.logs import LogForm
 from tangram.types import Event, FinishReason, Grammar, Usage

@@ -8,7 +8,7 @@ from typing import Any
 
 from tangram.metrics import EngineStats
 from tangram.routing.digest import KeyDigest
-from tangram.routing.policy import ReplicaReport
+from tangram.routing.replica_choice import ReplicaReport
 
 # A digest has no more keys: 8 million tokens in chunks of 512, and 128 KiB of a report.
 MOST_KEYS = 2**14

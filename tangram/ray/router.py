@@ -9,9 +9,9 @@ from __future__ import annotations
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tangram.ray.messages import SentRequest
+from tangram.ray.payloads import SentRequest
 from tangram.ray.reports import read_routing_stats
-from tangram.routing.policy import Candidate, LoadCosts, Placement, Router
+from tangram.routing.replica_choice import Candidate, LoadCosts, Placement, Router
 
 
 class ChunkRouter(RequestRouter):

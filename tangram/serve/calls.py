@@ -112,7 +112,7 @@ class CallReader:
     def _measure_undecided(self) -> int:
         """How many last characters may belong to a call: spaces, and the beginning of a mark."""
         text = self._held
-        before = text[: len(text) - overlap(text, self._begin)]
+        before = text[: len(text) - mark_overlap(text, self._begin)]
         return len(text) - len(before.rstrip())
 
     def _calls(self, text: str) -> list[Call]:
@@ -136,7 +136,7 @@ class CallReader:
         return Call(name, text)
 
 
-def overlap(text: str, mark: str) -> int:
+def mark_overlap(text: str, mark: str) -> int:
     """The length of the longest end of `text` that begins `mark` and is shorter than it."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if mark.startswith(text[-length:])), 0)
@@ -156,7 +156,7 @@ def arguments_json(arguments: Any) -> str | None:
     return written
 
 
-def parse_json(text: str) -> Any:
+def read_call_json(text: str) -> Any:
     """The JSON value in `text`; None if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -174,16 +174,16 @@ def _read_calls(
     """Name and arguments of each call in `text`; None where one is malformed."""
     if form.style is CallStyle.NAMED:
         head, _, arguments = text.partition(form.arguments)
-        yield head.partition(_ID_MARK)[0].strip(), parse_json(arguments)
+        yield head.partition(_ID_MARK)[0].strip(), read_call_json(arguments)
     elif form.style is CallStyle.TAGGED:
         yield read_tagged_arguments(text, schemas)
     elif form.style is CallStyle.LIST:
-        calls = parse_json(text)
+        calls = read_call_json(text)
         yield from (
             _read_names(call, form) for call in (calls if isinstance(calls, list) else [None])
         )
     elif form.begin:
-        yield _read_names(parse_json(text), form)
+        yield _read_names(read_call_json(text), form)
     else:
         yield from (_read_names(call, form) for call in _objects(text))
 

@@ -43,7 +43,7 @@ def read_tagged_arguments(
     name, inside = found[1].strip(), found[2]
     schema = schemas.get(name, {})
     properties = {
-        key: resolve(value, schema) for key, value in schema.get("properties", {}).items()
+        key: follow_reference(value, schema) for key, value in schema.get("properties", {}).items()
     }
     arguments: dict[str, Any] = {}
     at = 0
@@ -88,7 +88,7 @@ def _list(schema: Mapping[str, Any]) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema["enum"])
 
 
-def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+def follow_reference(schema: Any, root: Mapping[str, Any]) -> Any:
     """`schema`, or the definition in `root` that it refers to."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref") if isinstance(schema, dict) else None
@@ -150,7 +150,7 @@ def _blame(message: str, place: str) -> RequestError:
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Schemas that together allow what `schema` does, each of one type where types are given."""
-    schema = resolve(schema, root)
+    schema = follow_reference(schema, root)
     if not isinstance(schema, dict):
         return [{}]
     for keyword in ("anyOf", "oneOf"):

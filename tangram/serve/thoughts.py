@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tangram.serve.calls import Call, CallReader, arguments_json, overlap, parse_json
+from tangram.serve.calls import Call, CallReader, arguments_json, mark_overlap, read_call_json
 from tangram.types import ThinkingFormat
 
 
@@ -112,7 +112,7 @@ class ThoughtReader:
             thought, self._held = self._held[:end].rstrip(), self._held[end + len(self._form.end) :]
             self.thinking, self._gap = False, True
         else:
-            before = self._held[: len(self._held) - overlap(self._held, self._form.end)]
+            before = self._held[: len(self._held) - mark_overlap(self._held, self._form.end)]
             thought = before.rstrip()
             self._held = self._held[len(thought) :]
         if thought:
@@ -186,7 +186,7 @@ class ChannelReader:
             self.thinking = channel is not None and channel[1] == _THOUGHTS and to is None
             self._held, self._head, self._fresh = text, False, True
             return True
-        marked = any(mark in head or overlap(head, mark) for mark in _MARKS)
+        marked = any(mark in head or mark_overlap(head, mark) for mark in _MARKS)
         if len(head) <= _MOST_HEAD and (marked or _PLAIN_HEAD.fullmatch(head)):
             return False
         # A model that does not follow its form writes text.
@@ -195,13 +195,13 @@ class ChannelReader:
 
     def _certain(self) -> Iterator[Part]:
         if not self._recipient:
-            end = len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
+            end = len(self._held) - max(mark_overlap(self._held, mark) for mark in _ENDS)
             text, self._held = self._held[:end], self._held[end:]
             yield from self._part(text)
 
     def _close(self, body: str) -> Iterator[Part]:
         known = self._recipient in self._names
-        arguments = arguments_json(parse_json(body)) if known else None
+        arguments = arguments_json(read_call_json(body)) if known else None
         if arguments is None:
             yield from self._part(body)
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tangram.speculate.history import TokenHistory
+from tangram.speculate.token_history import TokenHistory
 from tangram.types import Int64
 
 _MOST_PLACES = 16  # of one pattern: the newest say enough, and each costs microseconds

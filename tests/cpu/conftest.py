@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.engine.llm import LLM
 from tangram.model.load import LoadedModel, load_model, load_tokenizer
-from tests.support import tiny_model
+from tests.small_engines import tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from tangram.errors import ModelError
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import GREEDY, LATENT, profile_file, run, small_engine
+from tests.small_engines import GREEDY, LATENT, profile_file, run, small_engine
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,

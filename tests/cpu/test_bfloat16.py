@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tangram.kernels import cpu
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import TINY, World
-from tests.support import run, sealed_state, tiny_model
+from tests.small_engines import run, sealed_state, tiny_model
 
 CHUNK = 32
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams
-from tests.support import drain, profile_file, run, small_engine
+from tests.small_engines import drain, profile_file, run, small_engine
 
 TINY = LlamaConfig(
     vocab_size=96,

@@ -20,7 +20,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.triton_kernels import TritonKernels
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.support import drain, run, small_engine
+from tests.small_engines import drain, run, small_engine
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,

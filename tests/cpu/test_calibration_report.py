@@ -260,10 +260,10 @@ def test_too_little_is_refused() -> None:
 
 def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tangram.cli.retention_plot import draw
+    from tangram.cli.retention_plot import plot_retention
 
     evidence = calibrated(random_needs(4, 0, 5), "abab", retentions=(0.5, 0.4))
-    picture = draw(evidence, "six heads")
+    picture = plot_retention(evidence, "six heads")
     picture.savefig(tmp_path / "heads.png")
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [len(axes.patches) - 1 for axes in picture.axes] == [6, 6], (
@@ -278,8 +278,8 @@ def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
 
 def test_many_heads_are_drawn_in_several_rows() -> None:
     pytest.importorskip("matplotlib")
-    from tangram.cli.retention_plot import draw
+    from tangram.cli.retention_plot import plot_retention
 
     needs = [np.full((1, 50, 5), 8)] * 2
-    picture = draw(calibrated(needs, "aa"), "250 heads")
+    picture = plot_retention(calibrated(needs, "aa"), "250 heads")
     assert [len(axes.patches) - 1 for axes in picture.axes] == [84, 83, 83]

@@ -12,8 +12,8 @@ from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, Event, Request
 from tests.cpu.test_speculative_answers import PROMPTS, SETTINGS, TINY, World
+from tests.small_engines import drain, profile_file, run
 from tests.speculation import draft_always, few
-from tests.support import drain, profile_file, run
 
 GREEDY = SETTINGS["greedy"]
 

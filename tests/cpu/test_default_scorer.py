@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
-from tangram.compress.scorers import SCORERS, choose, read_profiles
+from tangram.compress.scorers import SCORERS, choose_scorer, read_profiles
 from tangram.compress.scorers.gate import find_shipped_gates
 from tangram.config import EngineConfig
 from tangram.engine import profiles
@@ -83,8 +83,8 @@ def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
 
 
 def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
-    assert choose(EngineConfig(gate=GATE), None, {}).scorer == "fastkvzip"
-    assert choose(EngineConfig(), None, {}).scorer == "keydiff"
+    assert choose_scorer(EngineConfig(gate=GATE), None, {}).scorer == "fastkvzip"
+    assert choose_scorer(EngineConfig(), None, {}).scorer == "keydiff"
 
 
 def test_profiles_of_several_scorers_are_served_and_the_default_ratio_says_which_first(
@@ -102,10 +102,10 @@ def test_profiles_of_several_scorers_are_served_and_the_default_ratio_says_which
 
 
 def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_layers() -> None:
-    scopes = {name: choose(EngineConfig(scorer=name), None, {}).scope for name in SCORERS}
+    scopes = {name: choose_scorer(EngineConfig(scorer=name), None, {}).scope for name in SCORERS}
     assert scopes.pop("tova") == "layer"
     assert set(scopes.values()) == {"model"}
-    assert choose(EngineConfig(scorer="tova", scope="model"), None, {}).scope == "model"
+    assert choose_scorer(EngineConfig(scorer="tova", scope="model"), None, {}).scope == "model"
 
 
 def test_a_profile_says_which_heads_compete() -> None:
@@ -114,9 +114,9 @@ def test_a_profile_says_which_heads_compete() -> None:
     ]
     files = tuple(str(find_shipped_profiles() / name) for name in published)
     one, both = EngineConfig(profile=files[:1]), EngineConfig(profile=files)
-    assert choose(one, None, read_profiles(one)) == ("keydiff", "layer")
+    assert choose_scorer(one, None, read_profiles(one)) == ("keydiff", "layer")
     with pytest.raises(ProfileError, match=r"several scopes \(.*for layer, .*for model\)"):
-        choose(both, None, read_profiles(both))
+        choose_scorer(both, None, read_profiles(both))
 
 
 def test_a_calibration_is_for_the_scorer_that_will_serve(folder: Path, tmp_path: Path) -> None:

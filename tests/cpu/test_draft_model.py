@@ -20,8 +20,8 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.types import Event, Request, SamplingParams
+from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 from tests.speculation import few
-from tests.support import GREEDY, drain, profile_file, run, small_engine
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,

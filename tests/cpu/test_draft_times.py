@@ -12,8 +12,8 @@ from tangram.model.load import LoadedModel
 from tangram.speculate.pace import REST_STEPS
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import TINY
+from tests.small_engines import profile_file, run, small_engine
 from tests.speculation import METHODS, Pattern
-from tests.support import profile_file, run, small_engine
 
 CHUNK = 128
 FEW_TOKENS = SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True)

@@ -22,7 +22,7 @@ from tangram.engine.speculation import Drafting
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Int32, Request, SamplingParams
-from tests.support import GREEDY, drain, profile_file, run, small_engine
+from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 SHAPE: dict[str, Any] = {

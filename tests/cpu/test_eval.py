@@ -22,8 +22,8 @@ from tangram.errors import ConfigError
 from tangram.lab.accuracy import engines
 from tangram.lab.accuracy.engines import ModelBench, ask_questions
 from tangram.lab.accuracy.methods import Method
-from tangram.lab.accuracy.prompts import Alignment, Questions, filler_token
 from tangram.lab.accuracy.results import FidelityCell, Results
+from tangram.lab.accuracy.sample_prompts import Alignment, Questions, filler_token
 from tangram.lab.accuracy.score_report import plain
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams

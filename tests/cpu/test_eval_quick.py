@@ -51,7 +51,7 @@ def test_it_asks_what_a_server_of_the_model_would_answer(
         seen.extend(plans)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("tangram.lab.accuracy.pace.minutes", before)
+    monkeypatch.setattr("tangram.lab.accuracy.grid_duration.minutes", before)
     assert "seen" in CLI.invoke(app, ["eval", "--quick", "-o", str(tmp_path / "r.json")]).output
     static = [plan for plan in seen if plan.method.name == "static"]
     assert {plan.method.scorer for plan in static} == {"fastkvzip"}

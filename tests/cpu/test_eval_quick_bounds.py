@@ -16,8 +16,8 @@ from bench.render.page import Page
 from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig
 from tangram.lab.accuracy.methods import Method, MethodName
-from tangram.lab.accuracy.prompts import SuitePrompts
 from tangram.lab.accuracy.results import AnyCell, Fidelity, FidelityCell, Score
+from tangram.lab.accuracy.sample_prompts import SuitePrompts
 from tests.host.test_eval_run import SUITES, StubBench, measure
 
 

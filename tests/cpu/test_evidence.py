@@ -29,7 +29,6 @@ from tangram.engine.observe import score_source
 from tangram.engine.text import TextCodec
 from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.methods import Method
-from tangram.lab.accuracy.prompts import Alignment, Questions, evidence_tokens, filler_token
 from tangram.lab.accuracy.recall import (
     competing,
     compute_kept_shares,
@@ -38,11 +37,12 @@ from tangram.lab.accuracy.recall import (
     recall,
 )
 from tangram.lab.accuracy.results import Cell, Results
+from tangram.lab.accuracy.sample_prompts import Alignment, Questions, evidence_tokens, filler_token
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Request
 from tests.cpu.test_eval import BASE, LLAMA
 from tests.host.test_locomo import asked, document
-from tests.support import GREEDY, profile_file, small_engine
+from tests.small_engines import GREEDY, profile_file, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 CONTEXT, CHUNK = 640, 128

@@ -18,10 +18,10 @@ from tangram.errors import ConfigError
 from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.forced import ForcedText
 from tangram.lab.accuracy.passages import TAIL_TOKENS, RealText, passages
-from tangram.lab.accuracy.prompts import Alignment
+from tangram.lab.accuracy.sample_prompts import Alignment
 from tangram.lab.accuracy.suites import SAMPLES
 from tangram.model.load import LoadedModel
-from tests.support import profile_file
+from tests.small_engines import profile_file
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 LLAMA = LlamaConfig(

@@ -21,7 +21,7 @@ from tangram.model.load import LoadedModel, adopt
 from tangram.types import SamplingParams
 from tests.cpu.test_offload import SLIDING
 from tests.cpu.test_purity import TINY, World
-from tests.support import run, sealed_state
+from tests.small_engines import run, sealed_state
 
 C = 32
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

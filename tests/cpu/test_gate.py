@@ -26,7 +26,7 @@ from tangram.compress.scorers.gate import find_gate, load_gate
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import GroupSealer
-from tests.support import GREEDY, profile_file, run, sealed_state, small_engine
+from tests.small_engines import GREEDY, profile_file, run, sealed_state, small_engine
 
 # 2 layers, hidden size 48, 2 KV heads, 3 query heads for each.
 GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.safetensors"

@@ -23,7 +23,7 @@ from tangram.model.load import LoadedModel
 from tangram.serve.call_grammar import answer_grammar
 from tangram.types import Event, Grammar, Request, SamplingParams
 from tests.examples import examples
-from tests.support import drain, probabilities, small_engine
+from tests.small_engines import drain, probabilities, small_engine
 
 VOCABULARY, EOS = 49152, 2
 # A random model never ends a number or a space by itself, so all that can go on is bounded.

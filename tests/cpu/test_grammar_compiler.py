@@ -13,7 +13,7 @@ from tangram.errors import MachineError, RequestError
 from tangram.model.load import LoadedModel
 from tangram.serve.call_grammar import answer_grammar
 from tests.cpu.test_grammar import PERSON, engine, tiny
-from tests.support import small_engine
+from tests.small_engines import small_engine
 
 __all__ = ["engine", "tiny"]
 

@@ -17,7 +17,7 @@ from tangram.types import PageMove, SamplingParams
 from tests.cpu.test_offload import HISTORIES, C, small, told
 from tests.cpu.test_offload import world as world  # the fixture
 from tests.cpu.test_purity import World
-from tests.support import run, sealed_state
+from tests.small_engines import run, sealed_state
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

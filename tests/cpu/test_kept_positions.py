@@ -20,7 +20,7 @@ from tangram.types import Request, SamplingParams
 from tangram.watch import ChunkPlace, KeptPositions, News, Readings, SequenceReading, SequenceState
 from tests.cpu.test_offload import SLIDING
 from tests.cpu.test_purity import ANSWER, TINY, C, World
-from tests.support import drain, run, small_engine
+from tests.small_engines import drain, run, small_engine
 
 Chunks = dict[tuple[int, int], tuple[ChunkView, Tensor]]
 WORDS = LlamaConfig(**(TINY.to_dict() | {"vocab_size": 49152}))

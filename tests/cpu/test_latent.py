@@ -28,8 +28,8 @@ from tests.cpu.test_purity import TINY_LATENT
 from tests.cpu.test_quantized import needs_vnni
 from tests.cpu.test_train_gate import TEXTS
 from tests.paged import make_batch
+from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 from tests.speculation import draft_always
-from tests.support import GREEDY, drain, profile_file, run, small_engine
 
 # Layers enough for budgets to differ.
 CONFIG = DeepseekV3Config(**(TINY_LATENT.to_dict() | {"num_hidden_layers": 4}))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from tangram.errors import EngineError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.support import small_engine
+from tests.small_engines import small_engine
 
 LLAMA = LlamaConfig(
     vocab_size=512,

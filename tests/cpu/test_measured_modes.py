@@ -26,7 +26,7 @@ from tangram.lab.baselines.reclaim import compact
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.examples import examples
-from tests.support import drain, run, small_engine
+from tests.small_engines import drain, run, small_engine
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,

@@ -23,7 +23,7 @@ from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
 from tangram.types import Request, SamplingParams
 from tests.cpu.test_purity import TINY
-from tests.support import drain, profile_file, run, small_engine
+from tests.small_engines import drain, profile_file, run, small_engine
 
 C = 32
 PROMPT = [3 + (i * i * 7 + i) % 80 for i in range(3 * C + 5)]

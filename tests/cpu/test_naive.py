@@ -18,7 +18,7 @@ from tangram.errors import TangramError
 from tangram.lab import naive
 from tangram.lab.load.asks import Ask
 from tangram.model.load import LoadedModel
-from tests.support import small_engine
+from tests.small_engines import small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 CONFIG = LlamaConfig(

@@ -15,7 +15,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import TINY, TINY_LATENT, World
-from tests.support import drain, run, sealed_state
+from tests.small_engines import drain, run, sealed_state
 
 C = 32
 SLIDING = Gemma3TextConfig(

@@ -20,7 +20,7 @@ from tangram.compress.scorers import SCORERS
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import LATENT, profile_file, run, sealed_state, small_engine
+from tests.small_engines import LATENT, profile_file, run, sealed_state, small_engine
 
 TINY = LlamaConfig(
     vocab_size=96,

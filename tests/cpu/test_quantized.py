@@ -17,8 +17,8 @@ from tangram.errors import ConfigError, ModelError
 from tangram.model import quantized
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.quantized import GROUP, Int4Linear, Int8Linear, quantize, round_to_4_bits
-from tangram.weights import read_weights
-from tests.support import profile_file, run, sealed_state, small_engine
+from tangram.weight_size import read_weights
+from tests.small_engines import profile_file, run, sealed_state, small_engine
 
 FORMS = ("int8", "int4")
 SMALL = LlamaConfig(

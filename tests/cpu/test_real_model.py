@@ -18,7 +18,7 @@ from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.fixtures.transformers import make_fixture as greedy
 from tests.fixtures.transformers.make_fixture import TEXT
-from tests.support import run
+from tests.small_engines import run
 
 PROMPT_TOKENS = (20, 64, 150, 333, 512, 900, 1500, 3000)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=greedy.ANSWER_TOKENS, ignore_eos=True)

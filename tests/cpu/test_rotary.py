@@ -15,7 +15,7 @@ from tangram.errors import ModelError
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tests.cpu.test_architectures import BASE, CONFIGS
-from tests.support import small_engine
+from tests.small_engines import small_engine
 
 INTERLEAVED = {
     "glm4": Glm4Config(**BASE),

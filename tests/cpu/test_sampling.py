@@ -27,7 +27,7 @@ from tangram.engine.filters import find_threshold_by_halving, find_threshold_by_
 from tangram.engine.sampling import SampleRow, sample
 from tangram.errors import ModelError, RequestError
 from tangram.types import SamplingParams
-from tests.support import probabilities
+from tests.small_engines import probabilities
 
 VOCAB = 1000
 

@@ -25,7 +25,7 @@ from tangram.errors import ProfileError, RequestError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import ANSWER, PROPERTY, TINY, sealed_state
-from tests.support import drain, profile_file, run, small_engine
+from tests.small_engines import drain, profile_file, run, small_engine
 
 C = 48  # SnapKV's window takes 32
 # Each needs something else of the engine: rotation, a second pass, queries, nothing but keys.

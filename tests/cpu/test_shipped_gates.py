@@ -28,7 +28,7 @@ from tangram.lab.accuracy.methods import Method
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel
-from tests.support import GREEDY, run, small_engine
+from tests.small_engines import GREEDY, run, small_engine
 
 SHIPPED = sorted(find_shipped_gates().glob("*.safetensors"))
 NONE_SHIPS = "needs a gate file and none ships for this model: .*--train-gate"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.render.page import Page
-from bench.speculation import acceptance, cpu, figures, serving
+from bench.speculation import acceptance, cpu_conversation, figures, serving
 from bench.speculation.acceptance import AcceptanceBench, AcceptanceCell, AcceptanceFile
 from bench.speculation.engines import (
     SAID,
@@ -22,15 +22,15 @@ from bench.speculation.engines import (
     load_measured,
     with_speculation,
 )
-from bench.speculation.prompts import REPEATED_TOKENS, repeat_texts
 from bench.speculation.runs import find_differences, measure_run, summarise
 from bench.speculation.tasks import TASKS
+from bench.speculation.text_prompts import REPEATED_TOKENS, repeat_texts
 from tangram.compress.scorers import attention_weights
 from tangram.config import EngineConfig
 from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
+from tests.small_engines import profile_file
 from tests.speculation import few
-from tests.support import profile_file
 
 PROMPTS = [tuple(range(3, 83)), tuple(range(50, 120))]
 OWN = {"method": "compressed_kv", "kv_retention": 0.25}
@@ -163,11 +163,11 @@ def test_a_file_is_edited_alike_with_lookups_and_drafts_are_accepted(
         device="cpu", kv_retention=1.0, kv_cache_gib=0.2, max_num_seqs=1, max_model_len=2000
     )
     engines = {
-        name: build_measured(with_speculation(config, cpu.METHODS[name]), loaded)
+        name: build_measured(with_speculation(config, cpu_conversation.METHODS[name]), loaded)
         for name in ("plain", "suffix")
     }
     options = argparse.Namespace(small=False, tokens=32)
-    found = cpu._measure(engines, "edit this file", 0, options)
+    found = cpu_conversation._measure(engines, "edit this file", 0, options)
     assert found["suffix"]["differences"] == [] and found["suffix"]["copied"] > 0.5
     assert found["suffix"]["speculation"]["accepted"] > 10
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, PretrainedConfig
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
+from tests.small_engines import profile_file, small_engine
 from tests.speculation import METHODS, SHARE, Answer, ask, draft_always, few, methods_of
-from tests.support import profile_file, small_engine
 
 # A prompt that repeats itself, and a random model of few words, so that lookups find something.
 TINY = LlamaConfig(

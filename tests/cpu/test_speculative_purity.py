@@ -18,8 +18,8 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import ANSWER, TINY, C, forks, shared_prefixes
+from tests.small_engines import profile_file, run, sealed_state, small_engine
 from tests.speculation import METHODS, SHARE, draft_always, few, methods_of
-from tests.support import profile_file, run, sealed_state, small_engine
 
 FEW = settings(
     deadline=None, max_examples=5, derandomize=True, suppress_health_check=list(HealthCheck)

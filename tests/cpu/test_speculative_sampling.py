@@ -19,8 +19,8 @@ from torch import Tensor
 from tangram.engine.sampling import SampleRow, choose_tokens
 from tangram.engine.speculation import accept, verifiers
 from tangram.types import SamplingParams, TokenLogprob
+from tests.small_engines import probabilities
 from tests.speculation import few
-from tests.support import probabilities
 
 VOCAB, FIRST, END = 6, 0, 5
 ANSWER = 3  # tokens

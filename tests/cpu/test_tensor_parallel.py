@@ -34,7 +34,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import ConfigError, EngineError, ModelError, ProfileError
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
-from tests.support import drain, profile_file, run, sealed_state, small_engine
+from tests.small_engines import drain, profile_file, run, sealed_state, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 

@@ -22,7 +22,7 @@ from tangram.errors import ConfigError
 from tangram.gate_training.fit import Examples, Recipe, new_weights, overlap, train_gate
 from tangram.gate_training.teacher import agreements, train_gate_on_texts
 from tangram.model.load import LoadedModel
-from tests.support import GREEDY, profile_file, run, small_engine
+from tests.small_engines import GREEDY, profile_file, run, small_engine
 
 CHUNK = 64
 RECIPE = Recipe(epochs=12, batch_tokens=64, learning_rate=1e-2, head_dim=8, sinks=4)

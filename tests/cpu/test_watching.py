@@ -24,7 +24,7 @@ from tangram.watch import (
     StepDone,
 )
 from tests.cpu.test_purity import TINY, C, World
-from tests.support import drain, run, small_engine
+from tests.small_engines import drain, run, small_engine
 
 WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
 FIRST, ENDED = SequenceState.FIRST_TOKEN, SequenceState.ENDED

@@ -18,7 +18,7 @@ from tangram.cli import app
 from tangram.config_json import read_config
 from tangram.errors import ConfigError
 from tangram.kv_shape import presets, read_shape
-from tangram.weights import read_weights
+from tangram.weight_size import read_weights
 
 COMMON = {
     "hidden_size": 512,

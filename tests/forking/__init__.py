@@ -29,7 +29,7 @@ def run_fork_server(*modules: str) -> Iterator[list[str]]:
             listener.listen()
             number = listener.fileno()
             server = subprocess.Popen(
-                [sys.executable, "-m", f"{__name__}.server", str(number), *modules],
+                [sys.executable, "-m", f"{__name__}.fork_server", str(number), *modules],
                 cwd=_FOLDER.parents[1],
                 stdin=subprocess.PIPE,
                 pass_fds=[number],

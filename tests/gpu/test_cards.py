@@ -29,7 +29,7 @@ from tests.gpu.test_engine import (
     submitted,
 )
 from tests.gpu.test_engine import pytestmark as pytestmark
-from tests.support import drain, tiny_model
+from tests.small_engines import drain, tiny_model
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {
@@ -57,11 +57,11 @@ def kernels_in(package: Path) -> set[str]:
 
 
 def compiled(form: str, folder: Path, *cards: str) -> list[dict[str, Any]]:
-    """The lines of `tests.gpu.compiled`, in a process where nothing is interpreted or cached."""
+    """`tests.gpu.compiled_launches` in a process where nothing is interpreted or cached."""
     lines = folder / "compiled.jsonl"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compiled", form, str(lines), *cards],
+        [sys.executable, "-m", "tests.gpu.compiled_launches", form, str(lines), *cards],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(folder / "triton")},
         check=True,

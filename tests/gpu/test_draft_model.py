@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from tangram.model.load import load_tokenizer
 from tangram.types import SamplingParams
 from tests.gpu.test_engine import on_torch, on_triton
-from tests.support import run, small_engine, tiny_model
+from tests.small_engines import run, small_engine, tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 PROMPTS = [[5, 9, 17, 3], list(range(3, 23))]

@@ -39,7 +39,7 @@ from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tests.interpreter import interpreter_few
-from tests.support import LATENT, drain, profile_file, small_engine, tiny_model
+from tests.small_engines import LATENT, drain, profile_file, small_engine, tiny_model
 
 # What torch's compiler says of torch itself.
 pytestmark = [

@@ -17,8 +17,8 @@ from tangram.model.load import LoadedModel, load_tokenizer
 from tests.gpu import test_engine as whole
 from tests.gpu.test_prefill_and_store import SCORES, fp8_copy
 from tests.interpreter import interpreter_few
+from tests.small_engines import profile_file, tiny_model
 from tests.speculation import METHODS, draft_always
-from tests.support import profile_file, tiny_model
 
 HEADS, DIM, PAGE, SINKS, WINDOW = 3, 16, 8, 4, 3
 

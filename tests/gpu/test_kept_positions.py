@@ -16,7 +16,7 @@ from tangram.watch import KeptPositions
 from tests.cpu.test_kept_positions import Ends
 from tests.gpu import test_engine as whole
 from tests.interpreter import interpreter_few
-from tests.support import profile_file, run, small_engine, tiny_model
+from tests.small_engines import profile_file, run, small_engine, tiny_model
 
 pytestmark = whole.pytestmark
 # Each fills its third chunk by its answer.

@@ -16,7 +16,7 @@ from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, PROMPTS, both, models, options_of, submitted
 from tests.interpreter import interpreter_few
-from tests.support import drain
+from tests.small_engines import drain
 
 __all__ = ["models"]
 # What torch's compiler says of torch itself.

@@ -25,7 +25,7 @@ from tests.gpu.test_engine import (
 )
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.interpreter import interpreter_few
-from tests.support import profile_file, small_engine, tiny_model
+from tests.small_engines import profile_file, small_engine, tiny_model
 
 
 @pytest.mark.parametrize(

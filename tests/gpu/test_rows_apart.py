@@ -1,4 +1,4 @@
-"""Few prefill rows are passes of their own, in rooms that graphs replay, and compute what they
+"""Few prefill rows are passes of their own, in buffers that graphs replay, and compute what they
 always do.
 """
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
-from tests.host.service import Service
+from tests.host.scheduled_device import ScheduledDevice
 
-_Service = TypeVar("_Service", bound=Service)
+_Service = TypeVar("_Service", bound=ScheduledDevice)
 
 
 def run_any_schedule(

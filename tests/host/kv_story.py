@@ -1,7 +1,7 @@
 """A few changes of a prefix cache, and the KV events that are published of them.
 
 `python -m tests.host.kv_story` writes them to a file for vLLM's own decoder
-(`tests/fixtures/kv_events/decode.py`).
+(`tests/fixtures/kv_events/make_fixture.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tangram.cache.keys import list_keys
-from tangram.kv_events.messages import EventBatch, KvEvent
+from tangram.kv_events.events import EventBatch, KvEvent
 from tangram.kv_events.stream import KvEventStream
 from tangram.watch import ChunkPlace, ChunkStored, LinkChange, LinkDropped, LinkOffloaded, News
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.types import Int64
-from tests.host.support import layout_sets
+from tests.host.device_double import layout_sets
 from tests.host.test_cache import admit, manager, tokens_of
 
 

@@ -17,7 +17,7 @@ from tangram.cache.pages import Ledger
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
 from tangram.types import Int64
-from tests.host.support import (
+from tests.host.device_double import (
     NumberedCache,
     geometry,
     held_by_group,

@@ -153,12 +153,15 @@ def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
         ),
         (["chat", "-np", "4"], "No such option: -np. It is --max-num-seqs in Tangram."),
         (["serve", "-tp", "2"], "It is --tensor-parallel-size in Tangram"),
-        (["serve", "--pipeline-parallel-size", "2"], "There is none yet: a model is cut by"),
+        (["serve", "--pipeline-parallel-size", "2"], "There is none: a model is cut by"),
         (
             ["calibrate", "--parallel", "2"],
             "It is --max-num-seqs in Tangram, which this command does not have.",
         ),
-        (["-m", "model.gguf"], "The model is the argument without a name: tangram serve MODEL"),
+        (
+            ["-m", "model.gguf"],
+            "There is none: the model is the argument without a name: tangram serve MODEL",
+        ),
         (
             ["serve", "--max-num-seq", "4"],
             "No such option: --max-num-seq (Possible options: --max-num-seqs)",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.cpu_peers import process
+from bench.cpu_peers import system_process
 from bench.cpu_peers.cells import (
     LONGEST,
     PeerRow,
@@ -23,7 +23,7 @@ from bench.cpu_peers.cells import (
     sharing,
 )
 from bench.cpu_peers.figures import table_rows
-from bench.cpu_peers.process import PeerSystem, start_systems
+from bench.cpu_peers.system_process import PeerSystem, start_systems
 from bench.render.page import Page
 from tangram.lab.load.asks import Ask
 from tangram.lab.load.clock import TimedAnswer
@@ -183,8 +183,8 @@ def test_a_peer_answers_and_a_missing_or_broken_one_is_named_and_left_out(
         program.chmod(0o755)
         return program
 
-    monkeypatch.setattr(process, "BUILD", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(process.ROOT))
+    monkeypatch.setattr(system_process, "BUILD", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(system_process.ROOT))
     of = {
         "made": PeerSystem("Made", "m", script("made", PEER), {}),
         "absent": PeerSystem("Absent", "m", tmp_path / "nowhere/bin/python", {}),

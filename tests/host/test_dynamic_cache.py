@@ -12,7 +12,7 @@ from tangram.cache.layout import Layout
 from tangram.errors import IntegrityError
 from tangram.lab.baselines.caches import DynamicCache
 from tangram.types import Int64
-from tests.host.support import NumberedCache, layout, layout_sets, retentions
+from tests.host.device_double import NumberedCache, layout, layout_sets, retentions
 
 
 class NumberedDynamicCache(NumberedCache, DynamicCache):

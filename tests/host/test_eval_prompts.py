@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.prompts import (
+from tangram.lab.accuracy.sample_prompts import (
     Alignment,
     Questions,
     filler_token,

@@ -15,9 +15,9 @@ import pytest
 
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.methods import Method
-from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts, prompts_of
 from tangram.lab.accuracy.results import Cell, Results, Score, Setting
 from tangram.lab.accuracy.run import Ask, PlannedCell, Recalls, Reply, plan_cells, run
+from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts, prompts_of
 from tangram.lab.accuracy.score_report import difference, label, report
 from tests.host.asking import sample
 from tests.host.test_eval_prompts import CODEC

@@ -14,7 +14,7 @@ from tangram.errors import ConfigError
 from tangram.lab.fleet.arrivals import Arrival, count_ideal_hits, read_arrivals
 from tangram.lab.fleet.costs import EngineCosts
 from tangram.lab.fleet.policies import BALANCERS
-from tangram.lab.fleet.replica import SimulatedReplica, Visit
+from tangram.lab.fleet.simulated_replica import SimulatedReplica, Visit
 from tangram.lab.fleet.simulation import IDEAL, FleetRun, Loss, SimulatedFleet
 
 CONVERSATIONS, TURNS = 24, 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,18 @@ PARTICIPLES = {
     "told",
     "won",
     "written",
+}
+# File names that several folders have, by the reason why they mean the same there. Tests of one
+# subject on a CPU, on a GPU or over the wire are named alike, too (`test_*.py`).
+SHARED_NAMES = {
+    "Python's, pytest's or our convention": "__init__ __main__ conftest make_fixture",
+    "a command, and what it runs": "ablation batch naive size",
+    "a benchmark, and what it measures": (
+        "cpu_portable cpu_prefill cpu_products host_forms sealing"
+    ),
+    "a scorer, its kernel, and its command": "gate keydiff",
+    "a subject, and what its tests share": "speculation templates",
+    "the same of several commands or processes": "cases engines figures logs options serving",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -108,6 +120,12 @@ def test_one_name_is_one_class() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_files_of_one_name_mean_the_same() -> None:
+    places = Counter(path.stem for path in FILES if not path.stem.startswith("test_"))
+    shared = {name for name, files in places.items() if files > 1}
+    assert shared == set(" ".join(SHARED_NAMES.values()).split())
 
 
 def test_the_formatter_has_no_exceptions() -> None:

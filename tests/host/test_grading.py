@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.lab.accuracy.grading import RULES, occurs, score, token_f1
+from tangram.lab.accuracy.grading import RULES, occurs, score_reply, token_f1
 from tangram.lab.accuracy.sample import Grade, Question
 
 WORD = st.text(alphabet="bcdfghjklm", min_size=2, max_size=8)
@@ -23,8 +23,8 @@ def question(grade: Grade, *answers: str) -> Question:
 @given(grade=st.sampled_from(sorted(RULES)), answer=PHRASE)
 def test_the_answer_itself_is_right_in_any_case(grade: Grade, answer: str) -> None:
     asked = question(grade, answer)
-    assert score(asked, answer) == 1
-    assert score(asked, f"  {answer.upper()}.\n") == 1
+    assert score_reply(asked, answer) == 1
+    assert score_reply(asked, f"  {answer.upper()}.\n") == 1
 
 
 @given(
@@ -33,7 +33,7 @@ def test_the_answer_itself_is_right_in_any_case(grade: Grade, answer: str) -> No
     reply=UNRELATED,
 )
 def test_an_unrelated_reply_is_worth_nothing(grade: Grade, answers: list[str], reply: str) -> None:
-    assert score(question(grade, *answers), reply) == 0
+    assert score_reply(question(grade, *answers), reply) == 0
 
 
 @given(
@@ -42,16 +42,16 @@ def test_an_unrelated_reply_is_worth_nothing(grade: Grade, answers: list[str], r
     reply=st.text(),
 )
 def test_any_texts_have_a_score_from_0_to_1(grade: Grade, answers: list[str], reply: str) -> None:
-    assert 0 <= score(question(grade, *answers), reply) <= 1
+    assert 0 <= score_reply(question(grade, *answers), reply) <= 1
 
 
 @given(answers=st.lists(WORD, min_size=1, max_size=6, unique=True), data=st.data())
 def test_all_is_the_share_of_answers_that_occur(answers: list[str], data: st.DataObject) -> None:
     said = data.draw(st.lists(st.sampled_from(answers), unique=True))
-    assert score(question("all", *answers), "They are " + ", ".join(said)) == pytest.approx(
+    assert score_reply(question("all", *answers), "They are " + ", ".join(said)) == pytest.approx(
         len(said) / len(answers)
     )
-    assert score(question("any", *answers), "They are " + ", ".join(said)) == bool(said)
+    assert score_reply(question("any", *answers), "They are " + ", ".join(said)) == bool(said)
 
 
 @given(number=st.integers(0, 10**7), digit=st.integers(0, 9))
@@ -85,27 +85,27 @@ def test_words_match_whole(answer: str, reply: str, there: bool) -> None:
 
 def test_code_may_be_laid_out_and_quoted_otherwise() -> None:
     asked = question("code", "join(self, sep=', ')")
-    assert score(asked, '```python\ndef join( self,\n    sep = ", " ):\n```') == 1
-    assert score(asked, "def rejoin(self, sep=', ')") == 0
-    assert score(asked, "def join(self, sep='; ')") == 0
+    assert score_reply(asked, '```python\ndef join( self,\n    sep = ", " ):\n```') == 1
+    assert score_reply(asked, "def rejoin(self, sep=', ')") == 0
+    assert score_reply(asked, "def join(self, sep='; ')") == 0
 
 
 @pytest.mark.parametrize(
     "reply", ["dapomi", " Dapomi. ", "Label: dapomi", "The label is **dapomi**", "\n`dapomi`\nok"]
 )
 def test_exact_sees_through_markup(reply: str) -> None:
-    assert score(question("exact", "dapomi"), reply) == 1
+    assert score_reply(question("exact", "dapomi"), reply) == 1
 
 
 @pytest.mark.parametrize("reply", ["dapomi or rokifo", "rokifo\ndapomi", "", "dapom"])
 def test_exact_wants_the_answer_and_nothing_else_first(reply: str) -> None:
-    assert score(question("exact", "dapomi"), reply) == 0
+    assert score_reply(question("exact", "dapomi"), reply) == 0
 
 
 def test_f1_by_hand() -> None:
     """Of "the" and "and" nothing counts: 2 words shared of 3 said and 2 wanted."""
     assert token_f1("The red, and blue", "red blue ball") == pytest.approx(2 * 2 / (3 + 2))
-    assert score(question("f1", "seven", "red blue"), "red blue") == 1
+    assert score_reply(question("f1", "seven", "red blue"), "red blue") == 1
 
 
 @given(one=PHRASE, other=PHRASE)
@@ -116,8 +116,8 @@ def test_f1_is_symmetric_and_1_only_for_the_same_words(one: str, other: str) -> 
 
 def test_parts_of_a_list_are_matched_one_by_one() -> None:
     asked = question("f1_parts", "beach, mountains, forest")
-    assert score(asked, "forest, beach, mountains") == 1
-    assert score(asked, "the beach, a desert") == pytest.approx(1 / 3)
+    assert score_reply(asked, "forest, beach, mountains") == 1
+    assert score_reply(asked, "the beach, a desert") == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_parts_of_a_list_are_matched_one_by_one() -> None:
     ],
 )
 def test_an_option_is_chosen_by_letter_or_words(reply: str, right: int) -> None:
-    assert score(question("choice", "(b)", "Not mentioned"), reply) == right
+    assert score_reply(question("choice", "(b)", "Not mentioned"), reply) == right

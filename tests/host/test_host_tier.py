@@ -22,7 +22,14 @@ from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Int32, Int64
 from tangram.watch import ChunkPlace, ChunkStored, LinkDropped
 from tests.examples import examples
-from tests.host.support import NumberedCache, geometry, layout, layout_sets, recount, retentions
+from tests.host.device_double import (
+    NumberedCache,
+    geometry,
+    layout,
+    layout_sets,
+    recount,
+    retentions,
+)
 
 LIMIT = 40
 

@@ -8,8 +8,8 @@ from tangram.config import EngineConfig
 from tangram.engine.intake import Intake
 from tangram.engine.scheduler import Scheduler
 from tangram.errors import ConfigError, OverloadError, RequestError
-from tests.host.service import Service
-from tests.host.support import layout
+from tests.host.device_double import layout
+from tests.host.scheduled_device import ScheduledDevice
 
 
 class Clock:
@@ -72,7 +72,7 @@ def waiting(scheduler: Scheduler) -> list[int]:
 
 
 def test_only_those_without_a_place_wait() -> None:
-    service = Service([layout(2)], slack_pages=100, max_num_seqs=2)
+    service = ScheduledDevice([layout(2)], slack_pages=100, max_num_seqs=2)
     assert waiting(service.scheduler) == [0, 0, 3]
     for _ in range(3):
         service.submit([1, 2, 3], 5)
@@ -84,7 +84,7 @@ def test_only_those_without_a_place_wait() -> None:
 
 
 def test_a_preempted_request_does_not_count_as_waiting() -> None:
-    service = Service([layout(4)], slack_pages=0, max_num_seqs=2)
+    service = ScheduledDevice([layout(4)], slack_pages=0, max_num_seqs=2)
     for start in (1, 2):
         service.submit([start] * 7, 30)
     while not service.scheduler.counters.preemptions:

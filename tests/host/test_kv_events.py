@@ -15,7 +15,7 @@ import zmq
 
 from tangram.cli import app
 from tangram.errors import ConfigError
-from tangram.kv_events.messages import AllBlocksCleared, BlockRemoved, EventBatch, hash_of
+from tangram.kv_events.events import AllBlocksCleared, BlockRemoved, EventBatch, hash_of
 from tangram.kv_events.publisher import EventPublisher
 from tests.host.kv_story import KEYS, STORY, STREAM, TOKENS, C, batches_of, payloads_of, stored
 
@@ -24,7 +24,7 @@ WAIT_MS = 60_000
 
 
 def test_vllm_reads_our_events() -> None:
-    """Its classes have decoded these very bytes: `tests/fixtures/kv_events/decode.py`."""
+    """Its classes have decoded these very bytes: `tests/fixtures/kv_events/make_fixture.py`."""
     stream = json.loads(STREAM.read_text())
     assert payloads_of(batches_of(STORY)) == stream["payloads"]
     first, second = map(hash_of, KEYS)

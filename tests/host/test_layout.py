@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
 from tangram.errors import ConfigError
-from tests.host.support import geometry, layout, layout_sets
+from tests.host.device_double import geometry, layout, layout_sets
 
 FEW = settings(max_examples=60, deadline=None)
 ONE = layout_sets(count=1).map(lambda built: built[0])

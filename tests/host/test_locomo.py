@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tangram.errors import ConfigError
 from tangram.lab.accuracy import locomo
 from tangram.lab.accuracy.budget import Budget
-from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.grading import score_reply
 from tangram.lab.accuracy.sample import Question, Sample
 from tangram.lab.accuracy.suites import SUITES
 
@@ -153,25 +153,26 @@ def test_a_turn_is_told_with_its_speaker_and_its_photo(folder: Path) -> None:
 @pytest.mark.parametrize("category", [1, 2, 3, 4])
 def test_the_gold_answer_gets_1_and_another_0(folder: Path, category: int) -> None:
     one = only_question(folder, asked(category, "D1:1"))
-    assert score(one, "seven kites, a rope") == 1
-    assert score(one, "It rained") == 0
+    assert score_reply(one, "seven kites, a rope") == 1
+    assert score_reply(one, "It rained") == 0
     assert one.category == locomo.CATEGORIES[category]
     assert one.text.endswith("Short answer:")
     assert ("Use DATE of CONVERSATION" in one.text) == (category == 2)
 
 
 def test_multi_hop_answers_are_graded_part_by_part(folder: Path) -> None:
-    assert score(only_question(folder, asked(1, "D1:1")), "a rope, a dog") == pytest.approx(0.5)
-    assert score(only_question(folder, asked(4, "D1:1")), "a rope, a dog") == pytest.approx(2 / 5)
+    for category, expected in ((1, 1 / 2), (4, 2 / 5)):
+        one = only_question(folder, asked(category, "D1:1"))
+        assert score_reply(one, "a rope, a dog") == pytest.approx(expected)
 
 
 def test_the_annotators_reason_is_no_part_of_the_answer(folder: Path) -> None:
     one = only_question(folder, asked(3, "D1:1", answer="Likely no; since it went badly"))
-    assert score(one, "likely no") == 1
+    assert score_reply(one, "likely no") == 1
 
 
 def test_years_written_as_numbers_are_answers(folder: Path) -> None:
-    assert score(only_question(folder, asked(2, "D1:1", answer=2022)), "In 2022") > 0.6
+    assert score_reply(only_question(folder, asked(2, "D1:1", answer=2022)), "In 2022") > 0.6
 
 
 def test_an_adversarial_question_offers_both_options_in_either_order(folder: Path) -> None:
@@ -187,8 +188,8 @@ def test_an_adversarial_question_offers_both_options_in_either_order(folder: Pat
         right = "(a)" if options.split(" (b) ")[0].startswith("Not mentioned") else "(b)"
         wrong = {"(a)": "(b)", "(b)": "(a)"}[right]
         assert sorted(options.split(" (b) ")) == ["Not mentioned in the conversation", "a red kite"]
-        assert score(one, right) == score(one, "Not mentioned in the conversation") == 1
-        assert score(one, wrong) == score(one, "a red kite") == 0
+        assert score_reply(one, right) == score_reply(one, "Not mentioned in the conversation") == 1
+        assert score_reply(one, wrong) == score_reply(one, "a red kite") == 0
         letters[right] += 1
     assert set(letters) == {"(a)", "(b)"}
 
@@ -197,8 +198,8 @@ def test_without_a_wrong_option_the_adversarial_question_is_open(folder: Path) -
     for wrong in (None, "Not mentioned"):
         one = only_question(folder, asked(5, "D1:1", adversarial_answer=wrong))
         assert "(a)" not in one.text
-        assert score(one, "That was not mentioned.") == 1
-        assert score(one, "a red kite") == 0
+        assert score_reply(one, "That was not mentioned.") == 1
+        assert score_reply(one, "a red kite") == 0
 
 
 @pytest.mark.parametrize(

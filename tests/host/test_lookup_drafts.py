@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.speculate.history import TokenHistory
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
+from tangram.speculate.token_history import TokenHistory
 from tangram.types import Int64
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=4)

@@ -15,7 +15,7 @@ import pytest
 
 from tangram.errors import ConfigError
 from tangram.lab.accuracy import code_lookup
-from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.grading import score_reply
 from tests.host.asking import sample
 
 CASES = [(context_tokens, number) for context_tokens in (512, 3_000) for number in range(3)]
@@ -168,7 +168,7 @@ def test_functions_are_there_in_full_and_can_be_looked_up(context_tokens: int, n
     if context_tokens > 512:
         assert len(made.questions) == 4
     for question in made.questions:
-        assert score(question, told(made.context, question.text)) == 1
+        assert score_reply(question, told(made.context, question.text)) == 1
         assert made.context.count(question.evidence[0]) == 1
         assert question.evidence[0].count(question.answers[0]) == 1
 

@@ -14,8 +14,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.page_map import PageMap
 from tangram.watch import PageState
 from tests.host.any_schedule import run_any_schedule
-from tests.host.service import MAX_TOKENS, Service
-from tests.host.support import geometry, layout_sets
+from tests.host.device_double import geometry, layout_sets
+from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 
 
 def check_map(manager: CacheManager) -> np.ndarray[Any, Any]:
@@ -41,7 +41,7 @@ def check_map(manager: CacheManager) -> np.ndarray[Any, Any]:
     return counts
 
 
-class Mapped(Service):
+class Mapped(ScheduledDevice):
     """Looks at the map while a step is scheduled and not yet committed, too."""
 
     def _check_step(self, *scheduled: Any) -> None:

@@ -14,8 +14,8 @@ from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tests.host.any_schedule import run_any_schedule
-from tests.host.service import MAX_TOKENS, Service
-from tests.host.support import geometry, layout_sets
+from tests.host.device_double import geometry, layout_sets
+from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 
 
 def check_states(manager: CacheManager) -> PageStates:
@@ -59,7 +59,7 @@ def check_slots(manager: CacheManager) -> None:
         assert used <= seq.held_pages * layout.page_slots
 
 
-class Watched(Service):
+class Watched(ScheduledDevice):
     """Looks at the states while a step is scheduled and not yet committed, too."""
 
     promises = 0

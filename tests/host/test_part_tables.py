@@ -14,8 +14,8 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.part_tables import PartTables
 from tangram.types import Int64
-from tests.host.service import MAX_TOKENS, Service
-from tests.host.support import held_by_group, kept_first, layout, layout_sets
+from tests.host.device_double import held_by_group, kept_first, layout, layout_sets
+from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 from tests.host.test_scheduler import prompt_of
 from tests.host.test_speculative_schedule import drafts_of
 
@@ -64,7 +64,7 @@ def test_tables_follow_whatever_happens_to_sequences(
     A step may seal several chunks, some of which another sequence has published meanwhile.
     """
     rng = random.Random(seed)
-    service = Service(
+    service = ScheduledDevice(
         layouts,
         slack_pages=rng.choice([0, 30, 500]),
         max_num_seqs=3,
@@ -111,7 +111,9 @@ def test_equal_prompts_in_one_step_end_on_one_copy_of_what_drafts_read(tail: int
 def test_restored_chunks_are_entered_again() -> None:
     """The pool holds one sequence, so that chunks come back from host memory in other pages."""
     kept = [kept_first(layout(2), "only")]
-    service = Service([layout(4)], slack_pages=8, max_num_seqs=2, host_pages=1000, kept=kept)
+    service = ScheduledDevice(
+        [layout(4)], slack_pages=8, max_num_seqs=2, host_pages=1000, kept=kept
+    )
     assert service.manager.drafts is not None
     copy = Copy(service.manager.drafts)
     for start in (1, 2, 3, 4, 1, 2):

@@ -14,8 +14,8 @@ from tangram.cache.part_tables import PartTables
 from tangram.cache.write_log import WriteLog
 from tangram.engine.rank_shares import RankShares, share_retentions
 from tests.examples import examples
-from tests.host.service import MAX_TOKENS, Service
-from tests.host.support import held_by_group, layout_sets, retentions
+from tests.host.device_double import held_by_group, layout_sets, retentions
+from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 from tests.host.test_scheduler import prompt_of
 
 RANKS = 3
@@ -52,7 +52,7 @@ def test_ranks_know_the_pages_of_their_heads(
     """Prompts of several chunks, decoded tokens, preemption, hits and restored pages."""
     assume(layouts[0].geometry.kv_heads == RANKS)
     rng, shares = random.Random(seed), shared(layouts)
-    service = Service(
+    service = ScheduledDevice(
         layouts,
         slack_pages=rng.choice([0, 30, 500]),
         max_num_seqs=3,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tangram.cache.keys import ChunkKeys, list_keys
 from tangram.routing.digest import KeyDigest
-from tangram.routing.policy import LoadCosts, Placement, ReplicaReport, Router
+from tangram.routing.replica_choice import LoadCosts, Placement, ReplicaReport, Router
 from tests.examples import examples
-from tests.host.support import layout, retentions
+from tests.host.device_double import layout, retentions
 
 
 def make_chain(name: str, chunks: int) -> list[bytes]:

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tangram.cache.step import Row
 from tangram.engine.token_sequence import TokenSequence
 from tests.examples import examples
-from tests.host.service import MAX_TOKENS, Service
-from tests.host.support import geometry, layout, layout_sets, recount
+from tests.host.device_double import geometry, layout, layout_sets, recount
+from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 
 PROMPTS = st.tuples(
     st.sampled_from([0, 1]), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=6)
@@ -36,7 +36,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
-        self.service = Service(
+        self.service = ScheduledDevice(
             data.draw(layout_sets(max_tokens=MAX_TOKENS)),
             slack_pages=data.draw(st.integers(0, 40)),
             max_num_seqs=data.draw(st.integers(1, 4)),
@@ -147,12 +147,12 @@ TestTraffic.settings = settings(
 )
 
 
-def crowd(seed: int, **options: object) -> Service:
+def crowd(seed: int, **options: object) -> ScheduledDevice:
     """A service with compressed, whole and sliding-window groups after a random day of traffic."""
     model = geometry(3, 2, (None, 11, None))
     layouts = [layout(2, model=model), layout(4, model=model)]
     service, rng = (
-        Service(layouts, **({"slack_pages": 12, "max_num_seqs": 4} | options)),
+        ScheduledDevice(layouts, **({"slack_pages": 12, "max_num_seqs": 4} | options)),
         random.Random(seed),
     )  # type: ignore[arg-type]
     for _ in range(25):
@@ -191,7 +191,9 @@ def test_host_memory_keeps_what_a_small_pool_evicts() -> None:
 
 
 def test_who_waits_for_host_memory_lets_the_others_run() -> None:
-    service = Service([layout(2)], slack_pages=8, max_num_seqs=2, host_pages=1000, slack_tokens=100)
+    service = ScheduledDevice(
+        [layout(2)], slack_pages=8, max_num_seqs=2, host_pages=1000, slack_tokens=100
+    )
     for start in (1, 2, 3, 4):  # the first is evicted by the last
         service.submit([start] * 24, 1)
         service.drain()
@@ -230,7 +232,7 @@ def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
 
 
 def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left() -> None:
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, scheduling="static")
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, scheduling="static")
     lengths = [1, 9, 4, 2, 6]
     for new in lengths:
         service.submit([1, 2, 3], new)
@@ -248,7 +250,7 @@ def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left()
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
-    service = Service([layout(1)], slack_pages=1000, max_num_seqs=1)
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=1)
     service.submit([1] * 6, 12)
     rows: list[Row] = []
     while (step := service.step()) is not None:
@@ -267,7 +269,7 @@ def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
 
 
 def test_chunks_of_one_token_are_promised_one_by_one() -> None:
-    service = Service([layout(1, chunk=1, page=1)], slack_pages=0, max_num_seqs=2)
+    service = ScheduledDevice([layout(1, chunk=1, page=1)], slack_pages=0, max_num_seqs=2)
     for token in (1, 2):
         service.submit([token], 40)
     while service.alive:
@@ -278,7 +280,7 @@ def test_chunks_of_one_token_are_promised_one_by_one() -> None:
 
 def test_preemption_keeps_what_was_sampled_and_goes_to_the_head_of_the_queue() -> None:
     model = layout(4)
-    service = Service([model], slack_pages=0, max_num_seqs=2, patience=0)
+    service = ScheduledDevice([model], slack_pages=0, max_num_seqs=2, patience=0)
     first, second = service.submit([1] * 8, 39), service.submit([2] * 8, 39)
     third = service.submit([0], 1)
     while not second.preemptions:

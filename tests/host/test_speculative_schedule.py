@@ -17,8 +17,8 @@ from tangram.cache.step import Row, RowKind
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int64
 from tests.examples import examples
-from tests.host.service import MAX_TOKENS, Drafts, Service
-from tests.host.support import geometry, kept_first, layout, layout_sets, recount
+from tests.host.device_double import geometry, kept_first, layout, layout_sets, recount
+from tests.host.scheduled_device import MAX_TOKENS, Drafts, ScheduledDevice
 from tests.host.test_scheduler import Traffic, prompt_of
 
 
@@ -35,7 +35,7 @@ class DraftedTraffic(Traffic):
     def build(self, data: st.DataObject) -> None:
         layouts = data.draw(layout_sets(max_tokens=MAX_TOKENS))
         kept = data.draw(st.booleans())
-        self.service = Service(
+        self.service = ScheduledDevice(
             layouts,
             slack_pages=data.draw(st.integers(0, 40)),
             max_num_seqs=data.draw(st.integers(1, 4)),
@@ -64,12 +64,12 @@ TestDraftedTraffic.settings = settings(
 )
 
 
-def crowd(seed: int, drafts: Drafts | None, **options: object) -> Service:
+def crowd(seed: int, drafts: Drafts | None, **options: object) -> ScheduledDevice:
     """A service after a random day of traffic; with compressed, whole and window groups."""
     model = geometry(3, 2, (None, 11, None))
     layouts = [layout(2, model=model), layout(4, model=model)]
     given = {"slack_pages": 12, "max_num_seqs": 4, "slack_tokens": 8, "drafts": drafts} | options
-    service, rng = Service(layouts, **given), random.Random(seed)  # type: ignore[arg-type]
+    service, rng = ScheduledDevice(layouts, **given), random.Random(seed)  # type: ignore[arg-type]
     for _ in range(25):
         prompt = prompt_of(rng.randrange(2), rng.randrange(30), [rng.randrange(3)])
         taste, which = rng.randrange(3), rng.randrange(2)
@@ -84,7 +84,7 @@ def crowd(seed: int, drafts: Drafts | None, **options: object) -> Service:
     return service
 
 
-def answers(service: Service) -> dict[str, list[int]]:
+def answers(service: ScheduledDevice) -> dict[str, list[int]]:
     return {entry.request_id: entry.known_tokens.tolist() for entry in service.ended}
 
 
@@ -110,7 +110,7 @@ def test_answers_are_those_without_drafts(seed: int) -> None:
 
 def test_right_drafts_save_steps() -> None:
     def steps(drafts: Drafts | None) -> int:
-        service = Service([layout(2)], slack_pages=100, max_num_seqs=2, drafts=drafts)
+        service = ScheduledDevice([layout(2)], slack_pages=100, max_num_seqs=2, drafts=drafts)
         service.submit([1] * 3, 40)
         service.drain()
         return service.scheduler.counters.steps
@@ -139,7 +139,7 @@ class Eager:
 def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
     """Its last token, too, is where a sequence of the same tokens looks for it."""
     drafts = drafts_of(3, sure=1.0, most=8)
-    service = Service([layout(1)], slack_pages=1000, max_num_seqs=1, drafts=drafts)
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=1, drafts=drafts)
     service.submit([1] * 5, 23)
     rows: list[list[Row]] = []
     while (step := service.step()) is not None:
@@ -150,7 +150,7 @@ def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
     assert max(ends) > 8 and full, "a run has filled a chunk"
     for at in full:
         assert kinds[at + 1][-1] is RowKind.SEAL
-    plain = Service([layout(1)], slack_pages=1000, max_num_seqs=1)
+    plain = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=1)
     plain.submit([1] * 5, 23)
     plain.drain()
     published = [set(one.manager.prefix.nodes) for one in (service, plain)]
@@ -160,20 +160,20 @@ def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
 
 
 def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_room_for_a_prompt() -> None:
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
     service.submit([1] * 3, 3)
     service.step()
     service.scheduler.drafts = eager = Eager()
     step = service.scheduler.schedule()
     assert step is not None and eager.asked == [1], "of 3 tokens, one is drafted"
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
     service.submit([1] * 3, 30)
     service.step()
     service.scheduler.drafts = eager = Eager()
     step = service.scheduler.schedule()
     assert step is not None and [(row.start, row.drafts) for row in step.rows] == [(3, 4)]
     assert eager.asked == [4], "the chunk ends at position 7"
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=2)
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=2)
     for _ in range(2):
         service.submit([1] * 3, 30)
         service.step()
@@ -187,7 +187,9 @@ def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_room_for_a_
 def test_several_sequences_of_one_request_part_at_their_first_difference() -> None:
     """They share the prompt; what one drafts is nothing to the others."""
     drafts = drafts_of(5, sure=0.8)
-    service = Service([layout(2)], slack_pages=40, max_num_seqs=3, slack_tokens=20, drafts=drafts)
+    service = ScheduledDevice(
+        [layout(2)], slack_pages=40, max_num_seqs=3, slack_tokens=20, drafts=drafts
+    )
     first = service.submit([1] * 13, 20, taste=0)
     while first.read_tokens == 0:
         service.step()
@@ -196,7 +198,7 @@ def test_several_sequences_of_one_request_part_at_their_first_difference() -> No
         service.submit([1] * 13, 20, taste=taste, arrival=arrival)
     while service.step() is not None:
         recount(service.manager)
-    alone = Service([layout(2)], slack_pages=40, max_num_seqs=3)
+    alone = ScheduledDevice([layout(2)], slack_pages=40, max_num_seqs=3)
     for taste in range(3):
         alone.submit([1] * 13, 20, taste=taste)
         alone.drain()

@@ -33,3 +33,10 @@ def test_every_module_is_named(package: str) -> None:
 def test_every_file_that_is_named_exists() -> None:
     files = {path.name for part in ("tangram", "bench") for path in (ROOT / part).rglob("*.py")}
     assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE)) <= files
+
+
+def test_every_class_that_is_named_exists() -> None:
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w*)`", PAGE))
+    source = "".join(path.read_text() for path in (ROOT / "tangram").rglob("*.py"))
+    assert {"Scheduler", "CacheManager"} <= named
+    assert named <= set(re.findall(r"^class (\w+)", source, re.MULTILINE))

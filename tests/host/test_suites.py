@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.grading import occurs, score
+from tangram.lab.accuracy.grading import occurs, score_reply
 from tangram.lab.accuracy.sample import Question, Sample
 from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SUITES
 from tests.host.asking import TASKS, count_tokens, sample
@@ -64,9 +64,9 @@ def test_a_question_can_follow_the_context(suite: str, task: str) -> None:
 @pytest.mark.parametrize(("suite", "task"), TASKS)
 def test_right_replies_get_1_and_unrelated_ones_0(suite: str, task: str) -> None:
     for question in sample(suite, task).questions:
-        assert score(question, gold(question)) == 1
-        assert score(question, "I am sorry, I do not know.") == 0
-        assert score(question, "") == 0
+        assert score_reply(question, gold(question)) == 1
+        assert score_reply(question, "I am sorry, I do not know.") == 0
+        assert score_reply(question, "") == 0
 
 
 @pytest.mark.parametrize(("suite", "task"), TASKS)
@@ -79,7 +79,7 @@ def test_the_answer_to_another_question_is_wrong(suite: str, task: str) -> None:
             if not set(one.answers) & set(question.answers)
         ]
         assert strangers
-        assert all(score(question, gold(stranger)) == 0 for stranger in strangers)
+        assert all(score_reply(question, gold(stranger)) == 0 for stranger in strangers)
 
 
 @pytest.mark.parametrize(("suite", "task"), TASKS)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from pathlib import Path
 
 from tangram.cli.foreign import FOREIGN
 from tools.vllm_page import COMPOSED, PAGE, SAME, render
 
 from .test_command_line import ALL, names
 
+RECORDED = Path(__file__).parents[1] / "fixtures" / "vllm_options" / "serve.json"
 TEXT = PAGE.read_text()
 METRICS = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \|", TEXT, re.MULTILINE)
 
@@ -21,6 +24,15 @@ def test_the_page_is_what_the_code_says() -> None:
 def test_every_foreign_option_is_there_once() -> None:
     first = [line.split("|")[1] for line in TEXT.splitlines() if line.startswith("| `-")]
     assert Counter(" ".join(first).split()) == Counter(f"`{name}`" for name in FOREIGN)
+
+
+def test_every_option_of_vllm_is_on_the_page() -> None:
+    """`tests/fixtures/vllm_options/make_fixture.py` has read vLLM's own sources."""
+    recorded = json.loads(RECORDED.read_text())
+    names = {name for group in recorded["options"].values() for name in group}
+    assert len(names) > 250 and "--max-model-len" in names
+    assert names <= set(SAME) | set(FOREIGN)
+    assert set(SAME) - {"--no-enable-prefix-caching"} <= names
 
 
 def test_options_of_one_name_are_ours_and_need_no_translation() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import CHROMIUM, NO_CHROMIUM, Watched, open_page
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.support import CHROMIUM, NO_CHROMIUM, Watched, open_page
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import ask, open_page, open_view, paste
 from tests.page.fake_server import FakeServer
-from tests.page.support import ask, open_page, open_view, paste
 
 pytestmark = pytest.mark.browser
 SERIOUS = ("serious", "critical")

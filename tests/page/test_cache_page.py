@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.page.browser import Watched, answers, ask, open_page, open_view, paste, send
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
     DRAFT_RETENTION,
@@ -17,7 +18,6 @@ from tests.page.fake_cache import (
 )
 from tests.page.fake_server import FakeServer, run_fake_page
 from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
-from tests.page.support import Watched, answers, ask, open_page, open_view, paste, send
 
 pytestmark = pytest.mark.browser
 # The colours that the map of pages has now.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import Watched, answers, ask, open_page, open_view, paste, questions, send
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.support import Watched, answers, ask, open_page, open_view, paste, questions, send
 
 pytestmark = pytest.mark.browser
 WORDS = " ".join(f"line{at}" for at in range(400))

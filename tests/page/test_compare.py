@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tangram.compress.library import find_shipped_profiles
-from tests.page.support import ROOT, open_page, open_view
+from tests.page.browser import ROOT, open_page, open_view
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import ask, open_page, open_view, paste
 from tests.page.fake_cache import RETENTIONS
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.support import ask, open_page, open_view, paste
 
 pytestmark = pytest.mark.browser
 WORDS = "some words " * 200

@@ -27,8 +27,8 @@ from tangram.lab.naive import count_naive_positions
 from tangram.page.files import HEADERS, add_files
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
-from tangram.weights import Weights
-from tests.page.support import ROOT, Watched, open_page
+from tangram.weight_size import Weights
+from tests.page.browser import ROOT, Watched, open_page
 from tests.running import run_app
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
@@ -172,7 +172,7 @@ def test_what_it_costs(page: Any) -> None:
 
 def read_parameters(model: str) -> int:
     from tangram.config_json import read_config
-    from tangram.weights import read_weights
+    from tangram.weight_size import read_weights
 
     return read_weights(read_config(model), "bfloat16").parameters
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.page.browser import open_page, paste, send
 from tests.page.fake_server import FakeServer, run_fake_page
 from tests.page.painted import SCRIPT
-from tests.page.support import open_page, paste, send
 
 pytestmark = [pytest.mark.browser, pytest.mark.serial]
 DOCUMENT_TOKENS = 8000

@@ -16,14 +16,14 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.page.browser import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
-from tests.page.support import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.wire.conftest import run_real_server, wait_until
 
 pytestmark = pytest.mark.browser
-# A pasted document fills a chunk; three look better on pictures.
-DOCUMENT = (ROOT / "docs" / "compression.md").read_text()[:3000]
-PICTURED = (ROOT / "docs" / "compression.md").read_text()[:6000]
+TEXT = (ROOT / "docs" / "compression.md").read_text()
+# Characters of the pasted document, which fill one chunk or three, and the least of its tokens.
+SHORT, LONG = (3000, 600), (6000, 1000)
 QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
 KEY = "sesame"
 PICTURE = {"width": 1280, "height": 1340}
@@ -50,6 +50,8 @@ class Conversation:
 
     page: Any
     url: str
+    document: str
+    least_tokens: int
     ids: list[str] = field(default_factory=list)
     usages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -68,10 +70,18 @@ class Conversation:
         self.usages.append(chunks[-1]["usage"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(SHORT, id="short"),
+        pytest.param(LONG, marks=pytest.mark.nightly, id="long"),
+    ],
+)
 def talked(
     browser: Any, python: Sequence[str], request: pytest.FixtureRequest
 ) -> Iterator[Conversation]:
+    # Three chunks look better on pictures.
+    characters, tokens = LONG if request.config.getoption("pictures") else request.param
     with (
         run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25", python=python) as url,
         open_page(browser, url, ignores=("401",)) as watched,
@@ -87,8 +97,8 @@ def talked(
         page.get_by_label("Repetition penalty").fill("1.1")
         page.get_by_label("Most tokens of an answer").fill("24")
         page.get_by_text("Settings of this conversation").click()
-        paste(page, PICTURED if request.config.getoption("pictures") else DOCUMENT)
-        talked = Conversation(page, url)
+        talked = Conversation(page, url, TEXT[:characters], tokens)
+        paste(page, talked.document)
         for question in QUESTIONS:
             ask(page, question)
         for stream in page.evaluate("() => window.copies"):
@@ -119,7 +129,8 @@ def test_reuse_shown_equals_usage(talked: Conversation) -> None:
         chunk_tokens = talked.get("model")["chunk_tokens"]
         assert shown["sealed"] == told["sealed_chunks"] - reused // chunk_tokens
     first, *later = (usage["prompt_tokens_details"]["cached_tokens"] for usage in talked.usages)
-    assert first == 0 and all(reused > 600 for reused in later), "the document is reused"
+    # The document is reused.
+    assert first == 0 and all(reused > talked.least_tokens for reused in later)
 
 
 def test_time_and_memory_of_a_turn_are_shown(talked: Conversation) -> None:
@@ -156,7 +167,7 @@ def test_painted_tokens_are_those_that_heads_keep(talked: Conversation) -> None:
     talked.page.wait_for_timeout(500)
     shares = kept_shares(talked, name, told)
     painted = painted_tokens(talked.page, tokens)
-    assert len(painted) == len(tokens) and len(shares) > 600
+    assert len(painted) == len(tokens) and len(shares) > talked.least_tokens
     assert min(shares.values()) < 0.5, "some tokens are dropped by most heads"
     check_scale(shares, painted)
     assert all(painted[at] is None for at in range(len(tokens)) if at not in shares)
@@ -227,7 +238,7 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
     page = talked.page
     open_view(page, "Compare")
     document = tmp_path / "document.md"
-    document.write_text(DOCUMENT)
+    document.write_text(talked.document)
     page.get_by_label("Text files").set_input_files(document)
     page.get_by_label("Question").fill("What is this text about?")
     page.get_by_label("Most tokens").fill("24")

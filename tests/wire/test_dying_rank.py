@@ -14,7 +14,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tangram.model.load import load_tokenizer
-from tests.support import tiny_model
+from tests.small_engines import tiny_model
 from tests.wire.conftest import free_port, healthy, wait_until
 
 OPTIONS = (

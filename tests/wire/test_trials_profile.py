@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.model.load import load_model
-from tests.support import profile_file
+from tests.small_engines import profile_file
 
 from .conftest import free_port
 from .test_trials_process import ROOT

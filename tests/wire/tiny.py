@@ -21,7 +21,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options
 from tests.running import run_app
-from tests.support import profile_file
+from tests.small_engines import profile_file
 
 from .conftest import MODEL, healthy, wait_until
 

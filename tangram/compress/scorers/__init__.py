@@ -30,8 +30,8 @@ __all__ = [
     "Reconstruction",
     "Scorer",
     "ScorerChoice",
-    "choose",
     "choose_scope",
+    "choose_scorer",
     "make_scorer",
     "read_profiles",
 ]
@@ -54,7 +54,7 @@ def read_profiles(config: EngineConfig) -> dict[str, Profile]:
     return {path: Profile.load(path) for path in config.profile}
 
 
-def choose(
+def choose_scorer(
     config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
 ) -> ScorerChoice:
     """The default scorer and its scope: those of `config`, of its `profiles`, or the defaults.

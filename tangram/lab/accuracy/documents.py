@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tangram.lab.accuracy import words
 from tangram.lab.accuracy.budget import Budget
-from tangram.lab.accuracy.haystack import hide
+from tangram.lab.accuracy.haystack import hide_needles
 from tangram.lab.accuracy.sample import Draft, Question
 
 _ASKED = 3
@@ -93,7 +93,7 @@ def _draft(rng: random.Random, budget: Budget, facts: Iterator[Fact]) -> Draft:
     asked = [next(facts) for _ in range(_ASKED)]
     hidden = [document for documents, _, _ in asked for document in documents]
     distractors = (document for documents, _, _ in facts for document in documents)
-    haystack = hide(rng, distractors, hidden, _SEPARATOR)
+    haystack = hide_needles(rng, distractors, hidden, _SEPARATOR)
     write = _number(haystack.text)
     text = write(budget.fill(write))
     return Draft(text, tuple(_question(*fact) for fact in asked))

@@ -28,7 +28,6 @@ from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.method_profiles import Budgets
 from tangram.lab.accuracy.methods import GATED, WITH_PROFILE, Method
 from tangram.lab.accuracy.passages import Passages
-from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
 from tangram.lab.accuracy.recall import (
     Contexts,
     Rule,
@@ -40,6 +39,7 @@ from tangram.lab.accuracy.recall import (
 )
 from tangram.lab.accuracy.results import Fidelity
 from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
+from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.environment import environment

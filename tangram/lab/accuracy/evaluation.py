@@ -14,9 +14,9 @@ from tangram.lab.accuracy.engines import ModelBench
 from tangram.lab.accuracy.methods import Grid, Method, choose_alignment
 from tangram.lab.accuracy.passages import SUITE as FIDELITY
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages, RealText
-from tangram.lab.accuracy.prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.lab.accuracy.results import AnyCell, Results, Setting
 from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
+from tangram.lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.model.load import load_configured
 
 # Is called before the measurement with the model and the planned cells.

@@ -17,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LABEL = re.compile(r"^(the )?(answer|label|category)( is)?\s*:?\s+", re.IGNORECASE)
 
 
-def score(question: Question, reply: str) -> float:
+def score_reply(question: Question, reply: str) -> float:
     """The score of `reply` in [0, 1], by the question's rule. No rule is case-sensitive.
 
     - "all": the share of the answers that occur (RULER's `string_match_all`).

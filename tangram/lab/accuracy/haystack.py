@@ -60,7 +60,7 @@ class Haystack:
         return write(budget.fill(write, fewest=fewest))
 
 
-def hide(
+def hide_needles(
     rng: random.Random,
     pieces: Iterator[str],
     needles: Sequence[str],

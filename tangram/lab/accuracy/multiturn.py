@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tangram.lab.accuracy import words
 from tangram.lab.accuracy.budget import Budget, Stock
 from tangram.lab.accuracy.code_lookup import code_lookup
-from tangram.lab.accuracy.haystack import hide, prose
+from tangram.lab.accuracy.haystack import hide_needles, prose
 from tangram.lab.accuracy.needles import Needles
 from tangram.lab.accuracy.sample import Draft, Question, Task
 
@@ -103,7 +103,7 @@ def key_values(rng: random.Random, budget: Budget) -> Draft:
         "Extract the value corresponding to the specified key in the JSON object "
         "below.\n\nJSON data:\n{"
     )
-    text = hide(rng, pairs, asked, ",\n").fill(budget, head, "}\n\n")
+    text = hide_needles(rng, pairs, asked, ",\n").fill(budget, head, "}\n\n")
     return Draft(text, tuple(_of_pair(pair) for pair in asked))
 
 
@@ -143,7 +143,7 @@ def prefix_suffix(rng: random.Random, budget: Budget) -> Draft:
         "Below is a list of strings, one on each line. Find the one with the specified beginning "
         "and end.\n\n"
     )
-    text = hide(rng, strings, hidden, "\n").fill(budget, head, "\n\n")
+    text = hide_needles(rng, strings, hidden, "\n").fill(budget, head, "\n\n")
     return Draft(text, tuple(_of_string(string, cut) for string in asked))
 
 
@@ -218,7 +218,7 @@ def report(rng: random.Random, budget: Budget) -> Draft:
         "Read the following yearly report. You will be asked about the figures that the stations "
         "reported.\n\n"
     )
-    text = hide(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").fill(
+    text = hide_needles(rng, prose(random.Random(rng.getrandbits(64))), facts, " ").fill(
         budget, head, "\n\n"
     )
     every = (

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tangram.lab.accuracy import words
 from tangram.lab.accuracy.budget import Budget
-from tangram.lab.accuracy.haystack import hide, noise, prose
+from tangram.lab.accuracy.haystack import hide_needles, noise, prose
 from tangram.lab.accuracy.sample import Draft, Question
 
 _NUMBER_DIGITS = 7
@@ -50,7 +50,7 @@ class Needles:
         needles = [self._needle(key, value) for key, own in hidden.items() for value in own]
         pieces = self._pieces(rng, keys, values)
         between = " " if self.haystack == "prose" else "\n"
-        text = hide(rng, pieces, needles, between).fill(budget, self._head(), "\n")
+        text = hide_needles(rng, pieces, needles, between).fill(budget, self._head(), "\n")
         asked = [hidden] if self.together else [{key: own} for key, own in hidden.items()]
         return Draft(text, tuple(self._question(some) for some in asked))
 

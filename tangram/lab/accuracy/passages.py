@@ -13,7 +13,7 @@ from pathlib import Path
 from tangram.calibrate.texts import topics
 from tangram.errors import ConfigError
 from tangram.foreign_files import read_text
-from tangram.lab.accuracy.prompts import Alignment, ChatCodec
+from tangram.lab.accuracy.sample_prompts import Alignment, ChatCodec
 from tangram.lab.accuracy.suites import MIN_CONTEXT_TOKENS, SAMPLES
 
 SUITE = "fidelity"

@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"plot is {path}, it must end in .png")
 
 
-def draw(cells: Sequence[AnyCell], path: Path) -> None:
+def plot_scores(cells: Sequence[AnyCell], path: Path) -> None:
     """Plot the cells with standard errors as a PNG: scores, and the divergence of fidelity.
 
     `full` is a horizontal line. Raises `ConfigError` if no cell has a scorer.

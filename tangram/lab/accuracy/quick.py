@@ -5,7 +5,7 @@ eval --quick`.
 from __future__ import annotations
 
 from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.prompts import Questions
+from tangram.lab.accuracy.sample_prompts import Questions
 
 # Two of RULER's tasks that a model of 135 M parameters can answer; contexts of three chunks.
 NEEDLES = Questions(

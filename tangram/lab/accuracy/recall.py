@@ -21,7 +21,7 @@ from tangram.calibrate.measure import Scores, ScoreSource
 from tangram.compress.profile import SINK_TOKENS, Profile, default_scope
 from tangram.compress.select import choose_entries, dynamic_choice, protect
 from tangram.lab.accuracy.methods import Method
-from tangram.lab.accuracy.prompts import ChatCodec, SuitePrompts, evidence_tokens
+from tangram.lab.accuracy.sample_prompts import ChatCodec, SuitePrompts, evidence_tokens
 from tangram.types import Float64, Geometry
 
 # The entries that stay, bool [L, H, C], by scores float32 [L, H, C] and the chunk's start.

@@ -10,11 +10,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from tangram.lab.accuracy.grading import score
+from tangram.lab.accuracy.grading import score_reply
 from tangram.lab.accuracy.locomo import SUITE as LOCOMO
 from tangram.lab.accuracy.methods import Method
 from tangram.lab.accuracy.passages import Passages
-from tangram.lab.accuracy.prompts import SamplePrompts, SuitePrompts
 from tangram.lab.accuracy.results import (
     AnsweredSample,
     AnyCell,
@@ -26,6 +25,7 @@ from tangram.lab.accuracy.results import (
     Score,
     Setting,
 )
+from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
 
 _REPLY_CHARACTERS = 240  # of each reply in the file
 
@@ -241,7 +241,7 @@ def _grade_sample(
 ) -> AnsweredSample:
     answers = tuple(
         GradedAnswer(
-            score=score(question, reply.text),
+            score=score_reply(question, reply.text),
             reply=reply.text[:_REPLY_CHARACTERS],
             prompt_tokens=len(prompt),
             reply_tokens=reply.tokens,

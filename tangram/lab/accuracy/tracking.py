@@ -10,7 +10,7 @@ import random
 
 from tangram.lab.accuracy import words
 from tangram.lab.accuracy.budget import Budget, Stock
-from tangram.lab.accuracy.haystack import hide, noise
+from tangram.lab.accuracy.haystack import hide_needles, noise
 from tangram.lab.accuracy.sample import Draft, Question
 
 _REPLY_TOKENS = 60  # RULER has 30, too few for tokenizers that spell out capital letters
@@ -34,7 +34,7 @@ def variable_tracking(rng: random.Random, budget: Budget) -> Draft:
     head = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     )
-    text = hide(rng, noise(), chain, "\n", in_order=True).fill(budget, head, "\n")
+    text = hide_needles(rng, noise(), chain, "\n", in_order=True).fill(budget, head, "\n")
     which = (
         f"Question: Find all variables that are assigned the value {value} in the text above. "
         f"Answer: According to the chain(s) of variable assignment in the text above, {_CHAIN} "

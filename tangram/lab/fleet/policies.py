@@ -6,9 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 
-from tangram.lab.fleet.replica import SimulatedReplica, Visit
+from tangram.lab.fleet.simulated_replica import SimulatedReplica, Visit
 from tangram.routing.digest import KeyDigest
-from tangram.routing.policy import LoadCosts, Placement, ReplicaReport, Router, weigh
+from tangram.routing.replica_choice import (
+    LoadCosts,
+    Placement,
+    ReplicaReport,
+    Router,
+    weigh_replica,
+)
 
 # Keys of a report at most: those of 8 million tokens.
 MOST_KEYS = 2**14
@@ -76,7 +82,7 @@ class ConsistentHashing(Balancer):
         """See `Balancer`."""
         chain = visit.arrival.chain
         key = chain[min(self._chunk, len(chain) - 1)] if chain else b""
-        return max(self.names, key=lambda name: weigh(str(name), key))
+        return max(self.names, key=lambda name: weigh_replica(str(name), key))
 
 
 class Routing(Balancer):

@@ -13,7 +13,7 @@ import numpy as np
 from tangram.lab.fleet.arrivals import Arrival
 from tangram.lab.fleet.costs import EngineCosts
 from tangram.lab.fleet.policies import BALANCERS, MOST_KEYS
-from tangram.lab.fleet.replica import SimulatedReplica, Visit
+from tangram.lab.fleet.simulated_replica import SimulatedReplica, Visit
 from tangram.routing.digest import PREFIX_BYTES
 
 # So often the balancer learns which requests have ended.

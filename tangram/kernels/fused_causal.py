@@ -24,33 +24,33 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class DenseRun:
+class CausalRun:
     """Consecutive prefill `rows` whose `tokens` lie end to end in the flattened batch."""
 
     rows: slice
     tokens: slice
 
 
-def runs(rows: PrefillRows) -> list[DenseRun]:
+def find_runs(rows: PrefillRows) -> list[CausalRun]:
     """The runs of at least `LEAST_TOKENS` among whole rows of `rows`.
 
     Each begins with its sequence's first token.
     """
     whole = rows.whole.all(axis=0) & (rows.spans[:, :2] == rows.spans[:, 2:4]).all(axis=1)
-    found = list[DenseRun]()
+    found = list[CausalRun]()
     for number in range(rows.asking.start, rows.asking.stop):
         begin, end, _, _, position = rows.spans[number].tolist()
         last = found[-1] if found else None
         if not whole[number]:
             continue
         if position == 0:
-            found.append(DenseRun(slice(number, number + 1), slice(begin, end)))
+            found.append(CausalRun(slice(number, number + 1), slice(begin, end)))
         elif last is not None and _follows(rows, last, number):
-            found[-1] = DenseRun(slice(last.rows.start, number + 1), slice(last.tokens.start, end))
+            found[-1] = CausalRun(slice(last.rows.start, number + 1), slice(last.tokens.start, end))
     return [run for run in found if run.tokens.stop - run.tokens.start >= LEAST_TOKENS]
 
 
-def _follows(rows: PrefillRows, run: DenseRun, number: int) -> bool:
+def _follows(rows: PrefillRows, run: CausalRun, number: int) -> bool:
     begin, end, _, _, position = rows.spans[number].tolist()
     first = rows.spans[run.rows.start]
     together = (
@@ -73,7 +73,7 @@ def serves(pool: Tensor, card: Card) -> bool:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, run: DenseRun, *, scaling: float) -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, run: CausalRun, *, scaling: float) -> None:
     """Causal attention of the run's tokens: q [T, Q, D], k, v [T, H, D] → out [T, Q, D]."""
     query, key, value = (x[run.tokens].transpose(0, 1)[None] for x in (q, k, v))
     with sdpa_kernel(

@@ -196,7 +196,7 @@ class Router:
             replica = replicas[name]
             if key is None:
                 return replica.open_requests, replica.work
-            return replica.open_requests > bound, -weigh(name, key)
+            return replica.open_requests > bound, -weigh_replica(name, key)
 
         order = sorted(replicas, key=place)
         return [Candidate(name, 0, 0.0) for name in order]
@@ -250,7 +250,7 @@ class Router:
         return replica.report if self._clock() - replica.made_s <= self._stale_s else None
 
 
-def weigh(replica: str, key: bytes) -> int:
+def weigh_replica(replica: str, key: bytes) -> int:
     """The weight of `replica` for `key`: rendezvous hashing takes the replica of the highest."""
     return int.from_bytes(hashlib.sha256(replica.encode() + b"\0" + key).digest()[:8], "big")
 

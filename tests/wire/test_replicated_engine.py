@@ -20,11 +20,11 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.ray.fleet import ReplicatedEngine
 from tangram.ray.held_keys import HeldKeys
-from tangram.ray.messages import SentRequest, StatsReport
 from tangram.ray.options import read_arguments
+from tangram.ray.payloads import SentRequest, StatsReport
 from tangram.ray.replica import EngineReplica
+from tangram.ray.replicated_engine import ReplicatedEngine
 from tangram.ray.reports import make_routing_stats, read_routing_stats
 from tangram.ray.router import ChunkRouter
 from tangram.ray.totals import FleetTotals

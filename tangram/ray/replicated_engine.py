@@ -25,7 +25,7 @@ from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.text import TextCodec
 from tangram.metrics import EngineStats
-from tangram.ray.messages import EngineFacts, SentRequest, StatsReport
+from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
 from tangram.types import Event, FinishReason, Request, Usage
 

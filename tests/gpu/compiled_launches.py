@@ -1,8 +1,8 @@
 """What engines launch on each card, compiled for it on a CPU.
 
-`python -m tests.gpu.compiled short FILE 86 90`, or `… long FILE 86 90`. A tiny engine rehearses
-with its real launchers. Triton's hook takes down what it would compile, and nothing is run; then
-Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
+`python -m tests.gpu.compiled_launches short FILE 86 90`, or `… long FILE 86 90`. A tiny engine
+rehearses with its real launchers. Triton's hook takes down what it would compile, and nothing is
+run; then Triton and its ptxas compile it. In a process of its own, where the interpreter is off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tangram.kernels.triton_kernels import TritonKernels
 from tangram.lab.baselines.uniform import parse_schedule
 from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS
-from tests.support import LATENT, profile_file, small_engine, tiny_model
+from tests.small_engines import LATENT, profile_file, small_engine, tiny_model
 
 CHUNK = 64
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from tangram.cache.step import RowKind
-from tests.host.service import Service
-from tests.host.support import geometry, layout
+from tests.host.device_double import geometry, layout
+from tests.host.scheduled_device import ScheduledDevice
 
 
 def order_of_ends(patience: int, lengths: list[int]) -> list[int]:
     """In which order prompts of `lengths` tokens, one a step and all there at once, get their only
     token.
     """
-    service = Service(
+    service = ScheduledDevice(
         [layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience
     )
     for token, length in enumerate(lengths):
@@ -31,7 +31,7 @@ def test_short_prompts_pass_long_ones_unless_there_is_no_patience() -> None:
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
 def test_a_long_prompt_is_passed_for_so_many_times_its_tokens_and_no_longer(patience: int) -> None:
-    service = Service(
+    service = ScheduledDevice(
         [layout(4)], slack_pages=1000, max_num_seqs=1, caching=False, patience=patience
     )
     long, passed = service.submit([1] * 40, 1), 0
@@ -43,7 +43,7 @@ def test_a_long_prompt_is_passed_for_so_many_times_its_tokens_and_no_longer(pati
 
 
 def test_what_the_cache_has_counts_for_nothing_when_it_is_decided_who_is_short() -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=1)
+    service = ScheduledDevice([layout(4)], slack_pages=1000, max_num_seqs=1)
     service.submit([1] * 40, 1)
     service.drain()
     middle, long = service.submit([2] * 16, 1), service.submit([1] * 40, 1)
@@ -52,7 +52,7 @@ def test_what_the_cache_has_counts_for_nothing_when_it_is_decided_who_is_short()
 
 
 def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
-    service = Service([layout(2)], slack_pages=1000, max_num_seqs=4, slack_tokens=3)
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=4, slack_tokens=3)
     service.submit([1] * 8, 9)
     service.submit([2] * 8, 9)
     steps = [service.step(), service.step()]
@@ -66,7 +66,7 @@ def test_a_chunk_that_does_not_fit_beside_the_others_waits_whole() -> None:
 
 def first_step(**options: Any) -> list[tuple[str, str, int, bool]]:
     """Rows of the first step of a prompt of 20 tokens and one of 29, in chunks of 8."""
-    service = Service(
+    service = ScheduledDevice(
         [layout(2, **options.pop("layout", {}))], slack_pages=1000, max_num_seqs=2, **options
     )
     for length in (20, 29):
@@ -99,7 +99,7 @@ def test_a_step_goes_to_one_prompt_after_the_other() -> None:
 
 
 def test_a_short_prompt_does_not_wait_until_a_long_one_under_way_is_through() -> None:
-    service = Service([layout(4)], slack_pages=1000, max_num_seqs=2)
+    service = ScheduledDevice([layout(4)], slack_pages=1000, max_num_seqs=2)
     long = service.submit([1] * 40, 1)
     service.step()
     short = service.submit([2] * 8, 1)

@@ -17,7 +17,7 @@ from tangram.engine.rows import PRECEDING_TOKENS
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Int64
-from tests.host.support import Device, retentions
+from tests.host.device_double import Device, retentions
 
 MAX_TOKENS = 48
 
@@ -55,7 +55,7 @@ def next_token(taste: int, tokens: Sequence[int]) -> int:
     return hash((taste, *tokens)) % 3
 
 
-class Service:
+class ScheduledDevice:
     """A scheduler with a labelled pool for a device; a step checks every rule. A sampled token
     depends on its prefix and on the sequence's `taste`, so that sequences of one taste stay
     together and others part; one of taste 2 ends when it samples a 2. With `ahead` a step is

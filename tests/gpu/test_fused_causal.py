@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tangram.engine.batcher import Batcher
-from tangram.kernels import dense
+from tangram.kernels import fused_causal
 from tangram.kernels.interface import PrefillRows
 from tangram.model.load import load_tokenizer
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
-from tests.support import tiny_model
+from tests.small_engines import tiny_model
 
 
 def rows_of(*rows: tuple[int, int, int, int]) -> PrefillRows:
@@ -40,7 +40,7 @@ def rows_of(*rows: tuple[int, int, int, int]) -> PrefillRows:
 
 @pytest.fixture(autouse=True)
 def least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(fused_causal, "LEAST_TOKENS", 32)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,14 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_begin_at_the_first_token_and_drop_nothing(
     rows: list[Any], expected: list[tuple[int, int]]
 ) -> None:
-    assert [(run.rows.start, run.rows.stop) for run in dense.runs(rows_of(*rows))] == expected
+    assert [
+        (run.rows.start, run.rows.stop) for run in fused_causal.find_runs(rows_of(*rows))
+    ] == expected
 
 
 def test_rows_that_do_not_ask_and_second_passes_are_no_runs() -> None:
     rows = rows_of((0, 0, 40, 40), (1, 0, 40, 40))
-    assert dense.runs(rows.repeat_row(1, 5)) == []
+    assert fused_causal.find_runs(rows.repeat_row(1, 5)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,9 +77,9 @@ def test_a_run_attends_causally_and_touches_nothing_else(
     q, k, v = torch.randn(60, 8, 64, device=device).to(dtype).split([4, 2, 2], dim=1)
     out, run = (
         torch.full(q.shape, torch.nan, dtype=dtype, device=device),
-        dense.DenseRun(slice(0, 2), slice(10, 50)),
+        fused_causal.CausalRun(slice(0, 2), slice(10, 50)),
     )
-    dense.attend(q, k, v, out, run, scaling=0.1)
+    fused_causal.attend(q, k, v, out, run, scaling=0.1)
     keys, values = (x[10:50].float().repeat_interleave(2, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q[10:50].float(), keys) * 0.1
     scores = scores.masked_fill(
@@ -93,14 +95,14 @@ def test_a_run_attends_causally_and_touches_nothing_else(
 def test_engines_answer_the_same_with_it(
     case: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, attend = list[int](), dense.attend
+    taken, attend = list[int](), fused_causal.attend
 
     def counted(*arguments: Any, **options: Any) -> None:
         taken.append(arguments[4].tokens.stop - arguments[4].tokens.start)
         attend(*arguments, **options)
 
-    monkeypatch.setattr(dense, "serves", lambda pool, card: True)
-    monkeypatch.setattr(dense, "attend", counted)
+    monkeypatch.setattr(fused_causal, "serves", lambda pool, card: True)
+    monkeypatch.setattr(fused_causal, "attend", counted)
     # On a GPU so few chunks would be passes of their own, which graphs replay (test_rows_apart.py).
     monkeypatch.setattr(Batcher, "apart", lambda batcher, rows: not rows)
     loaded = tiny_model(CASES[case][0], load_tokenizer("smollm2"), device)
