@@ -38,14 +38,14 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 64,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-PROMPT, CONTEXT, BATCH, ANSWER = 1536, 300, 8, 17
+PROMPT, CONTEXT, BATCH, ANSWER = 512, 100, 8, 9
 
 
 @dataclass(frozen=True)

@@ -316,8 +316,8 @@ class EngineConfig:
                 "the demand of a chunk is counted over all heads, which lie on several devices",
             ),
             "speculative_config.method": (
-                drafts.method if isinstance(drafts, CompressedKv | DraftModel) else None,
-                "drafts come from one device: choose ngram or suffix",
+                drafts.method if isinstance(drafts, DraftModel) else None,
+                "a second model would lie on one device: choose another method",
             ),
         }
         for name, (value, why) in refused.items():

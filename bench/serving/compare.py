@@ -251,18 +251,22 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="host memory behind the KV pool, of either engine",
     )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="GPUs that share the model, of either engine"
+    )
     return parser
 
 
 def _start(options: argparse.Namespace) -> ServingEngine:
     if options.engine == "vllm":
-        return start_vllm(options.max_model_len, options.offload_gib)
+        return start_vllm(options.max_model_len, options.offload_gib, options.ranks)
     return Tangram(
         _retention(options),
         512 if options.chunk_tokens is None else options.chunk_tokens,
         options.max_model_len,
         options.offload_gib,
         options.kv_cache_dtype or "auto",
+        options.ranks,
     )
 
 

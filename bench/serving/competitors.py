@@ -5,8 +5,11 @@ Each runs in a process of its own.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,12 +48,15 @@ class Tangram:
         most_tokens: int,
         offload_gib: float = 0.0,
         cache_dtype: Literal["auto", "fp8"] = "auto",
+        ranks: int = 1,
     ) -> None:
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
+        model = MODEL if ranks == 1 else save_checkpoint()
         self.options = {
-            "load_format": "dummy",
+            "load_format": "dummy" if ranks == 1 else "auto",
+            "tensor_parallel_size": ranks,
             "dtype": "bfloat16",
             "kv_retention": kv_retention,
             "scorer": "keydiff",
@@ -62,7 +68,7 @@ class Tangram:
             "kv_offload_gib": offload_gib,
             "kv_cache_dtype": cache_dtype,
         }
-        self._engine = build_engine(EngineConfig(model=str(MODEL), **self.options))
+        self._engine = build_engine(EngineConfig(model=str(model), **self.options))
         stats, config = self._engine.stats(), self._engine.config
         self.options |= {
             "fits_tokens": stats.capacity_tokens,
@@ -154,7 +160,25 @@ class Vllm:
         return answers
 
 
-def start_vllm(most_tokens: int, offload_gib: float = 0.0) -> Vllm:
+def save_checkpoint() -> Path:
+    """A folder with random weights of `MODEL`: several devices read theirs from files.
+
+    It ends with the process. The tokenizer is another model's, since prompts are token ids.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tangram.model.load import load_tokenizer
+
+    folder = Path(tempfile.mkdtemp(prefix="tangram-random-"))
+    atexit.register(shutil.rmtree, folder)
+    config = AutoConfig.from_pretrained(MODEL)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    load_tokenizer("smollm2").save_pretrained(folder)
+    return folder
+
+
+def start_vllm(most_tokens: int, offload_gib: float = 0.0, ranks: int = 1) -> Vllm:
     """vLLM with its defaults, on random weights."""
     return Vllm(
         str(MODEL),
@@ -165,6 +189,7 @@ def start_vllm(most_tokens: int, offload_gib: float = 0.0) -> Vllm:
         gpu_memory_utilization=0.9,
         enable_prefix_caching=True,
         kv_offloading_size=offload_gib or None,
+        tensor_parallel_size=ranks,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tangram.cli import console
@@ -23,6 +25,9 @@ from tangram.cli.serve_options import (
     AllowedOrigins,
     ApiKeys,
     Host,
+    KvEvents,
+    KvEventsReplay,
+    KvEventsTopic,
     MaxBodyMb,
     MaxQueue,
     OnUnknownFields,
@@ -66,6 +71,9 @@ def deploy(
     metrics_aliases: MetricsAliases = None,
     otlp_endpoint: OtlpEndpoint = None,
     overflow_every: OverflowEvery = None,
+    kv_events: KvEvents = None,
+    kv_events_replay: KvEventsReplay = None,
+    kv_events_topic: KvEventsTopic = "",
 ) -> None:
     """Serve MODEL by replicas on a Ray cluster: an OpenAI-compatible API before several engines."""
     check_keys(api_key)
@@ -73,28 +81,50 @@ def deploy(
     name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
     given = {
-        **{"replicas": replicas, "autoscaling": _read_json(autoscaling)},
-        **{"cpus_per_replica": cpus_per_replica, "gpus_per_replica": gpus_per_replica},
-        **{"report_every_s": report_every_s, "served_model_name": name},
-        **{"api_key": api_key or (), "allowed_origins": allowed_origins or ()},
-        **{"unknown_fields": unknown_fields.value, "max_body_mb": max_body_mb},
-        **{"request_timeout_s": request_timeout_s, "shutdown_grace_s": shutdown_grace_s},
-        **{"log_format": log_format, "otlp_endpoint": otlp_endpoint},
-        "metrics_aliases": None if metrics_aliases is None else metrics_aliases.value,
+        "replicas": replicas,
+        "autoscaling": _read_json(autoscaling),
+        "cpus_per_replica": cpus_per_replica,
+        "gpus_per_replica": gpus_per_replica,
+        "report_every_s": report_every_s,
+        "served_model_name": name,
+        "api_key": api_key or (),
+        "allowed_origins": allowed_origins or (),
+        "unknown_fields": unknown_fields,
+        "max_body_mb": max_body_mb,
+        "request_timeout_s": request_timeout_s,
+        "shutdown_grace_s": shutdown_grace_s,
+        "log_format": log_format,
+        "metrics_aliases": metrics_aliases,
+        "otlp_endpoint": otlp_endpoint,
+        "kv_events": kv_events,
+        "kv_events_replay": kv_events_replay,
+        "kv_events_topic": kv_events_topic,
     }
+    wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
     curl = first_request(f"http://{host}:{port}/v1", name, chats=True, locked=bool(api_key))
     with logging_as(log_format):
-        _import_ray()
-        from tangram.ray.cluster import ClusterPlace, run_application
-        from tangram.ray.options import read_options
+        _run(wanted, given, address, host, port, app_name, stays=detach, curl=curl)
 
-        run_application(
-            replace(config, max_queue=max_queue, overflow_every=overflow_every),
-            read_options(given),
-            ClusterPlace(address, host, port, app_name),
-            stays=detach,
-            on_ready=lambda: console.tell(curl),
-        )
+
+def _run(
+    config: EngineConfig,
+    options: Mapping[str, Any],
+    address: str | None,
+    host: str,
+    port: int,
+    app_name: str,
+    *,
+    stays: bool,
+    curl: str,
+) -> None:
+    """See `run_application`; `curl` is shown when requests are answered."""
+    _import_ray()
+    from tangram.ray.cluster import ClusterPlace, run_application
+    from tangram.ray.options import read_options
+
+    place = ClusterPlace(address, host, port, app_name)
+    tell = partial(console.tell, curl)
+    run_application(config, read_options(options), place, stays=stays, on_ready=tell)
 
 
 def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> None:

@@ -53,9 +53,9 @@ GpusPerReplica = Annotated[
     float | None,
     option(
         Panel.replicas,
-        "GPUs that Ray reserves for a replica",
-        default="1 if the cluster has some and --device is not cpu",
-        callback=within(Bounds(0.0, 1.0)),
+        "GPUs that Ray reserves for a replica: --tensor-parallel-size, or a part of one GPU",
+        default="one for each rank if the cluster has some and --device is not cpu",
+        callback=within(Bounds(0.0, 4096.0)),
     ),
 ]
 ReportEvery = Annotated[

@@ -40,6 +40,7 @@ from tangram.cli.serve_options import (
 from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.kv_events.address import EventAddress
 from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
@@ -82,10 +83,11 @@ def serve(
     shown = choose_page(page, no_page=no_page)
     name = name_served_model(config.model) if served_model_name is None else served_model_name
     check_served_name(name)
+    events = EventAddress.of(kv_events, kv_events_replay, kv_events_topic)
     with (
         closing(Listener.at(host, port)) as listener,
         logging_as(log_format),
-        _publish_events(kv_events, kv_events_replay, kv_events_topic) as publisher,
+        _publish_events(events) as publisher,
         _unfreeze_at_end(),
     ):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
@@ -116,29 +118,17 @@ def serve(
 
 
 @contextmanager
-def _publish_events(
-    endpoint: str | None, replay_endpoint: str | None, topic: str
-) -> Iterator[EventPublisher | None]:
-    """The publisher of KV events at `endpoint`, if there is one; it is closed at the end.
+def _publish_events(address: EventAddress | None) -> Iterator[EventPublisher | None]:
+    """The publisher of KV events at `address`, if there is one; it is closed at the end.
 
-    Raises `ConfigError` if an endpoint cannot be used, or a package is missing.
+    Raises `ConfigError` if an endpoint cannot be used.
     """
-    if endpoint is None:
-        if replay_endpoint is not None or topic:
-            raise ConfigError(
-                "kv_events_replay or kv_events_topic is given without kv_events: add kv_events, or "
-                "leave them out"
-            )
+    if address is None:
         yield None
         return
-    try:
-        from tangram.kv_events.publisher import EventPublisher
-    except ImportError as error:
-        raise ConfigError(
-            f"kv_events is {endpoint!r}, but {error.name} is not installed: pip install "
-            "'tangram-serve[kv-events]', or leave kv_events out"
-        ) from error
-    with closing(EventPublisher(endpoint, replay_endpoint, topic)) as publisher:
+    from tangram.kv_events.publisher import EventPublisher
+
+    with closing(EventPublisher(address)) as publisher:
         _log.info("KV events at %s", publisher.endpoint)
         yield publisher
 

@@ -44,6 +44,7 @@ from tangram.engine.meters import Meters
 from tangram.engine.model_drafts import ModelDrafter
 from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
+from tangram.engine.rank_drafts import RankDrafter
 from tangram.engine.rank_runner import RankRunner
 from tangram.engine.rank_shares import RankShares, share_retentions
 from tangram.engine.ranks import Ranks, agree_on_least
@@ -179,6 +180,14 @@ class EngineBuilder:
         if ranks is not None and isinstance(runner, RankRunner):
             runner.lead(ranks, scheduler.cache)
         return Engine(self.config, self.loaded, admission, scheduler, runner, speculation, ranks)
+
+    def follower(self) -> RankRunner:
+        """The runner of a rank that follows rank 0, made of the same parts."""
+        admission, scheduler, runner = self.parts()
+        self.speculation(admission, scheduler.cache, runner)
+        if not isinstance(runner, RankRunner):
+            raise IntegrityError(f"a rank has a {type(runner).__name__}")
+        return runner
 
     def parts(self) -> Parts:
         """Admission, scheduler and runner."""
@@ -320,7 +329,11 @@ class EngineBuilder:
         passes = runner.draft_passes(drafts[0], cache.drafts, self._kernels())
         self._prepare_decode(passes, self.config.max_num_seqs, "Capturing draft steps")
         runner.meters.clear()
-        return SelfDrafter(passes, cache.drafts)
+        if not isinstance(runner, RankRunner):
+            return SelfDrafter(passes, cache.drafts)
+        if passes.graphs is not None:
+            passes.graphs.freeze()
+        return RankDrafter(passes, cache.drafts, runner)
 
     def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
         """The scorers that are needed, by name, and the retentions: the default, 1.0, then others.

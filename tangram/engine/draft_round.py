@@ -19,26 +19,18 @@ from tangram.kernels.transfer import place
 from tangram.types import Int64
 
 
-class DraftRound:
-    """What `passes` draft for the sequences of `drafting`, whose newest tokens `rows` decode.
+class DraftPasses:
+    """Passes of `rows`, which decode the newest tokens of sequences, and then what was drafted.
 
-    `epoch` is that of the set of them. `vocabulary` is how many tokens the drafts are chosen from.
+    `counts` int64 [n] is how many drafts each sequence gets. `epoch` is that of the set of them.
     """
 
-    def __init__(
-        self,
-        passes: Passes,
-        drafting: Sequence[Drafting],
-        rows: Sequence[Row],
-        epoch: int,
-        vocabulary: int,
-    ) -> None:
-        self._drafting, self._vocabulary = drafting, vocabulary
+    def __init__(self, passes: Passes, rows: Sequence[Row], counts: Int64, epoch: int) -> None:
+        self.counts = counts
         self._pass = passes.begin(rows, epoch, carry_nothing, replayed=True)
         self._drafts: list[Tensor] = []  # [n] each
-        self.counts: Int64 = np.array([one.row.drafts for one in drafting], np.int64)
         slots = np.array([row.slot for row in rows])
-        self._slots, self._device_counts = passes.upload(slots, self.counts)
+        self._slots, self._device_counts = passes.upload(slots, counts)
 
     def compute(self, beyond: int = 0) -> Tensor:
         """Logits [n, V] behind the newest token of each sequence, then behind each draft.
@@ -51,7 +43,29 @@ class DraftRound:
             self._pass.advance(self._slots, self._drafts[-1], growth)
         return self._pass.logits()
 
-    def choose(self, logits: Tensor) -> None:
+    def take(self, tokens: Tensor) -> None:
+        """The next draft of each sequence is its one of `tokens`, int64 [n]."""
+        self._drafts.append(tokens)
+
+
+class DraftRound(DraftPasses):
+    """What `passes` draft for the sequences of `drafting`, whose newest tokens `rows` decode.
+
+    `vocabulary` is how many tokens the drafts are chosen from.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        drafting: Sequence[Drafting],
+        rows: Sequence[Row],
+        epoch: int,
+        vocabulary: int,
+    ) -> None:
+        super().__init__(passes, rows, count_drafts(drafting), epoch)
+        self._drafting, self._vocabulary = drafting, vocabulary
+
+    def choose(self, logits: Tensor) -> Tensor:
         """The next drafts, as the model that is drafted for would choose from `logits`."""
         number = len(self._drafts)
         found = torch.stack(self._drafts, dim=1) if number else None
@@ -61,13 +75,20 @@ class DraftRound:
             )
             for at, one in enumerate(self._drafting)
         ]
-        self._drafts.append(choose_tokens(_fit(logits, self._vocabulary), samplers))
+        tokens = choose_tokens(_fit(logits, self._vocabulary), samplers)
+        self.take(tokens)
+        return tokens
 
     def drafts(self) -> Tensor:
         """int64 [Σ counts]: the drafts of one sequence after the other."""
         drafts = torch.stack(self._drafts, dim=1)
         wanted = np.flatnonzero(np.arange(drafts.shape[1]) < self.counts[:, None])
         return drafts.flatten().index_select(0, place(wanted, drafts.device))
+
+
+def count_drafts(drafting: Sequence[Drafting]) -> Int64:
+    """int64 [n]: how many drafts each sequence gets."""
+    return np.array([one.row.drafts for one in drafting], np.int64)
 
 
 class Membership:

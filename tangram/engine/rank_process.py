@@ -15,7 +15,6 @@ from threading import Thread
 from typing import Any
 
 from tangram.engine.build import rank_builder
-from tangram.engine.rank_runner import RankRunner
 from tangram.engine.ranks import RankStart, join_ranks, share_cores
 from tangram.errors import IntegrityError, TangramError
 
@@ -30,9 +29,7 @@ def serve_rank(pipe: Connection) -> None:
         raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")
     share_cores(start.config)
     join_ranks(start.config, start.rank, start.meeting)
-    _, _, runner = rank_builder(start.config).parts()
-    if not isinstance(runner, RankRunner):
-        raise IntegrityError(f"a rank has a {type(runner).__name__}")
+    runner = rank_builder(start.config).follower()
     while True:
         runner.follow(told.get())
 

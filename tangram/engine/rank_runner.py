@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,14 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.cache.write_log import WriteLog
 from tangram.compress.scorers import Scorer
-from tangram.engine.passes import Carry
+from tangram.engine.draft_round import DraftPasses
+from tangram.engine.passes import Carry, Passes
 from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import SampledTokens, SampleRow
+from tangram.engine.self_drafts import draft_row, set_draft_positions
+from tangram.errors import IntegrityError
+from tangram.kernels.interface import KernelChoice
 from tangram.model.load import LoadedModel
 from tangram.types import Int32, Int64, PageMove
 
@@ -61,6 +66,27 @@ class RankClear:
     pages: Int32
 
 
+@dataclass(frozen=True)
+class RankMoves:
+    """The ranks move pages to host memory and back, as `Step` says."""
+
+    moves: tuple[PageMove, ...]
+    awaited: bool
+
+
+@dataclass(frozen=True)
+class RankDrafts:
+    """The ranks decode `rows`, and then the drafts that rank 0 chooses, `counts` int64 [n] of them.
+
+    `epoch` is that of the drafting sequences, `writes` are as in `RankStep`.
+    """
+
+    rows: tuple[RankRow, ...]
+    counts: Int64
+    epoch: int
+    writes: tuple[TableWrite, ...]
+
+
 class RankRunner(Runner):
     """A `Runner` of the heads of one rank.
 
@@ -82,6 +108,7 @@ class RankRunner(Runner):
         self._common, self._shares, self._tables = list(shares), shares, cache
         self._ranks: Ranks | None = None
         self._written: WriteLog | None = None
+        self._drafts: tuple[Passes, PartTables] | None = None
 
     def lead(self, ranks: Ranks, cache: CacheManager) -> None:
         """From now on tell steps to `ranks`. `cache` manages the page numbers of all ranks."""
@@ -110,6 +137,35 @@ class RankRunner(Runner):
         with self._ranks.computing(told):
             return super().tail_logits(self._enter(told))
 
+    def draft_passes(
+        self, retention: Retention, tables: PartTables, kernels: KernelChoice
+    ) -> Passes:
+        """See `Runner`. All ranks call it, and compute these passes together."""
+        passes = super().draft_passes(retention, tables, kernels)
+        self._drafts = passes, tables
+        return passes
+
+    @contextmanager
+    def drafting(self, rows: Sequence[Row], counts: Int64, epoch: int) -> Iterator[None]:
+        """Rank 0 drafts inside, and the others with it. It broadcasts each token that it chooses.
+
+        `rows` are the decode rows of the step that verifies `counts` [n] drafts.
+        """
+        if self._ranks is None:
+            raise IntegrityError("a rank drafts before it leads")
+        told = RankDrafts(self._number_rows(rows), counts, epoch, self._take_writes())
+        with self._ranks.computing(told):
+            self._copy(told.writes)
+            yield
+
+    def move(self, step: Step) -> None:
+        """See `Runner`: on all ranks."""
+        if self._ranks is None:
+            super().move(step)
+            return
+        with self._ranks.computing(RankMoves(step.moves, step.awaited)):
+            super().move(step)
+
     def clear(self, pages: Int32) -> None:
         """See `Runner`: on all ranks."""
         if self._ranks is None:
@@ -118,18 +174,43 @@ class RankRunner(Runner):
         with self._ranks.computing(RankClear(pages)):
             super().clear(pages)
 
-    def follow(self, told: RankStep | RankClear) -> None:
+    def follow(self, told: RankStep | RankMoves | RankDrafts | RankClear) -> None:
         """Compute this rank's part of what rank 0 computes."""
-        if isinstance(told, RankClear):
-            self.clear(told.pages)
-        elif told.tail:
-            self.tail_logits(self._enter(told))
-        else:
-            self.run(self._enter(told), [])
+        match told:
+            case RankClear():
+                self.clear(told.pages)
+            case RankMoves():
+                self.move(Step((), 0, told.moves, told.awaited))
+            case RankDrafts():
+                self._follow_drafts(told)
+            case _ if told.tail:
+                self.tail_logits(self._enter(told))
+            case _:
+                self.run(self._enter(told), [])
         self.collect()
 
+    @torch.inference_mode()
+    def _follow_drafts(self, told: RankDrafts) -> None:
+        """Compute the passes of a round of drafts; rank 0 chooses the tokens."""
+        if self._drafts is None:
+            raise IntegrityError("a rank is told to draft that has no passes for it")
+        self._copy(told.writes)
+        passes, tables = self._drafts
+        rows = [draft_row(self._row(row)) for row in told.rows]
+        set_draft_positions(tables, rows)
+        drafts = DraftPasses(passes, rows, told.counts, told.epoch)
+        for _ in range(int(told.counts.max())):
+            device = drafts.compute().device
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+            dist.broadcast(tokens, 0)
+            drafts.take(tokens)
+
     def _number(self, step: Step, *, tail: bool) -> RankStep:
-        rows = tuple(
+        rows, writes = self._number_rows(step.rows), self._take_writes()
+        return RankStep(rows, step.epoch, step.moves, step.awaited, writes, tail)
+
+    def _number_rows(self, rows: Sequence[Row]) -> tuple[RankRow, ...]:
+        return tuple(
             RankRow(
                 row.slot,
                 self._common.index(row.retention),
@@ -140,14 +221,21 @@ class RankRunner(Runner):
                 row.sample,
                 row.pending,
             )
-            for row in step.rows
+            for row in rows
         )
-        writes = () if self._written is None else self._written.take()
-        return RankStep(rows, step.epoch, step.moves, step.awaited, writes, tail)
+
+    def _take_writes(self) -> tuple[TableWrite, ...]:
+        return () if self._written is None else self._written.take()
+
+    def _copy(self, writes: Sequence[TableWrite]) -> None:
+        """Enter `writes` in the tables of this rank; rank 0's cache enters those of its drafts."""
+        self._tables.copy(writes, self._common)
+        if self._drafts is not None and self._ranks is None:
+            self._drafts[1].copy(writes, self._common)
 
     def _enter(self, told: RankStep) -> Step:
         """Write the tables of this rank; the step as it computes it."""
-        self._tables.copy(told.writes, self._common)
+        self._copy(told.writes)
         rows = tuple(self._row(row) for row in told.rows)
         for row in rows:
             if row.kind is RowKind.DECODE:

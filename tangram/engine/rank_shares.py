@@ -47,7 +47,8 @@ def share_retentions(
     full, order = list(geometry.full_layers), consecutive_heads(geometry.layers, geometry.kv_heads)
     for retention in whole:
         if retention.orders:
-            order[full] = deal_heads(_kept_pages(retention.layout), ranks)
+            read = retention if retention.draft is None else retention.draft
+            order[full] = deal_heads(_kept_pages(read.layout), ranks)
             break
     heads = heads_of_rank(order, rank, ranks)
     local = replace(
@@ -58,14 +59,29 @@ def share_retentions(
         listed = rank_heads(_kept_pages(retention.layout), order[full], full, ranks)
         numbers = [max(pages for _, pages in place) for place in zip(*listed, strict=True)]
         members = [head for head, _ in listed[rank]]
-        common = replace(retention, layout=_lay_out(retention.layout, local, members, numbers))
+        draft = _share_draft(retention.draft, local, heads, members)
+        layout = _lay_out(retention.layout, local, members, numbers)
+        common = replace(retention, layout=layout, draft=draft)
         kept = [pages for _, pages in listed[rank]]
         own[common] = replace(
             retention,
             layout=_lay_out(retention.layout, local, members, kept),
             scales=_scales_of(retention.scales, heads),
+            draft=draft,
         )
     return RankShares(order, heads, list(own), own)
+
+
+def _share_draft(
+    draft: Retention | None, local: Geometry, heads: Int64, members: Sequence[Head]
+) -> Retention | None:
+    """What a rank reads when it drafts: of each of its heads the first pages of a chunk."""
+    if draft is None:
+        return None
+    pages = draft.layout.sealed_pages[draft.layout.head_group]
+    kept = [int(pages[layer, heads[layer, head]]) for layer, head in members]
+    layout = _lay_out(draft.layout, local, members, kept)
+    return replace(draft, layout=layout, scales=_scales_of(draft.scales, heads))
 
 
 def _kept_pages(layout: Layout) -> Int64:

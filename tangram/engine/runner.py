@@ -110,7 +110,7 @@ class Runner:
         the rows; then `sample_rows` get no tokens, since some are refused. `before_choosing` is
         called when all but the choice is launched.
         """
-        self.move(step)
+        self._move(step)
         carry = partial(self._carry, drafted=drafted)
         found = []
         for rows, replayed in self.passes.batcher.passes(step, graphs=self._replays):
@@ -159,6 +159,9 @@ class Runner:
 
     def move(self, step: Step) -> None:
         """Make the page moves of `step`, unless `run` is to make them."""
+        self._move(step)
+
+    def _move(self, step: Step) -> None:
         self._host.move(step.moves, awaited=step.awaited)
 
     def collect(self) -> None:
@@ -186,7 +189,7 @@ class Runner:
 
         Nothing may be pending.
         """
-        self.move(step)
+        self._move(step)
         attention = self.passes.batcher.attention(step.rows, step.epoch)
         flat = flatten(step.rows, attention)
         wanted = [

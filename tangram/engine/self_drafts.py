@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tangram.cache.part_tables import PartTables
-from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.engine.draft_round import DraftRound, Membership
 from tangram.engine.passes import Passes
@@ -46,16 +45,17 @@ class SelfDrafter:
     @torch.inference_mode()
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
         """See `Drafter`."""
-        rows = [_row(one) for one in drafting]
-        positions = np.array([row.start for row in rows])
-        slots = np.array([row.slot for row in rows])
-        layout = rows[0].retention.layout
-        self._tables.set_positions(layout, slots, positions)
-        epoch, vocabulary = self._epoch_of(drafting), layout.geometry.vocab_size
+        rows = [draft_row(one.row) for one in drafting]
+        set_draft_positions(self._tables, rows)
+        epoch, vocabulary = self.epoch_of(drafting), rows[0].retention.layout.geometry.vocab_size
         drafts = DraftRound(self._passes, drafting, rows, epoch, vocabulary)
         for _ in range(int(drafts.counts.max())):
-            drafts.choose(drafts.compute())
+            self._choose(drafts)
         return drafts.drafts()
+
+    def _choose(self, drafts: DraftRound) -> Tensor:
+        """Compute a pass and choose a token, int64 [n], behind each row."""
+        return drafts.choose(drafts.compute())
 
     def settle(self, sequence: TokenSequence) -> None:
         """See `Drafter`: it has no state of its own."""
@@ -63,7 +63,8 @@ class SelfDrafter:
     def forget(self, sequence: TokenSequence) -> None:
         """See `Drafter`: it has no state of its own."""
 
-    def _epoch_of(self, drafting: Sequence[Drafting]) -> int:
+    def epoch_of(self, drafting: Sequence[Drafting]) -> int:
+        """The number of this set of sequences, as plans see it."""
         return self._membership.epoch_of(
             tuple(
                 (
@@ -77,12 +78,15 @@ class SelfDrafter:
         )
 
 
-def _row(one: Drafting) -> Row:
-    retention = _require_draft(one.row.retention)
-    return replace(one.row, retention=retention, tokens=one.row.tokens[:1], pending=False)
-
-
-def _require_draft(retention: Retention) -> Retention:
-    if retention.draft is None:
+def draft_row(row: Row) -> Row:
+    """The decode row `row` as a draft pass computes it: its first token, over its draft."""
+    draft = row.retention.draft
+    if draft is None:
         raise IntegrityError("a sequence is drafted for whose cache has no draft")
-    return retention.draft
+    return replace(row, retention=draft, tokens=row.tokens[:1], pending=False)
+
+
+def set_draft_positions(tables: PartTables, rows: Sequence[Row]) -> None:
+    """The next pass over `tables` computes `rows`, which are of one layout."""
+    starts, slots = np.array([row.start for row in rows]), np.array([row.slot for row in rows])
+    tables.set_positions(rows[0].retention.layout, slots, starts)

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from tangram.errors import ConfigError
+from tangram.kv_events.address import EventAddress, is_bound
 from tangram.kv_events.events import EventBatch, KvEvent
 
 # So many batches can be asked for again, and so many may wait for a slow subscriber.
@@ -23,29 +24,34 @@ REPLAYED_BATCHES, WAITING_BATCHES = 10_000, 100_000
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
+class EndpointInUse(ConfigError):
+    """Another socket listens there."""
+
+
 class EventPublisher:
-    """Publishes at `endpoint`, and answers at `replay_endpoint` if there is one.
+    """Publishes at `address`, and answers at its replay endpoint if there is one.
 
     An endpoint with a wildcard, `ipc` or `inproc` is bound, another connected to, as vLLM does.
-    `send` never waits: a subscriber that is too slow loses batches. Raises `ConfigError` if an
-    endpoint cannot be used.
+    Batches name `rank`, which tells the engines behind one server apart. `send` never waits: a
+    subscriber that is too slow loses batches. Raises `ConfigError` if an endpoint cannot be used.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
-        self._context = zmq.Context()
-        self._topic, self._encoder = topic.encode(), msgspec.msgpack.Encoder()
+    def __init__(self, address: EventAddress, rank: int = 0) -> None:
+        self._context, self._rank = zmq.Context(), rank
+        self._topic, self._encoder = address.topic.encode(), msgspec.msgpack.Encoder()
         self._kept = deque[tuple[bytes, bytes]](maxlen=REPLAYED_BATCHES)
         self._lock = threading.Lock()
         self._next = 0
         try:
             self._news = self._context.socket(zmq.PUB)
             self._news.set_hwm(WAITING_BATCHES)
-            self.endpoint = _attach(self._news, endpoint, "kv_events", bind=_is_bound(endpoint))
-            if replay_endpoint is not None:
+            bind = is_bound(address.endpoint)
+            self.endpoint = _attach(self._news, address.endpoint, "kv_events", bind=bind)
+            if address.replay is not None:
                 replay = self._context.socket(zmq.ROUTER)
                 replay.set_hwm(0)  # a router drops what exceeds it
                 self.replay_endpoint = _attach(
-                    replay, replay_endpoint, "kv_events_replay", bind=True
+                    replay, address.replay, "kv_events_replay", bind=True
                 )
                 threading.Thread(
                     target=self._replay, args=(replay,), name="tangram-kv-replay", daemon=True
@@ -56,7 +62,7 @@ class EventPublisher:
 
     def send(self, events: Sequence[KvEvent]) -> None:
         """Publish `events` as one batch. For one thread."""
-        payload = self._encoder.encode(EventBatch(time.time(), list(events), 0))
+        payload = self._encoder.encode(EventBatch(time.time(), list(events), self._rank))
         number = self._next.to_bytes(8, "big")
         with self._lock:
             self._kept.append((number, payload))
@@ -84,8 +90,18 @@ class EventPublisher:
                     socket.send_multipart((client, empty, number, payload))
 
 
-def _is_bound(endpoint: str) -> bool:
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+def publish_beside_others(address: EventAddress) -> EventPublisher:
+    """The publisher of one of several engines, which share the ports from `address` on.
+
+    Its rank is the lowest at whose ports (`EventAddress.of_rank`) no other listens on this machine.
+    Raises `ConfigError` if an endpoint cannot be used.
+    """
+    rank = 0
+    while True:
+        try:
+            return EventPublisher(address.of_rank(rank), rank)
+        except EndpointInUse:
+            rank += 1
 
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str, *, bind: bool) -> str:
@@ -100,7 +116,8 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str, *, bind: bool)
         else:
             socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(
+        refusal = EndpointInUse if error.errno == zmq.EADDRINUSE else ConfigError
+        raise refusal(
             f"{field} is {endpoint!r}, which ZeroMQ cannot use ({error}): choose a free address "
             "such as tcp://*:5557"
         ) from error

@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve import Application
 
 from tangram.config import EngineConfig
+from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.model.source import name_served_model
 from tangram.ray.ingress import Ingress
@@ -41,7 +42,8 @@ def build_application(
 ) -> Application:
     """The application of `config`; `router` is where the class of the request router lies.
 
-    Raises `ConfigError` for a wrong name of the model.
+    Raises `ConfigError` for a wrong name of the model, GPUs that do not fit, or KV events that
+    cannot be published.
     """
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
@@ -74,7 +76,7 @@ def build_application(
         max_surge_percent=100,  # the new one answers before the old one ends
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
-    engines = engine.bind(_with_whole_paths(config), options.log_format)
+    engines = engine.bind(_with_whole_paths(config), options.log_format, options.events)
     return ingress.bind(engines, model, options)
 
 
@@ -87,14 +89,21 @@ def _scale(options: FleetOptions) -> dict[str, Any]:
 def _count_cpus(config: EngineConfig, options: FleetOptions) -> float:
     if options.cpus_per_replica is not None:
         return options.cpus_per_replica
-    return config.threads or 1
+    return (config.threads or 1) * config.tensor_parallel_size
 
 
 def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
-    if options.gpus_per_replica is not None:
-        return options.gpus_per_replica
-    has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return float(has_gpus and config.device != "cpu")
+    """The GPUs of a replica: each rank has one of its own. One engine may share one with others."""
+    ranks, given = config.tensor_parallel_size, options.gpus_per_replica
+    if given is None:
+        has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return float(ranks if has_gpus and config.device != "cpu" else 0)
+    if given > ranks or 0 < given < ranks != 1:
+        raise ConfigError(
+            f"gpus_per_replica is {given:g}, and a replica with tensor_parallel_size {ranks} "
+            f"computes on {ranks}: set {ranks}, or leave it out"
+        )
+    return given
 
 
 def _with_whole_paths(config: EngineConfig) -> EngineConfig:

@@ -11,6 +11,7 @@ from ray.serve.config import AutoscalingConfig
 
 from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
+from tangram.kv_events.address import EventAddress
 from tangram.serve.logs import LogForm
 
 
@@ -19,7 +20,8 @@ class FleetOptions(BaseModel):
 
     With `autoscaling` (the fields of Ray's `AutoscalingConfig`) the number of replicas follows the
     load, and `replicas` says nothing. `cpus_per_replica` None is the number of threads, or 1.
-    `gpus_per_replica` None is 1 where the cluster has GPUs and the device is not cpu, else 0.
+    `gpus_per_replica` None is one for each rank where the cluster has GPUs and the device is not
+    cpu, else 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +41,15 @@ class FleetOptions(BaseModel):
     log_format: LogForm = LogForm.text
     metrics_aliases: Literal["vllm"] | None = None
     otlp_endpoint: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
+
+    @property
+    def events(self) -> EventAddress | None:
+        """Where the first replica of a machine publishes KV events. Raises `ConfigError`."""
+        address = EventAddress.of(self.kv_events, self.kv_events_replay, self.kv_events_topic)
+        return None if address is None else address.of_rank(0)
 
     @property
     def most_replicas(self) -> int:

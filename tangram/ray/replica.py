@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,9 @@ from ray import serve
 
 from tangram.config import EngineConfig
 from tangram.engine.build import build_engine
+from tangram.engine.loop import Engine
 from tangram.errors import EngineError, OverloadError, RequestError, TangramError
+from tangram.kv_events.address import EventAddress
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
@@ -24,18 +27,23 @@ from tangram.types import Event, FinishReason, Grammar, Usage
 from tangram.watch import ChunkPlace
 
 _HEALTH_CHECK_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class EngineReplica:
-    """Serves requests with an engine of its own.
+    """Serves requests with an engine of its own, and publishes its KV events beside `events`.
 
     Ray Serve calls `record_routing_stats`, `check_health` and, when the replica has no requests
     left or their time is over, `__del__`.
     """
 
-    def __init__(self, config: EngineConfig, log_format: LogForm) -> None:
+    def __init__(
+        self, config: EngineConfig, log_format: LogForm, events: EventAddress | None = None
+    ) -> None:
         log_in_worker(log_format)
         self._engine = build_engine(config)
+        if events is not None:
+            _publish(self._engine, events)
         self._held = HeldKeys(MOST_KEYS)
         self._watched = self._engine.watch(self._held)
         self._unanswered: dict[str, SentRequest] = {}
@@ -128,6 +136,16 @@ class EngineReplica:
     def __del__(self) -> None:
         with suppress(AttributeError):  # its constructor has failed
             self._engine.stop()
+
+
+def _publish(engine: Engine, events: EventAddress) -> None:
+    """Publish the KV events of `engine` as long as the process lives."""
+    from tangram.kv_events.publisher import publish_beside_others
+    from tangram.kv_events.stream import KvEventStream
+
+    publisher = publish_beside_others(events)
+    _log.info("KV events at %s", publisher.endpoint)
+    KvEventStream(engine, publisher.send)
 
 
 def _count_from(start_s: float, event: Event) -> Event:

@@ -35,6 +35,7 @@ from tangram.errors import ConfigError, EngineError, ModelError, ProfileError
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.small_engines import drain, profile_file, run, sealed_state, small_engine
+from tests.speculation import METHODS, draft_always
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 
@@ -233,10 +234,11 @@ def test_every_family_answers_as_on_one_device(
         {"kv_offload_gib": 0.01, "kv_offload_dtype": "int4", "kv_cache_gib": TIGHT_GIB},
         {"kv_cache_dtype": "fp8"},
         {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "suffix"}},
         {"kv_retention": 1.0, "profile": ()},
         {"enable_prefix_caching": False},
     ],
-    ids=["host", "int4", "fp8", "ngram", "everything", "uncached"],
+    ids=["host", "int4", "fp8", "ngram", "suffix", "everything", "uncached"],
 )
 def test_modes_answer_as_on_one_device(llama: Checkpoint, options: dict[str, Any]) -> None:
     engine = build_engine(llama.config(2, **options))
@@ -246,6 +248,36 @@ def test_modes_answer_as_on_one_device(llama: Checkpoint, options: dict[str, Any
         for lengths in (LONG, LONG[::-1]):
             assert run(engine, prompts(*lengths)) == run(one, prompts(*lengths))
         drain(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_offload_gib": 0.01}, {"kv_cache_dtype": "fp8"}],
+    ids=["plain", "host", "fp8"],
+)
+def test_the_model_drafts_for_itself_as_on_one_device(
+    llama: Checkpoint, options: dict[str, Any]
+) -> None:
+    """As many of its drafts are accepted: every rank reads the entries that are kept first."""
+    given = {"kv_retention": 1.0, "speculative_config": METHODS["compressed_kv"]} | options
+    tight = 2 * TIGHT_GIB if "kv_offload_gib" in options else 0.01
+    engine, one = (  # with as many pages
+        build_engine(llama.config(ranks, **given, kv_cache_gib=2 * tight / ranks))
+        for ranks in (2, 1)
+    )
+    try:
+        for lengths in (LONG, LONG[::-1]):
+            answers = [
+                run(draft_always(drafting, 3, 1, 4, 0), prompts(*lengths))
+                for drafting in (engine, one)
+            ]
+            assert answers[0] == answers[1]
+        drafted, wanted = engine.stats().speculation, one.stats().speculation
+        assert drafted == wanted
+        assert drafted is not None and 0 < drafted.accepted < drafted.drafted
     finally:
         engine.stop()
 

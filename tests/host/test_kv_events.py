@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 
 import msgspec
 import pytest
@@ -15,8 +16,9 @@ import zmq
 
 from tangram.cli import app
 from tangram.errors import ConfigError
+from tangram.kv_events.address import EventAddress
 from tangram.kv_events.events import AllBlocksCleared, BlockRemoved, EventBatch, hash_of
-from tangram.kv_events.publisher import EventPublisher
+from tangram.kv_events.publisher import EventPublisher, publish_beside_others
 from tests.host.kv_story import KEYS, STORY, STREAM, TOKENS, C, batches_of, payloads_of, stored
 
 FREE = "tcp://127.0.0.1:*"
@@ -78,7 +80,7 @@ def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     sent = [[BlockRemoved([number], "GPU")] for number in range(40)]
-    with closing(EventPublisher(FREE, FREE, "kv@pod@model")) as publisher:
+    with closing(EventPublisher(EventAddress(FREE, FREE, "kv@pod@model"))) as publisher:
         for events in sent[:3]:
             publisher.send(events)
         with context.socket(zmq.SUB) as news, context.socket(zmq.DEALER) as replay:
@@ -106,14 +108,54 @@ def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(
 def test_an_endpoint_that_is_none_is_refused_by_its_option(endpoint: str) -> None:
     said = f"kv_events is {endpoint!r}, which ZeroMQ cannot use"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        EventPublisher(endpoint)
+        EventPublisher(EventAddress(endpoint, None, ""))
 
 
 def test_an_endpoint_in_use_is_refused_and_the_other_is_free_again() -> None:
-    with closing(EventPublisher(FREE)) as taken:
+    with closing(EventPublisher(EventAddress(FREE, None, ""))) as taken:
         port = taken.endpoint.rpartition(":")[2]
         with pytest.raises(ConfigError, match=r"kv_events_replay is .* in use"):
-            EventPublisher(FREE, f"tcp://*:{port}")
+            EventPublisher(EventAddress(FREE, f"tcp://*:{port}", ""))
+
+
+def test_engines_of_a_machine_share_the_ports_from_the_first_on() -> None:
+    """One port is in use; where replays are asked for has the same distance as the events."""
+    first = free_ports(6)
+    address = EventAddress(f"tcp://*:{first}", f"tcp://*:{first + 3}", "")
+    with ExitStack() as stack:
+        other = EventAddress(f"tcp://*:{first + 4}", None, "")
+        stack.enter_context(closing(EventPublisher(other)))
+        made = [stack.enter_context(closing(publish_beside_others(address))) for _ in range(2)]
+        ports = [one.endpoint.rpartition(":")[2] for one in made]
+        assert ports == [str(first), str(first + 2)], "the replays of rank 1 would be at the other"
+        assert made[1].replay_endpoint.endswith(f":{first + 5}")
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row at which nobody listens."""
+    while True:
+        with ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            sockets[0].bind(("", 0))
+            first = int(sockets[0].getsockname()[1])
+            with suppress(OSError, OverflowError):
+                for distance, other in enumerate(sockets[1:], 1):
+                    other.bind(("", first + distance))
+                return first
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (EventAddress("tcp://router:5557", None, ""), "kv_events is 'tcp://router:5557', and each"),
+        (EventAddress("ipc:///tmp/events", None, ""), "kv_events is 'ipc:///tmp/events', and each"),
+        (EventAddress("tcp://*:5557", "tcp://*:*", ""), r"kv_events_replay is 'tcp://\*:\*', and"),
+        (EventAddress("tcp://*:65535", None, ""), "no port from there to 65535 is free"),
+    ],
+)
+def test_what_several_engines_cannot_share_is_refused(address: EventAddress, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        address.of_rank(1)
 
 
 def serve(*options: str) -> None:
@@ -129,7 +171,6 @@ def test_options_of_events_without_events_are_refused(capsys: pytest.CaptureFixt
 def test_a_missing_package_is_named_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tangram.kv_events.publisher")
     monkeypatch.setitem(sys.modules, "zmq", None)
     serve("--kv-events", FREE)
     said = capsys.readouterr().err

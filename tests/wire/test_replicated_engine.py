@@ -20,8 +20,9 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.ray.application import build_application
 from tangram.ray.held_keys import HeldKeys
-from tangram.ray.options import read_arguments
+from tangram.ray.options import FleetOptions, read_arguments
 from tangram.ray.payloads import SentRequest, StatsReport
 from tangram.ray.replica import EngineReplica
 from tangram.ray.replicated_engine import ReplicatedEngine
@@ -274,6 +275,41 @@ def test_arguments_are_checked_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             read_arguments(given)
+
+
+def engine_deployment(config: EngineConfig, **options: Any) -> Any:
+    """The deployment of engines of an application."""
+    ingress: Any = build_application(config, FleetOptions(**options))
+    return ingress._bound_deployment.init_args[0]._bound_deployment
+
+
+def test_each_rank_has_a_gpu_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 4.0})
+    one, two = EngineConfig(threads=3), EngineConfig(threads=3, tensor_parallel_size=2)
+    on_cpus = EngineConfig(tensor_parallel_size=2, device="cpu")
+    for config, options, cpus, gpus in (
+        (one, {}, 3, 1),
+        (one, {"gpus_per_replica": 0.5}, 3, 0.5),
+        (two, {}, 6, 2),
+        (two, {"gpus_per_replica": 2}, 6, 2),
+        (on_cpus, {"cpus_per_replica": 0.5}, 0.5, 0),
+    ):
+        asked = engine_deployment(config, **options).ray_actor_options
+        assert (asked["num_cpus"], asked["num_gpus"]) == (cpus, gpus)
+    for config, gpus in ((two, 1), (two, 0.5), (two, 3), (one, 2)):
+        with pytest.raises(ConfigError, match=f"gpus_per_replica is {gpus}"):
+            engine_deployment(config, gpus_per_replica=gpus)
+
+
+def test_events_that_replicas_cannot_publish_are_refused_before_any_starts() -> None:
+    for given, message in (
+        ({"kv_events": "tcp://router:5557"}, "kv_events is 'tcp://router:5557'"),
+        ({"kv_events": "tcp://*:5557", "kv_events_replay": "inproc://x"}, "kv_events_replay is"),
+        ({"kv_events_topic": "kv@pod@model"}, "without kv_events"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine_deployment(EngineConfig(), **given)
 
 
 @dataclass

@@ -4,7 +4,9 @@ different.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
@@ -16,6 +18,7 @@ from .conftest import CHAT, MODEL, chat_body, run_fake_server
 from .fake_engine import FakeEngine
 from .test_observability import families
 
+PAGE = Path(__file__).parents[2] / "docs/scale.md"
 GAUGES = {"num_requests_running": "requests_running", "num_requests_waiting": "requests_waiting"}
 COUNTERS = {
     "prompt_tokens": "prompt_tokens",
@@ -129,3 +132,23 @@ def test_an_engine_that_drafts_nothing_has_no_series_of_drafts(
         found = families(client.get("/metrics").text)
     named = [name for name in found if name.startswith("vllm:spec_decode") or "draft" in name]
     assert not [name for name in named if found[name].samples]
+
+
+def test_the_page_says_what_routers_find(exposed: dict[str, Metric]) -> None:
+    """docs/scale.md lists what llm-d and the production stack read, and what of it is here."""
+    table = PAGE.read_text().partition("### Metrics and probes")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    known = {sample.name for family in exposed.values() for sample in family.samples}
+    series = [row for row in rows if row[0].startswith("`vllm:")]
+    assert len(series) >= 5
+    for name, *_, here in series:
+        names = set(re.findall(r"`(vllm:\w+)`", name))
+        assert names <= known if here.startswith("yes") else names.isdisjoint(known), name
+        for label in re.findall(r"`([a-z_]+)`", name.partition("labels")[2]):
+            (family,) = names
+            assert all(label in sample.labels for sample in exposed[family].samples)
+    with run_fake_server() as server, server.http() as client:
+        paths = [(*re.findall(r"`GET (/\S+)`", row[0]), row[-1]) for row in rows if "GET" in row[0]]
+        assert {path for path, _ in paths} >= {"/health", "/ready", "/v1/models"}
+        for path, here in paths:
+            assert client.get(path).status_code == (404 if here == "no" else 200), path
