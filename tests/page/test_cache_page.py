@@ -194,11 +194,8 @@ def test_the_pages_are_counted_by_state(page: Any, asked: FakeRequest, fake: Fak
     assert kept.inner_text() == str((states == 5).sum())
     assert page.locator('.counts [data-state="host"]').inner_text() == "in host memory 3 of 50"
     send(page, "an endless answer")
-    tail = page.locator('.counts [data-state="2"] b')
     page.wait_for_function("() => document.querySelector('[data-state=\"2\"] b').innerText > 0")
-    assert int(tail.inner_text()) > 0
     page.get_by_role("button", name="Stop").click()
-    page.get_by_label("Colours").select_option("conversation")
 
 
 def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -> None:
@@ -272,7 +269,7 @@ def test_a_page_that_changes_lights_up_and_fades(browser: Any, motion: str) -> N
     """Where less motion is wanted it has its new colour at once."""
     with (
         run_fake_page() as fake,
-        open_page(browser, fake.url, reduced_motion=motion) as watched,
+        open_page(browser, fake.url, ignores=("getImageData",), reduced_motion=motion) as watched,
     ):
         page = watched.page
         page.clock.install(time=0)
