@@ -369,7 +369,8 @@ def test_a_picture_of_the_page(
     made = request.config.getoption("pictures")
     target = (ROOT / "docs" / "pictures" if made else tmp_path) / "learn.png"
     size = {"width": 1200, "height": 860}
-    with open_page(browser, site, viewport=size, color_scheme="light") as watched:
+    still = {"viewport": size, "color_scheme": "light", "reduced_motion": "reduce"}
+    with open_page(browser, site, **still) as watched:
         wait_for_widgets(watched.page)
         widget = chapter(watched.page, "wall")
         slide(widget, "Batch", "Home", *["ArrowRight"] * 5)
