@@ -72,7 +72,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pictures", action="store_true", help="write docs/pictures/page_*.png")
+    parser.addoption(
+        "--pictures", action="store_true", help="write docs/pictures/{page_*,learn}.png"
+    )
     parser.addoption("--reverse", action="store_true", help="run tests from the last to the first")
 
 

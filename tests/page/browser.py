@@ -15,6 +15,13 @@ STATIC = ROOT / "tangram" / "page" / "static"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NO_CHROMIUM = "there is no Chromium here: apt-get install chromium runs these tests"
 
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
+PHONE: dict[str, Any] = {
+    **{"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2},
+    **{"is_mobile": True, "has_touch": True},
+}
+SERIOUS = ("serious", "critical")
+
 
 @dataclass
 class Watched:
@@ -32,9 +39,7 @@ def open_page(
     """A fresh browser profile at `url`. At its end: no error in the console but those with one of
     `ignores`, and no other host was asked.
     """
-    context = browser.new_context(
-        **{"viewport": {"width": 1440, "height": 900}, "accept_downloads": True, **options}
-    )
+    context = browser.new_context(**{**DESKTOP, "accept_downloads": True, **options})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     context.set_default_timeout(15_000)
     watched = Watched(context.new_page())
@@ -88,3 +93,15 @@ def answers(page: Any) -> list[str]:
 
 def questions(page: Any) -> list[str]:
     return page.locator(".message.user .words").all_inner_texts()
+
+
+def faults(page: Any) -> list[str]:
+    """Serious faults that axe-core finds, each with its first place."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{fault['id']}: {fault['nodes'][0]['html'][:120]}"
+        for fault in found
+        if fault["impact"] in SERIOUS
+    ]

@@ -6,23 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser import ask, open_page, open_view, paste
+from tests.page.browser import PHONE, ask, faults, open_page, open_view, paste
 from tests.page.fake_server import FakeServer
 
 pytestmark = pytest.mark.browser
-SERIOUS = ("serious", "critical")
 
 
-def faults(page: Any) -> list[str]:
-    """Serious faults, each with its first place."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{fault['id']}: {fault['nodes'][0]['html'][:120]}"
-        for fault in found
-        if fault["impact"] in SERIOUS
-    ]
+def test_a_fault_is_found(page: Any) -> None:
+    page.evaluate("() => document.body.append(document.createElement('img'))")
+    assert [fault.split(":")[0] for fault in faults(page)] == ["image-alt"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -52,3 +44,19 @@ def test_every_view_is_accessible(browser: Any, fake: FakeServer, theme: str) ->
         open_view(page, "Server")
         page.locator(".plot canvas").first.wait_for()
         assert faults(page) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_is_accessible_on_a_phone(browser: Any, fake: FakeServer, theme: str) -> None:
+    with open_page(browser, fake.url, color_scheme=theme, **PHONE) as watched:
+        page = watched.page
+        ask(page, "Write code please")
+        page.get_by_text("Settings of this conversation").click()
+        assert faults(page) == []
+        for drawer in ("Conversations", "Cache"):
+            page.get_by_role("button", name=drawer, exact=True).click()
+            assert faults(page) == []
+        for view in ("Compare", "Server"):
+            open_view(page, view)
+            page.locator(".compare form, .plot canvas").first.wait_for()
+            assert faults(page) == []

@@ -7,7 +7,6 @@ import tests.interpreter  # noqa: F401, before Triton is imported
 
 # isort: on
 import json
-import os
 import re
 import shutil
 import statistics
@@ -28,7 +27,7 @@ from tangram.page.files import HEADERS, add_files
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weight_size import Weights
-from tests.page.browser import ROOT, Watched, open_page
+from tests.page.browser import DESKTOP, PHONE, ROOT, Watched, faults, open_page
 from tests.running import run_app
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
@@ -271,9 +270,13 @@ def test_batching(page: Any) -> None:
         assert cells[1] == f"{100 * sum(map(len, steps)) / (2 * len(steps)):.0f} %"
     slide(widget, "Second", "Home")
     assert "4 sequences run" in widget.locator("figcaption").first.inner_text()
+    second = widget.get_by_label("Second", exact=True)
     widget.get_by_role("button", name="Replay").click()
+    page.wait_for_function("(slider) => slider.value > 0", arg=second.element_handle())
     widget.get_by_role("button", name="Pause").click()
-    assert float(widget.get_by_label("Second", exact=True).input_value()) < 20
+    stopped = second.input_value()
+    page.wait_for_timeout(100)
+    assert second.input_value() == stopped
 
 
 def test_speculation(page: Any) -> None:
@@ -337,6 +340,7 @@ def test_source_opens_by_keyboard(page: Any) -> None:
 
 def test_the_contents_lead_to_the_chapters(page: Any) -> None:
     assert not page.get_by_text("Talk to the model").is_visible(), "a static site has no model"
+    assert page.locator("nav li a").count() == CHAPTERS
     for link in page.locator("nav a").all():
         assert page.locator(str(link.get_attribute("href"))).count() == 1
 
@@ -358,17 +362,20 @@ def test_the_server_has_the_same_page(browser: Any) -> None:
         assert talk.evaluate("(link) => link.href") == url.removesuffix("learn")
 
 
-def test_a_picture_of_the_page(browser: Any, site: str, tmp_path: Path) -> None:
-    """PICTURES=docs/pictures makes the one of the documentation."""
-    target = Path(os.environ.get("PICTURES", tmp_path)) / "learn.png"
+def test_a_picture_of_the_page(
+    browser: Any, site: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """`--pictures` makes the one of README and docs."""
+    made = request.config.getoption("pictures")
+    target = (ROOT / "docs" / "pictures" if made else tmp_path) / "learn.png"
     size = {"width": 1200, "height": 860}
-    with open_page(browser, site, viewport=size, color_scheme="light") as watched:
+    still = {"viewport": size, "color_scheme": "light", "reduced_motion": "reduce"}
+    with open_page(browser, site, **still) as watched:
         wait_for_widgets(watched.page)
         widget = chapter(watched.page, "wall")
         slide(widget, "Batch", "Home", *["ArrowRight"] * 5)
         slide(widget, "Tokens of context each", "Home", *["ArrowRight"] * 4)
-        widget.get_by_role("img").scroll_into_view_if_needed()
-        watched.page.locator("#wall .figures").evaluate("(one) => one.scrollIntoView()")
+        widget.evaluate("(one) => { document.activeElement.blur(); one.scrollIntoView(); }")
         watched.page.screenshot(path=target)
     assert target.stat().st_size > 20_000
 
@@ -387,18 +394,13 @@ def test_phone_width_and_theme(browser: Any, site: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault(browser: Any, site: str, scheme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
-    with open_page(browser, site, color_scheme=scheme) as watched:
+@pytest.mark.parametrize("view", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_no_serious_fault(
+    browser: Any, site: str, scheme: str, view: dict[str, Any]
+) -> None:
+    with open_page(browser, site, color_scheme=scheme, **view) as watched:
         wait_for_widgets(watched.page)
         for details in watched.page.locator("details summary").all():
             details.click()
         watched.page.locator("details pre").last.wait_for()
-        found = Axe().run(watched.page).response["violations"]
-    serious = [
-        (one["id"], [node["target"] for node in one["nodes"]][:5])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
+        assert faults(watched.page) == []

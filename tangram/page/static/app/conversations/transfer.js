@@ -37,22 +37,29 @@ const isObject = (value) => typeof value === "object" && value !== null;
 function check(conversation, name) {
   const { title, messages, chosen, settings, changedAt } = conversation ?? {};
   if (![messages, chosen, settings].every(isObject)) throw new Error(`${name} is incomplete.`);
-  const taken = new Map();
-  for (const [id, message] of Object.entries(messages)) {
+  // Messages get new ids: one of the file could be the name of something that every object has.
+  const ids = new Map();
+  const taken = {};
+  for (const [given, message] of Object.entries(messages)) {
     checkMessage(message, name);
     // An answer stands after its question, so no message is below itself.
-    if (message.parent !== null && !taken.has(message.parent)) {
+    if (message.parent !== null && !ids.has(message.parent)) {
       throw new Error(`${name} has a message without its place.`);
     }
-    taken.set(id, { ...message, id });
+    const id = newId();
+    taken[id] = takeMessage(message, id, ids.get(message.parent) ?? null);
+    ids.set(given, id);
   }
   const { system, stop } = settings;
+  const known = Object.entries(chosen).filter(
+    ([parent, id]) => (parent === "" || ids.has(parent)) && ids.has(id),
+  );
   return {
     title: String(title ?? ""),
     changedAt: Number(changedAt) || Date.now(),
     settings: { ...settings, system: String(system ?? ""), stop: String(stop ?? "") },
-    messages: Object.fromEntries(taken),
-    chosen,
+    messages: taken,
+    chosen: Object.fromEntries(known.map(([parent, id]) => [ids.get(parent) ?? "", ids.get(id)])),
   };
 }
 
@@ -66,6 +73,45 @@ function checkMessage(message, name) {
     throw new Error(`${name} has a message without text.`);
   }
 }
+
+/** A message with what the page shows of it; what is of another kind is left out. */
+function takeMessage({ role, content, documents = [], thought, fault, run }, id, parent) {
+  return {
+    ...{ id, parent, role, content },
+    documents: documents.map(({ name, text }) => ({ name, text })),
+    ...(typeof thought === "string" && { thought }),
+    ...(typeof fault === "string" && { fault }),
+    ...(isObject(run) && { run: takeRun(run) }),
+  };
+}
+
+const RUN_KINDS = {
+  requestId: "string",
+  answerId: "string",
+  finish: "string",
+  kvRetention: "number",
+  firstTokenS: "number",
+  decodeS: "number",
+  tokensPerS: "number",
+  sealedChunks: "number",
+};
+
+/** @returns {Run} see chat/answer.js */
+const takeRun = (run) => ({
+  ...Object.fromEntries(
+    Object.entries(RUN_KINDS).map(([name, kind]) => [name, typeof run[name] === kind ? run[name] : null]),
+  ),
+  usage: isObject(run.usage) ? takeNumbers(run.usage) : null,
+});
+
+/** The numbers of `counts`, and of what it has inside. */
+const takeNumbers = (counts) =>
+  Object.fromEntries(
+    Object.entries(counts).flatMap(([name, value]) => {
+      if (typeof value === "number") return [[name, value]];
+      return isObject(value) ? [[name, takeNumbers(value)]] : [];
+    }),
+  );
 
 /** Let the browser save `text` as a file. */
 export function saveFile(name, text) {
