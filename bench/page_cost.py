@@ -116,21 +116,21 @@ def measure_prefill(pairs: int) -> Figures:
         return time.process_time() - begin_s
 
     def prefill_without() -> float:
-        with _replaced(recording, lambda function: lambda *args, **options: None):
+        with _replace(recording, lambda function: lambda *args, **options: None):
             return prefill()
 
     figures = compare(pairs, prefill_without, prefill)
     inside = []
     for _ in range(max(1, pairs // 4)):
         clock = _Clock()
-        with _replaced(recording, clock.timed):
+        with _replace(recording, clock.time_call):
             taken_s = prefill()
         inside.append(clock.seconds / taken_s)
     return figures | {"inside": statistics.median(inside), "inside_interval": find_interval(inside)}
 
 
 @contextmanager
-def _replaced(
+def _replace(
     functions: Sequence[tuple[Any, str]], change: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ class _Clock:
 
     seconds: float = 0.0
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             begin_s = time.process_time()

@@ -1,9 +1,9 @@
 """The cost of the way through Ray: `python -m bench.replicas.overhead`.
 
-`tangram serve` and `tangram deploy --replicas 1` with the same options answer the same requests,
-one server after the other: the plain one, the one by Ray, and the plain one again, which shows how
-much the machine has changed meanwhile. The time to the first token is that of a short prompt, one
-request at a time. The throughput is of several streams at once.
+`tangram serve` and `tangram deploy --replicas 1` with the same options run side by side, and one of
+them is asked at a time: the machine changes more in a minute than the way through Ray costs. The
+time to the first token is that of a short prompt, one request at a time, plain and through Ray in
+turns. The throughput is of several streams at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import ray
@@ -30,39 +29,37 @@ from rich.table import Table
 from bench.replicas.bench_cluster import RESULTS
 from tangram.lab.environment import environment
 
-PORT = 18432
-SHARED = ("smollm2", "--kv-cache-gib", "0.25", "--threads", "1", "--port", str(PORT))
-SERVERS: dict[str, Sequence[str]] = {
-    "plain": ("serve", *SHARED, "--no-page"),
-    "ray": ("deploy", *SHARED, "--replicas", "1"),
-    "plain again": ("serve", *SHARED, "--no-page"),
+SHARED = ("smollm2", "--kv-cache-gib", "0.25", "--threads", "1")
+SERVERS: dict[str, tuple[int, Sequence[str]]] = {
+    "plain": (18432, ("serve", *SHARED, "--no-page")),
+    "ray": (18433, ("deploy", *SHARED, "--replicas", "1")),
 }
 PROMPT, START_S = "The river carries sand from the mountains to the sea. " * 4, 600.0
 STREAMS, STREAM_TOKENS = 8, 64
 
 
 @contextmanager
-def running(arguments: Sequence[str]) -> Iterator[httpx.AsyncClient]:
-    """A client of a server that has answered once. The server ends with the block."""
+def running(port: int, arguments: Sequence[str]) -> Iterator[None]:
+    """A server that has answered once. It ends with the block."""
     environ = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-m", "tangram", *arguments]
+    command = [sys.executable, "-m", "tangram", *arguments, "--port", str(port)]
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as server:
         try:
-            wait_until_ready(server)
-            yield httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=600)
+            wait_until_ready(server, port)
+            yield
         finally:
             server.send_signal(signal.SIGTERM)
 
 
-def wait_until_ready(server: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s:
         if server.poll() is not None:
             raise SystemExit(f"the server has ended with code {server.returncode}")
         try:
-            if httpx.get(f"http://127.0.0.1:{PORT}/ready", timeout=60).status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass
@@ -83,20 +80,52 @@ async def stream(client: httpx.AsyncClient, tokens: int) -> tuple[float, int]:
     return first_s, count
 
 
-async def measure(client: httpx.AsyncClient, repeats: int, requests: int) -> dict[str, list[float]]:
-    """Medians of the time to a first token in ms, and tokens a second, one for each repeat."""
-    found: dict[str, list[float]] = {"first_token_ms": [], "tokens_per_s": []}
-    async with client:
-        for _ in range(10):
-            await stream(client, 2)
+Figures = dict[str, dict[str, list[float]]]
+
+
+async def measure(repeats: int, requests: int) -> Figures:
+    """Of each server the times to a first token in ms, and tokens a second, one for each repeat."""
+    found: Figures = {name: {"first_token_ms": [], "tokens_per_s": []} for name in SERVERS}
+    async with AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600)
+            )
+            for name, (port, _) in SERVERS.items()
+        }
+        for client in clients.values():
+            for _ in range(10):
+                await stream(client, 2)
+        for _ in range(repeats * requests):
+            for name, client in clients.items():
+                first_s, _ = await stream(client, 1)
+                found[name]["first_token_ms"].append(1000 * first_s)
         for _ in range(repeats):
-            times_s = [(await stream(client, 1))[0] for _ in range(requests)]
-            found["first_token_ms"].append(1000 * statistics.median(times_s))
-            begin_s = time.perf_counter()
-            await asyncio.gather(*(stream(client, STREAM_TOKENS) for _ in range(STREAMS)))
-            seconds = time.perf_counter() - begin_s
-            found["tokens_per_s"].append(STREAMS * STREAM_TOKENS / seconds)
+            for name, client in clients.items():
+                begin_s = time.perf_counter()
+                await asyncio.gather(*(stream(client, STREAM_TOKENS) for _ in range(STREAMS)))
+                seconds = time.perf_counter() - begin_s
+                found[name]["tokens_per_s"].append(STREAMS * STREAM_TOKENS / seconds)
     return found
+
+
+def compare(figures: Figures) -> dict[str, tuple[float, float, float]]:
+    """Median, and the first and third quartile, of what Ray adds to the pairs: ms, and a share."""
+    plain, ray_ = figures["plain"], figures["ray"]
+    added = [
+        theirs - ours
+        for ours, theirs in zip(plain["first_token_ms"], ray_["first_token_ms"], strict=True)
+    ]
+    lost = [
+        1 - theirs / ours
+        for ours, theirs in zip(plain["tokens_per_s"], ray_["tokens_per_s"], strict=True)
+    ]
+    return {"added_ms": _quartiles(added), "lost_throughput": _quartiles(lost)}
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    first, middle, third = statistics.quantiles(values, n=4)
+    return middle, first, third
 
 
 def main() -> None:
@@ -106,25 +135,27 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="2 repeats of 5 requests")
     parser.add_argument("--output", type=Path, default=RESULTS / "replicas_overhead.json")
     options = parser.parse_args()
-    repeats, requests = (2, 5) if options.small else (5, 40)
-    found: dict[str, Any] = {}
-    for name, arguments in SERVERS.items():
-        with running(arguments) as client:
-            found[name] = asyncio.run(measure(client, repeats, requests))
-    table = Table(title="through Ray, and without")
-    for column in ("server", "first token, ms", "spread", "tokens/s", "spread"):
+    repeats, requests = (2, 5) if options.small else (10, 20)
+    with ExitStack() as stack:
+        for port, arguments in SERVERS.values():
+            stack.enter_context(running(port, arguments))
+        found = asyncio.run(measure(repeats, requests))
+    table = Table(title="through Ray, and without: median (quartiles)")
+    for column in ("server", "first token, ms", "tokens/s"):
         table.add_column(column)
     for name, figures in found.items():
-        cells = []
-        for values in figures.values():
-            cells += [f"{statistics.median(values):.1f}", f"{min(values):.1f}–{max(values):.1f}"]
-        table.add_row(name, *cells)
+        quartiles = map(_quartiles, figures.values())
+        table.add_row(name, *(f"{m:.1f} ({low:.1f}–{high:.1f})" for m, low, high in quartiles))
     Console().print(table)
+    differences = compare(found)
+    for name, (middle, low, high) in differences.items():
+        print(f"{name}: {middle:.3f} ({low:.3f} to {high:.3f})")
     content = {
         "command": "python -m bench.replicas.overhead" + (" --small" if options.small else ""),
         "environment": environment() | {"ray": ray.__version__},
-        "servers": {name: " ".join(arguments) for name, arguments in SERVERS.items()},
+        "servers": {name: " ".join(arguments) for name, (_, arguments) in SERVERS.items()},
         "streams": STREAMS,
+        "differences": differences,
         "figures": found,
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")

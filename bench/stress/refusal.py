@@ -1,7 +1,8 @@
 """How soon a full server refuses: `python -m bench.stress.refusal`.
 
-One request runs, one waits, and no more may. Then a client sends request after request on a kept
-connection, and each is refused (429).
+Many requests run, one waits, and no more may. Then a client sends request after request on a kept
+connection, and each is refused (429). With `--before FOLDER`, another checkout is measured in turns
+with this one, in the same environment.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +24,8 @@ from bench.stress.conversations import PATH, WORDS
 from bench.stress.server import MODEL, ServerError, books_of, start_server, surroundings
 
 RESULT = Path(__file__).parents[1] / "results" / "refusal_times.json"
-SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--max-num-seqs", "1")
+HERE = Path(__file__).parents[2]
+SERVER_OPTIONS = ("--kv-retention", "0.5", "--max-model-len", "2048", "--max-queue", "1")
 PROMPT_WORDS, HELD_TOKENS = 140, 1500
 FULL_WITHIN_S = 60.0
 
@@ -64,10 +67,10 @@ async def fill(client: httpx.AsyncClient, number: int) -> asyncio.Task[None]:
     raise ServerError(f"after {FULL_WITHIN_S:.0f} s request {number} neither runs nor waits")
 
 
-async def measure(url: str, requests: int) -> list[float]:
+async def measure(url: str, running: int, requests: int) -> list[float]:
     """The seconds to each refusal. Raises `ServerError` if a request is not refused."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        held = [await fill(client, number) for number in range(2)]
+        held = [await fill(client, number) for number in range(running + 1)]
         answers = [await ask(client, number) for number in range(requests)]
         for task in held:
             task.cancel()
@@ -78,28 +81,47 @@ async def measure(url: str, requests: int) -> list[float]:
     return [seconds for _, seconds in answers]
 
 
+def measure_tree(tree: Path, running: int, requests: int) -> dict[str, Any]:
+    """One run of a server from the checkout `tree`."""
+    options = (*SERVER_OPTIONS, "--max-num-seqs", str(running))
+    with tempfile.TemporaryFile() as log, start_server(options, log, tree=tree) as server:
+        refused_s = asyncio.run(measure(server.url, running, requests))
+    shares = {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)}
+    print(f"{tree}, {running} running: {shares}", flush=True)
+    return {"running": running, "commit": commit_of(tree), "refusal_s": shares}
+
+
+def commit_of(tree: Path) -> str:
+    """The commit that a checkout stands at."""
+    return subprocess.check_output(
+        ["git", "-C", str(tree), "rev-parse", "--short=7", "HEAD"], text=True
+    ).strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32], metavar="N")
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
-    where = surroundings()
-    with tempfile.TemporaryFile() as log:
-        try:
-            with start_server((*SERVER_OPTIONS, "--max-queue", "1"), log) as server:
-                refused_s = asyncio.run(measure(server.url, options.requests))
-        except ServerError as error:
-            sys.exit(f"the measurement failed: {error}")
+    trees = [options.before.resolve(), HERE] if options.before else [HERE]
+    where, runs = surroundings(), []
+    try:
+        for running in options.running:
+            for _ in range(options.repeats):
+                runs += [measure_tree(tree, running, options.requests) for tree in trees]
+    except ServerError as error:
+        sys.exit(f"the measurement failed: {error}")
     content = {
-        "command": f"python -m bench.stress.refusal --requests {options.requests}",
+        "command": "python -m bench.stress.refusal" + (" --before FOLDER" * bool(options.before)),
+        "requests": options.requests,
         "environment": where,
-        "refusal_s": {
-            f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)
-        },
+        "runs": runs,
     }
-    print(json.dumps(content, indent=1))
     options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -161,19 +161,29 @@ def serve_command(port: int, options: Sequence[str], count: Path | None = None) 
 
 @contextmanager
 def start_server(
-    options: Sequence[str], log: IO[bytes], api_key: str | None = None, *, counted: bool = False
+    options: Sequence[str],
+    log: IO[bytes],
+    api_key: str | None = None,
+    *,
+    counted: bool = False,
+    tree: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """A healthy server on a free port with `options`; it is ended in any case.
 
-    It counts its heap if `counted`. Raises `ServerError` if it does not start, or if it ends by
-    itself.
+    It counts its heap if `counted`, and runs the package of the checkout `tree` if given. Raises
+    `ServerError` if it does not start, or if it ends by itself.
     """
     with tempfile.NamedTemporaryFile() as kept:
-        yield from _start_server(options, log, api_key, Path(kept.name) if counted else None)
+        count = Path(kept.name) if counted else None
+        yield from _start_server(options, log, api_key, count, tree)
 
 
 def _start_server(
-    options: Sequence[str], log: IO[bytes], api_key: str | None, count: Path | None
+    options: Sequence[str],
+    log: IO[bytes],
+    api_key: str | None,
+    count: Path | None,
+    tree: Path | None,
 ) -> Iterator[ServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -181,7 +191,11 @@ def _start_server(
     keys = {} if api_key is None else {"TANGRAM_API_KEY": api_key}
     variables = {**os.environ, **keys, **({} if count is None else EVERY_BYTE)}
     process = subprocess.Popen(
-        serve_command(port, options, count), stdout=log, stderr=subprocess.STDOUT, env=variables
+        serve_command(port, options, count),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=variables,
+        cwd=tree,
     )
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     server = ServerProcess(f"http://127.0.0.1:{port}", process, headers, count)

@@ -50,7 +50,7 @@ def draw_walk() -> None:
     ax.text(
         0.11,
         4.62,
-        "engine/loop.py:  schedule → plan → run → emit → commit",
+        "engine/loop.py:  schedule → plan → run → commit → emit",
         size=11,
         color=INK,
         va="center",
