@@ -33,8 +33,9 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
 
-# Two workers of one thread each; a file's tests stay together, so that they share what they start.
-WORKERS ?= 2
+# Three workers of one thread each on two cores: a test waits for a fifth of its time. A file's tests
+# stay together, so that they share what they start.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -29,12 +29,13 @@ settings.register_profile(NIGHTLY, deadline=None)
 settings.load_profile("tangram")
 
 # Files that take longest, in this order: a worker that began one last would end alone. The first
-# compiles the CPU kernels where no cache has them, and the second needs none of them.
+# compiles the CPU kernels where no cache has them. Its worker goes on with the fourth, and the
+# others, which begin with the second and third, need none of them.
 LONG = (
     "page/test_turns.py",
     "page/test_chat_page.py",
-    "wire/test_demo.py",
     "gpu/test_engine.py",
+    "wire/test_demo.py",
     "cpu/test_several_scorers.py",
     "wire/test_clients.py",
     "wire/test_load_tool.py",

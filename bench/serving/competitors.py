@@ -173,7 +173,9 @@ def save_checkpoint() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tangram-random-"))
     atexit.register(shutil.rmtree, folder)
     config = AutoConfig.from_pretrained(MODEL)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda"):  # a CPU takes a minute for the random numbers
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    torch.cuda.empty_cache()
     load_tokenizer("smollm2").save_pretrained(folder)
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -118,7 +119,7 @@ def _run(
     curl: str,
 ) -> None:
     """See `run_application`; `curl` is shown when requests are answered."""
-    _import_ray()
+    _import_ray(starts=address is None)
     from tangram.ray.cluster import ClusterPlace, run_application
     from tangram.ray.options import read_options
 
@@ -146,7 +147,14 @@ def _read_json(text: str | None) -> Any:
         raise ConfigError(f"autoscaling is {text!r}, which is no JSON: {error}") from error
 
 
-def _import_ray() -> None:
+def _import_ray(*, starts: bool) -> None:
+    """Import it to join a cluster, or for one that `starts` here."""
+    if starts:
+        # Serve reads them when it is imported, here and in the processes of the new cluster.
+        # Nothing of the ingress or a replica holds up a loop, so each needs one, and hands nothing
+        # over to another.
+        os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+        os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

@@ -332,7 +332,7 @@ class EngineBuilder:
         if not isinstance(runner, RankRunner):
             return SelfDrafter(passes, cache.drafts)
         if passes.graphs is not None:
-            passes.graphs.freeze()
+            passes.graphs.run_first()
         return RankDrafter(passes, cache.drafts, runner)
 
     def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
@@ -521,7 +521,7 @@ class EngineBuilder:
             for queries in runner.passes.batcher.queries[1:]:
                 runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
         if self._shares is not None and runner.passes.graphs is not None:
-            runner.passes.graphs.freeze()
+            runner.passes.graphs.run_first()
         runner.meters.clear()
         if runner.recorder is not None:
             runner.recorder.clear()

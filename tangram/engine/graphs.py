@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,14 +51,19 @@ class PassGraphs:
         # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
         self._refused = set[bool]()  # by whether such passes are padded
-        self._frozen = False
+        self._runs_first = False
 
-    def freeze(self) -> None:
-        """Capture no more: a pass without a graph runs without one.
+    @cached_property
+    def _stream(self) -> Any:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-        A capture runs the model once more, so on several devices all must capture, or none.
+    def run_first(self) -> None:
+        """From now on a pass without a graph runs as it is, and is captured behind that.
+
+        A device of several may need another graph than the others. Each of them must run the model
+        once for a pass, and a capture alone runs nothing.
         """
-        self._frozen = True
+        self._runs_first = True
 
     def logits(self, inputs: Tensor, sizes: list[int], attention: StepAttention) -> Tensor:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
@@ -66,7 +72,17 @@ class PassGraphs:
         of these `sizes`. Tokens and positions are padded to the width or the `PaddedShape`. There
         are as many wanted places as any such pass wants.
         """
-        known = self._graph(inputs, sizes, attention)
+        state = attention.kernels.captured
+        if state is None or (attention.padded_tokens is not None) in self._refused:
+            return self._forward(attention, *torch.split(inputs, sizes))
+        if state not in self._captured:
+            if self._runs_first:
+                logits = self._forward(attention, *torch.split(inputs, sizes))
+                self._captured[state] = self._capture(inputs.clone(), sizes, attention)
+                return logits
+            self._warm_up(torch.split(inputs, sizes), attention)
+            self._captured[state] = self._capture(inputs.clone(), sizes, attention)
+        known = self._captured[state]
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))
         known.inputs.copy_(inputs)
@@ -75,37 +91,24 @@ class PassGraphs:
         self._recent.append(known)
         return known.logits
 
-    def _graph(
-        self, inputs: Tensor, sizes: list[int], attention: StepAttention
-    ) -> _CapturedPass | None:
-        state = attention.kernels.captured
-        if state is None or (attention.padded_tokens is not None) in self._refused:
-            return None
-        if state not in self._captured:
-            if self._frozen:
-                return None
-            self._captured[state] = self._capture(inputs.clone(), sizes, attention)
-        return self._captured[state]
+    def _warm_up(self, parts: Sequence[Tensor], attention: StepAttention) -> None:
+        """Run a pass that will run again: it writes the same entries."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._forward(attention, *parts)
+        current.wait_stream(self._stream)
 
     def _capture(
         self, inputs: Tensor, sizes: list[int], attention: StepAttention
     ) -> _CapturedPass | None:
-        """Capture a pass.
-
-        The pass may also run to warm up, since it writes the same entries again.
-        """
         parts = torch.split(inputs, sizes)
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._forward(attention, *parts)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device meanwhile: only this one is restricted during a
             # capture.
             with torch.cuda.graph(
-                graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
             ):
                 logits = self._forward(attention, *parts)
         except torch.OutOfMemoryError:

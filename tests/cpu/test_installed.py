@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,18 +55,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "site"
 
 
-# A cache in float32 is read by kernels that are compiled for each copy of the package.
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-def test_an_installed_wheel_serves_its_commands_from_any_folder(
-    dtype: str, site: Path, tmp_path: Path
-) -> None:
-    """Presets, profiles and the gate are read, the distribution's own version is told, the model
-    answers.
-    """
+@pytest.fixture
+def tangram(site: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs the installed command in an empty folder; what it prints."""
 
-    def tangram(*arguments: str) -> str:
+    def call(*arguments: str) -> str:
         return run(site / "bin" / "tangram", *arguments, folder=tmp_path, PYTHONPATH=str(site))
 
+    return call
+
+
+def test_an_installed_wheel_serves_its_commands_from_any_folder(
+    tangram: Callable[..., str], site: Path, tmp_path: Path
+) -> None:
+    """Presets are read, and the distribution's own version is told."""
     where = (
         "import tangram, importlib.metadata as m; print(tangram.__file__, "
         "m.version('tangram-serve'))"
@@ -74,6 +77,12 @@ def test_an_installed_wheel_serves_its_commands_from_any_folder(
     assert told.split() == [str(site / "tangram" / "__init__.py"), __version__]
     assert tangram("--version") == f"tangram {__version__}\n"
     assert "GiB" in tangram("size", "llama-3.1-8b")
-    # At ρ 0.5 the embedded model's default is a scorer whose gate and profile are in the wheel.
+
+
+# Kernels are compiled for each copy of the package and for each dtype of the cache.
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_installed_wheel_answers(tangram: Callable[..., str], dtype: str) -> None:
+    """At ρ 0.5 the embedded model's default is a scorer whose gate and profile are in the wheel."""
     asked = ("-p", "The capital of France is", "--max-tokens", "1", "--dtype", dtype)
     assert "Paris" in tangram("generate", *asked)

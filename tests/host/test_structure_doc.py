@@ -31,7 +31,8 @@ def test_every_module_is_named(package: str) -> None:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    files = {path.name for part in ("tangram", "bench", "tests") for path in (ROOT / part).rglob("*.py")}
+    folders = (ROOT / part for part in ("tangram", "bench", "tests"))
+    files = {path.name for folder in folders for path in folder.rglob("*.py")}
     assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE)) <= files
 
 
