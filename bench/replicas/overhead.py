@@ -3,7 +3,8 @@
 `tangram serve` and `tangram deploy --replicas 1` with the same options run side by side, and one of
 them is asked at a time: the machine changes more in a minute than the way through Ray costs. The
 time to the first token is that of a short prompt, one request at a time, plain and through Ray in
-turns. The throughput is of several streams at once.
+turns. The throughput is of several streams at once. The processor's time says which process takes
+it: a server that is not asked takes nearly none.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import ray
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +41,18 @@ PROMPT, START_S = "The river carries sand from the mountains to the sea. " * 4, 
 STREAMS, STREAM_TOKENS = 8, 64
 
 
+# What a process of Ray calls itself, and what it is. The plain server is none of these.
+PARTS = {
+    ":Engine": "replica",
+    ":Ingress": "ingress",
+    "ProxyActor": "Ray's proxy",
+    "ServeController": "Ray's controller",
+    "ray": "Ray's other processes",
+}
+
+
 @contextmanager
-def running(port: int, arguments: Sequence[str]) -> Iterator[None]:
+def running(port: int, arguments: Sequence[str]) -> Iterator[psutil.Process]:
     """A server that has answered once. It ends with the block."""
     environ = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "tangram", *arguments, "--port", str(port)]
@@ -48,7 +61,7 @@ def running(port: int, arguments: Sequence[str]) -> Iterator[None]:
     ) as server:
         try:
             wait_until_ready(server, port)
-            yield
+            yield psutil.Process(server.pid)
         finally:
             server.send_signal(signal.SIGTERM)
 
@@ -80,12 +93,29 @@ async def stream(client: httpx.AsyncClient, tokens: int) -> tuple[float, int]:
     return first_s, count
 
 
+def read_processor(server: psutil.Process) -> Counter[str]:
+    """Seconds of the processor that each part of a server has taken."""
+    taken = Counter[str]()
+    for process in (server, *server.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline())
+            part = next((part for name, part in PARTS.items() if name in title), "server")
+            times = process.cpu_times()
+            taken[part] += times.user + times.system
+    return taken
+
+
 Figures = dict[str, dict[str, list[float]]]
 
 
-async def measure(repeats: int, requests: int) -> Figures:
-    """Of each server the times to a first token in ms, and tokens a second, one for each repeat."""
-    found: Figures = {name: {"first_token_ms": [], "tokens_per_s": []} for name in SERVERS}
+async def measure(
+    servers: Mapping[str, psutil.Process], repeats: int, requests: int
+) -> tuple[Figures, dict[str, dict[str, float]]]:
+    """Times to a first token in ms, and tokens a second, one for each repeat, of each server.
+
+    And the processor's time in ms of a request with one token, by part.
+    """
+    found: Figures = {name: {"first_token_ms": [], "tokens_per_s": []} for name in servers}
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(
@@ -96,17 +126,23 @@ async def measure(repeats: int, requests: int) -> Figures:
         for client in clients.values():
             for _ in range(10):
                 await stream(client, 2)
+        before = {name: read_processor(server) for name, server in servers.items()}
         for _ in range(repeats * requests):
             for name, client in clients.items():
                 first_s, _ = await stream(client, 1)
                 found[name]["first_token_ms"].append(1000 * first_s)
+        taken = {name: read_processor(server) - before[name] for name, server in servers.items()}
         for _ in range(repeats):
             for name, client in clients.items():
                 begin_s = time.perf_counter()
                 await asyncio.gather(*(stream(client, STREAM_TOKENS) for _ in range(STREAMS)))
                 seconds = time.perf_counter() - begin_s
                 found[name]["tokens_per_s"].append(STREAMS * STREAM_TOKENS / seconds)
-    return found
+    each = repeats * requests / 1000
+    return found, {
+        name: {part: seconds / each for part, seconds in parts.items()}
+        for name, parts in taken.items()
+    }
 
 
 def compare(figures: Figures) -> dict[str, tuple[float, float, float]]:
@@ -137,9 +173,11 @@ def main() -> None:
     options = parser.parse_args()
     repeats, requests = (2, 5) if options.small else (10, 20)
     with ExitStack() as stack:
-        for port, arguments in SERVERS.values():
-            stack.enter_context(running(port, arguments))
-        found = asyncio.run(measure(repeats, requests))
+        servers = {
+            name: stack.enter_context(running(port, arguments))
+            for name, (port, arguments) in SERVERS.items()
+        }
+        found, processor_ms = asyncio.run(measure(servers, repeats, requests))
     table = Table(title="through Ray, and without: median (quartiles)")
     for column in ("server", "first token, ms", "tokens/s"):
         table.add_column(column)
@@ -150,12 +188,16 @@ def main() -> None:
     differences = compare(found)
     for name, (middle, low, high) in differences.items():
         print(f"{name}: {middle:.3f} ({low:.3f} to {high:.3f})")
+    for name, parts in processor_ms.items():
+        spelled = ", ".join(f"{part} {ms:.1f}" for part, ms in parts.items())
+        print(f"processor's ms of a request, {name}: {spelled}")
     content = {
         "command": "python -m bench.replicas.overhead" + (" --small" if options.small else ""),
         "environment": environment() | {"ray": ray.__version__},
         "servers": {name: " ".join(arguments) for name, (_, arguments) in SERVERS.items()},
         "streams": STREAMS,
         "differences": differences,
+        "processor_ms": processor_ms,
         "figures": found,
     }
     options.output.write_text(json.dumps(content, indent=1) + "\n")

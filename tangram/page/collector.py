@@ -29,6 +29,8 @@ MOST_STEPS = 400
 READ_EVERY_S, READING_SHARE = 0.1, 0.01
 # Frames are sent so often; without watchers state is brought up to date so often.
 FLUSH_S, IDLE_FLUSH_S = 0.05, 1.0
+# Many watchers are sent frames less often: sending to one takes about a sixtieth of this.
+FLUSH_A_WATCHER_S = 0.008
 # An endpoint that shows a running request waits so long for a reading; then readings go on a while.
 FRESH_S, WANTED_S = 0.25, 2.0
 # More changed pages than these are not listed: a watcher reads the pool again.
@@ -176,12 +178,17 @@ class Collector:
 
     def _flush_soon(self) -> None:
         """Flush when it is time; called once for many events."""
-        every_s = FLUSH_S if self.watchers or self._is_wanted else IDLE_FLUSH_S
-        wait_s = self._flushed_s + every_s - time.monotonic()
+        wait_s = self._flushed_s + self._flush_every_s - time.monotonic()
         if self._loop is not None and wait_s > 0:
             self._loop.call_later(wait_s, self.flush)
         else:
             self.flush()
+
+    @property
+    def _flush_every_s(self) -> float:
+        if self.watchers or self._is_wanted:
+            return max(FLUSH_S, FLUSH_A_WATCHER_S * len(self.watchers))
+        return IDLE_FLUSH_S
 
     @property
     def _is_wanted(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tangram.metrics import EngineStats
+from tangram.page import collector as collector_module
 from tangram.page import requests as page_requests
 from tangram.page.collector import Collector
 from tangram.page.history import History
@@ -234,6 +236,34 @@ def test_a_question_about_the_pool_waits_for_a_reading_of_what_has_happened() ->
         assert (collector.pool.states == PageState.CACHED).all()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("watchers", "every_s"), [(1, 0.05), (10, 0.08), (64, 0.512)])
+def test_many_watchers_are_sent_frames_less_often(
+    watchers: int, every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what they cost together has a bound."""
+    delays: list[float] = []
+    loop = SimpleNamespace(
+        call_soon_threadsafe=lambda flush: flush(),
+        call_later=lambda delay, flush: delays.append(delay),
+    )
+    monkeypatch.setattr(collector_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    collector = Collector(4)
+    monkeypatch.setattr(collector, "_loop", loop)
+    for _ in range(watchers):
+        collector.enter(Watcher(None))
+    step = StepDone(1, 100.0, 0.1, 1, 1, 0, 0, 0, 0, 0)
+    for _ in range(3):
+        collector.observe(News(step, [], idle=False), NoReadings())
+    assert delays == [pytest.approx(every_s)]
+
+
+class NoReadings:
+    """Of an engine in which nothing can be read."""
+
+    def pool(self) -> PoolReading:
+        return PoolReading(np.zeros(4, np.uint8), np.full(4, -1, np.int32), [], 0, 0, 0)
 
 
 def test_a_slow_watcher_loses_frames_and_is_told_so() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 LAYERS, KV_HEADS, CHUNK_TOKENS, PAGE_TOKENS = 6, 4, 64, 16
 TOKEN_BYTES = 512
-RAW_TAIL, SEALED, KEPT_FOR_NOBODY = 2, 3, 5
+RAW_TAIL, SEALED, SHARED, KEPT_FOR_NOBODY = 2, 3, 4, 5
 RETENTIONS = (1.0, 0.5, 0.3)
 DEFAULT_RETENTION = 0.5
 DRAFT_RETENTION = 0.3
@@ -154,6 +154,7 @@ class FakeCache:
         self.requests: dict[str, FakeRequest] = {}
         self.watchers: set[asyncio.Queue[tuple[str, Json]]] = set()
         self.states = np.zeros(pages, np.uint8)
+        self.promised = 5
         self.owners = np.zeros(pages, np.uint16)
         self.steps: list[Json] = []
         self.begun_s = time.monotonic()
@@ -198,7 +199,7 @@ class FakeCache:
             "owners": encode(self.owners),
             "host_used": 3,
             "host_total": 50,
-            "promised": 5,
+            "promised": self.promised,
             "conversations": known,
         }
 
@@ -248,7 +249,10 @@ class FakeCache:
         }
         self.steps.append(step)
         self.tell("step", step)
-        self.tell("pool", {"changes": self._take_pages(request), "host_used": 3, "promised": 5})
+        self.tell(
+            "pool",
+            {"changes": self._take_pages(request), "host_used": 3, "promised": self.promised},
+        )
         self.tell("request", request.event())
 
     def _take_pages(self, request: FakeRequest) -> list[list[int]]:

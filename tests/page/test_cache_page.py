@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.page.browser import Watched, answers, ask, open_page, open_view, paste, send
@@ -13,6 +15,9 @@ from tests.page.fake_cache import (
     DRAFT_RETENTION,
     KV_HEADS,
     LAYERS,
+    RAW_TAIL,
+    SEALED,
+    SHARED,
     FakeRequest,
     kept_of,
 )
@@ -198,6 +203,30 @@ def test_the_pages_are_counted_by_state(page: Any, asked: FakeRequest, fake: Fak
     page.get_by_role("button", name="Stop").click()
 
 
+def test_every_state_of_a_page_is_counted(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
+    """Promised pages are those that requests will still take of what can be had."""
+    cache = fake.cache
+    used = np.flatnonzero(cache.states != 0)[:6]
+    cache.states[:] = 0
+    cache.states[used] = [RAW_TAIL, SEALED, SEALED, SHARED, SHARED, SHARED]
+    cache.owners[used] = asked.number
+    cache.tell("lost", {})  # it reads the pool again
+    free = cache.pages - len(used)
+    counts = {0: free - cache.promised, 1: cache.promised, 2: 1, 3: 2, 4: 3, 5: 0}
+    for state, count in counts.items():
+        page.locator(f'.counts [data-state="{state}"] b', has_text=spell_count(count)).wait_for()
+    page.get_by_label("A square for each page").focus()
+    chosen, names = page.locator(".detail", has_text=re.compile("^Pages? [0-9]")), set[str]()
+    for _ in range(int(used[-1]) + 2):
+        page.keyboard.press("ArrowRight")
+        names.add(chosen.inner_text().partition(": ")[2].partition(",")[0])
+    assert {"raw tail", "sealed", "shared by several", "promised"} <= names
+
+
+def spell_count(count: int) -> re.Pattern[str]:
+    return re.compile(f"^{count:,}$")
+
+
 def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -> None:
     """The server may tell of a request before the page has its name."""
     paste(page, DOCUMENT)
@@ -338,6 +367,28 @@ def test_the_steps_are_told(page: Any, asked: FakeRequest, fake: FakeServer) -> 
     last = fake.cache.steps[-1]
     page.get_by_text(f"Step {last['n']}: ").wait_for()
     page.get_by_text("1 decode rows with 1 tokens").wait_for()
+
+
+def test_a_step_names_its_chunks_tails_moves_and_drafts(
+    page: Any, asked: FakeRequest, fake: FakeServer
+) -> None:
+    told = fake.cache.steps[-1] | {
+        **{"n": 4711, "seconds": 0.25, "decode_rows": 3, "decode_tokens": 7},
+        **{"chunks": 2, "tail_tokens": 31, "moves": 5, "drafted": 4, "accepted": 3},
+    }
+    fake.tell("step", told)
+    page.get_by_label("The last 400 steps").focus()
+    for part in (
+        "Step 4711: ",
+        "3 decode rows with 7 tokens",
+        "2 chunks",
+        "31 tail tokens",
+        "5 moves",
+        "3 of 4 drafts accepted",
+    ):
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowRight")
+        page.get_by_text(part).first.wait_for()
 
 
 def test_the_server_view_shows_the_last_hour(page: Any) -> None:

@@ -101,7 +101,7 @@ def talked(
         paste(page, talked.document)
         for question in QUESTIONS:
             ask(page, question)
-        for stream in page.evaluate("() => window.copies"):
+        for stream in page.evaluate("() => window.copies.splice(0)"):
             talked.note(stream)
         yield talked
 
@@ -194,6 +194,42 @@ def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> No
     talked.page.locator(".cache .caption", has_text="tokens, ended").wait_for()
     assert answers(talked.page) == before
     assert talked.page.locator(".turns tbody tr").count() == len(QUESTIONS)
+
+
+def test_an_answer_written_again_and_an_edited_question_reuse_the_document(
+    talked: Conversation,
+) -> None:
+    """The last question is asked twice more, in branches beside the first answer."""
+    page, computed = talked.page, []
+    page.get_by_role("button", name="Regenerate").last.click()
+    page.get_by_text("2 of 2").last.wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    computed.append(check_last_turn(talked))
+    page.get_by_role("button", name="Edit").last.click()
+    page.get_by_label("The question, to change it").fill("And a page?")
+    page.keyboard.press("Enter")
+    page.locator(".message.user", has_text="And a page?").wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    computed.append(check_last_turn(talked))
+    assert all(0 < tokens < 512 for tokens in computed), "the document is not computed again"
+    page.get_by_role("button", name="Previous branch").last.click()
+    page.locator(".message.user", has_text=QUESTIONS[-1]).wait_for()
+    assert page.locator(".turns tbody tr").count() == len(QUESTIONS)
+
+
+def check_last_turn(talked: Conversation) -> int:
+    """The row of the newest turn says what the server answered; the tokens it computed."""
+    talked.page.wait_for_function("() => window.copies.length > 0")
+    talked.note(talked.page.evaluate("() => window.copies.pop()"))
+    usage = talked.usages.pop()
+    talked.ids.pop()
+    row = talked.page.locator(".turns tbody tr").nth(len(QUESTIONS) - 1)
+    reused = usage["prompt_tokens_details"]["cached_tokens"]
+    assert row.locator('[data-name="reused"]').inner_text() == f"{reused:,}"
+    assert row.locator('[data-name="computed"]').inner_text() == (
+        f"{usage['prompt_tokens'] - reused:,}"
+    )
+    return int(usage["prompt_tokens"] - reused)
 
 
 @pytest.fixture(scope="module")
