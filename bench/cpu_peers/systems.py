@@ -43,6 +43,7 @@ def make_systems(threads: int, kv_tokens: int) -> dict[str, PeerSystem]:
             exact=True,
         ),
         "vllm": _vllm(threads, folder, ceil(gib)),
+        "vllm-bfloat16": _vllm(threads, folder, ceil(gib), "bfloat16"),
         "llama-float32": _llama("llama.cpp, float32", threads, float32, exact=True),
         "llama-q4_1": _llama("llama.cpp, Q4_1", threads, gguf),
     }
@@ -51,18 +52,23 @@ def make_systems(threads: int, kv_tokens: int) -> dict[str, PeerSystem]:
 def _tangram(threads: int, gib: float) -> dict[str, PeerSystem]:
     """The named variants of Tangram; add one here."""
     variants: dict[str, tuple[str, dict[str, Any], bool]] = {
-        "tangram": ("Tangram, ρ 0.5", {}, False),
-        "tangram-keydiff": ("Tangram, ρ 0.5, keydiff", {"scorer": "keydiff"}, False),
-        "tangram-full": ("Tangram, ρ 1.0", {"kv_retention": 1.0}, True),
+        "tangram": ("Tangram, float32, ρ 0.5", {}, False),
+        "tangram-full": ("Tangram, float32, ρ 1.0", {"kv_retention": 1.0}, True),
+        "tangram-bfloat16": ("Tangram, bfloat16, ρ 0.5", {"dtype": "bfloat16"}, False),
+        "tangram-int4": (
+            "Tangram, int4, ρ 0.5",
+            {"dtype": "bfloat16", "quantization": "int4"},
+            False,
+        ),
     }
-    shared = {"threads": threads, "kv_cache_gib": gib, "device": "cpu"}
+    shared = {"threads": threads, "kv_cache_gib": gib, "device": "cpu", "dtype": "float32"}
     return {
         name: PeerSystem(title, "tangram_peer", OURS, shared | own, exact)
         for name, (title, own, exact) in variants.items()
     }
 
 
-def _vllm(threads: int, folder: str, gib: int) -> PeerSystem:
+def _vllm(threads: int, folder: str, gib: int, dtype: str = "float32") -> PeerSystem:
     """vLLM with the libraries preloaded that its page on CPUs asks for, where they are there."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     preloaded = [
@@ -70,17 +76,17 @@ def _vllm(threads: int, folder: str, gib: int) -> PeerSystem:
         *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"),
     ]
     return PeerSystem(
-        "vLLM",
+        f"vLLM, {dtype}",
         "vllm_peer",
         VLLM_PYTHON,
         {
             "model": folder,
-            "dtype": "float32",
+            "dtype": dtype,
             "max_model_len": LONGEST,
             "max_num_seqs": MOST_REQUESTS,
             "enable_prefix_caching": True,
         },
-        exact=True,
+        exact=dtype == "float32",
         variables={
             "VLLM_CPU_KVCACHE_SPACE": str(gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
