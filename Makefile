@@ -33,13 +33,12 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/tangram serve $(ARGS)
 
-# Three workers of one thread each on two cores: a test waits for a fifth of its time. A file's tests
-# stay together, so that they share what they start.
-WORKERS ?= 3
+# Two workers of one thread each; a file's tests stay together, so that they share what they start.
+WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Some 14 minutes on two cores. What goes by the clock runs by itself.
+# Some 15 minutes on two cores. What goes by the clock runs by itself.
 test: check
 	$(MAKE) --no-print-directory laws
 

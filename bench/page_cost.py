@@ -141,18 +141,19 @@ def _replace(
 
 @dataclass
 class _Clock:
-    """Adds up processor seconds of functions that do not call each other."""
+    """Adds up processor seconds of functions that do not call each other, by `now`."""
 
+    now: Callable[[], float] = time.process_time
     seconds: float = 0.0
 
     def time_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            begin_s = time.process_time()
+            begin_s = self.now()
             try:
                 return function(*args, **options)
             finally:
-                self.seconds += time.process_time() - begin_s
+                self.seconds += self.now() - begin_s
 
         return call
 
@@ -202,10 +203,19 @@ def measure_watchers(pairs: int) -> Figures:
     """Seconds of a decode step of eight streams, with ten watchers and without.
 
     The figures themselves are those of the clock: what a stream waits longer for its tokens.
-    `processor` is the time of the whole process, of which `beside` is outside the engine's thread.
+    `processor` is the time of the whole process. `beside` is what the other threads take more, and
+    `telling` what the page's observer takes more on the engine's thread, as shares of that time.
+    Both together are `caused`: the rest of `processor` is noise of the model's own work.
     """
-    probe = _Probe()
-    with _serving(probe) as url, _clients(url) as watch:
+    from tangram.page.collector import Collector
+
+    telling = _Clock(time.thread_time)
+    probe = _StepProbe(telling)
+    with (
+        _replace([(Collector, "observe")], telling.time_call),
+        _serving(probe) as url,
+        _clients(url) as watch,
+    ):
         time.sleep(5)
         costs: dict[bool, list[_Cost]] = {False: [], True: []}
         for number in range(pairs):
@@ -220,15 +230,14 @@ def measure_watchers(pairs: int) -> Figures:
         name: describe(*([getattr(cost, name) for cost in side] for side in (without, with_it)))
         for name in ("wall_s", "process_s")
     }
-    beside = [
-        (on.beside_s - off.beside_s) / off.process_s
-        for off, on in zip(without, with_it, strict=True)
-    ]
-    return parts["wall_s"] | {
-        "processor": parts["process_s"],
-        "beside": statistics.median(beside),
-        "beside_interval": find_interval(beside),
-    }
+    pairs_of = list(zip(without, with_it, strict=True))
+    beside = [(on.beside_s - off.beside_s) / off.process_s for off, on in pairs_of]
+    telling_s = [(on.telling_s - off.telling_s) / off.process_s for off, on in pairs_of]
+    caused = [sum(both) for both in zip(beside, telling_s, strict=True)]
+    found = parts["wall_s"] | {"processor": parts["process_s"]}
+    for name, shares in (("beside", beside), ("telling", telling_s), ("caused", caused)):
+        found |= {name: statistics.median(shares), f"{name}_interval": find_interval(shares)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -239,12 +248,14 @@ class _Moment:
     wall_s: float
     process_s: float
     engine_s: float
+    telling_s: float
 
 
 @dataclass
-class _Probe:
+class _StepProbe:
     """An observer that notes when each step has ended, on the engine's thread."""
 
+    telling: _Clock
     moments: list[_Moment] = field(default_factory=list)
 
     def observe(self, news: Any, readings: Any) -> None:
@@ -253,30 +264,33 @@ class _Probe:
         if step is None:
             return
         decoded = step.decode_rows == STREAMS and not (step.chunks or step.tail_tokens)
-        clocks = time.monotonic(), time.process_time(), time.thread_time()
+        clocks = time.monotonic(), time.process_time(), time.thread_time(), self.telling.seconds
         self.moments.append(_Moment(decoded, *clocks))
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of a decode step: of the clock, of the process, and of its other threads."""
+    """Seconds of a decode step: of the clock, of the process, of its other threads, and of telling
+    the page of it.
+    """
 
     wall_s: float
     process_s: float
     beside_s: float
+    telling_s: float
 
 
 def _mean_cost(moments: Sequence[_Moment]) -> _Cost:
     both = [pair for pair in pairwise(moments) if all(one.decoded for one in pair)]
-    wall_s, process_s, engine_s = (
+    wall_s, process_s, engine_s, telling_s = (
         statistics.fmean(getattr(after, name) - getattr(before, name) for before, after in both)
-        for name in ("wall_s", "process_s", "engine_s")
+        for name in ("wall_s", "process_s", "engine_s", "telling_s")
     )
-    return _Cost(wall_s, process_s, process_s - engine_s)
+    return _Cost(wall_s, process_s, process_s - engine_s, telling_s)
 
 
 @contextmanager
-def _serving(probe: _Probe) -> Iterator[str]:
+def _serving(probe: _StepProbe) -> Iterator[str]:
     """The embedded model with its page, in this process."""
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
@@ -393,9 +407,12 @@ def _report(name: str, found: Figures) -> None:
     if "processor" in found:
         whole = found["processor"]
         print(f"  the processor's time: {_spell(whole['more'], whole['more_interval'])}, of it")
-        print(
-            f"  beside the engine: {_spell(found['beside'], found['beside_interval'])}", flush=True
-        )
+        for part, where in (
+            ("beside", "beside the engine"),
+            ("telling", "telling the page"),
+            ("caused", "both"),
+        ):
+            print(f"  {where}: {_spell(found[part], found[f'{part}_interval'])}", flush=True)
 
 
 def _main() -> None:

@@ -208,7 +208,7 @@ class EngineConfig:
     )
     prompt_patience: int = _batching(
         16,
-        "shorter prompts may pass a prompt up to this many times its tokens; 0: none may",
+        "tokens of shorter prompts that may overtake a prompt, as a multiple of its length",
         bounds=Bounds(0, 2**31 - 1),
         hint="0 is first come, first served",
     )
@@ -243,7 +243,7 @@ class EngineConfig:
     seed: int = _expert(0, "seed of requests that have no seed", bounds=Bounds(-(2**63), 2**63 - 1))
     overflow_every: int | None = _expert(
         None,
-        "measure the overflow of budgets on one of this many sealed chunks",
+        "measure entries beyond the budgets in one of so many sealed chunks",
         bounds=_COUNT,
         hint="None measures none",
         unset="not measured",

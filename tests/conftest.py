@@ -29,13 +29,13 @@ settings.register_profile(NIGHTLY, deadline=None)
 settings.load_profile("tangram")
 
 # Files that take longest, in this order: a worker that began one last would end alone. The first
-# compiles the CPU kernels where no cache has them. Its worker goes on with the fourth, and the
-# others, which begin with the second and third, need none of them.
+# compiles the CPU kernels of one dtype where no cache has them, the second those of another. Two
+# that began with the same would both compile.
 LONG = (
     "page/test_turns.py",
-    "page/test_chat_page.py",
     "gpu/test_engine.py",
     "wire/test_demo.py",
+    "page/test_chat_page.py",
     "cpu/test_several_scorers.py",
     "wire/test_clients.py",
     "wire/test_load_tool.py",

@@ -60,7 +60,7 @@ def ablation(
     if plot is not None:
         check_plot(plot)
     per_second = [positive("rates", text) for text in rates.split(",")]
-    load = _Load(batch_requests, requests, input_tokens, output_tokens, per_second)
+    load = _AblationLoad(batch_requests, requests, input_tokens, output_tokens, per_second)
     title = (
         f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} "
         "requests/s"
@@ -81,7 +81,7 @@ def ablation(
 
 
 @dataclass(frozen=True)
-class _Load:
+class _AblationLoad:
     """The requests of every rung; `rates` in requests per second."""
 
     batch_requests: int
@@ -107,7 +107,7 @@ class _Load:
 def _measure(
     config: EngineConfig,
     rungs: Sequence[Rung],
-    load: _Load,
+    load: _AblationLoad,
     limits: LatencyLimits,
     save: Callable[[EngineConfig, Figures], None],
 ) -> Figures:

@@ -90,8 +90,8 @@ ShownPage = Annotated[
     PageFor,
     option(
         Panel.server,
-        "who may see the page at / and its data: auto is holders of a key, without keys clients of "
-        "this machine; local, clients of this machine; open, every client; off, nobody",
+        "who may see the page at / and its data. auto: with API keys their holders, without keys "
+        "clients of this machine; local: clients of this machine; open: every client; off: nobody",
         metavar="<who>",
     ),
 ]

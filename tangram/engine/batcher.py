@@ -41,7 +41,7 @@ GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's lif
 # the host launches one for all. With more rows the device is busy so long that it does not matter
 # (H200).
 MOST_APART, MOST_TOKENS_APART = 4, 2048
-LEAST_ROOM = 64
+LEAST_PADDED_TOKENS = 64
 
 
 class BlockTables(Protocol):
@@ -192,7 +192,7 @@ class Batcher:
         layout = row.retention.layout
         tokens = len(row.tokens)
         if row.kind is RowKind.TAIL:
-            tokens = max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+            tokens = max(LEAST_PADDED_TOKENS, 1 << (tokens - 1).bit_length())
         past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
         return PaddedShape(tokens, past, (row.retention, row.kind))
 
@@ -212,7 +212,8 @@ class Batcher:
         """
         chunk, nothing = self.retentions[0].layout.chunk_tokens, np.zeros(0, np.int64)
         sizes = [
-            1 << bits for bits in range(LEAST_ROOM.bit_length() - 1, (chunk - 1).bit_length() + 1)
+            1 << bits
+            for bits in range(LEAST_PADDED_TOKENS.bit_length() - 1, (chunk - 1).bit_length() + 1)
         ]
         tails = sorted({min(size, chunk - 1) for size in sizes})
         for kind, size in ((RowKind.SEAL, chunk), *((RowKind.TAIL, size) for size in tails)):

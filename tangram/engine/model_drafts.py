@@ -56,7 +56,7 @@ class ModelDrafter:
         mirrors = {one: self._mirror(one) for one in sequences if self.serves(one)}
         used = frozenset(mirrors.values())
         held = {one: mirror for one, mirror in mirrors.items() if self._secure(mirror, used)}
-        prefill = _Prefill(self._most_tokens)
+        prefill = _DraftedPrefill(self._most_tokens)
         for mirror in held.values():
             self._prefill(mirror, prefill)
         self._compute(prefill)
@@ -171,7 +171,7 @@ class ModelDrafter:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def _prefill(self, mirror: TokenSequence, prefill: _Prefill) -> None:
+    def _prefill(self, mirror: TokenSequence, prefill: _DraftedPrefill) -> None:
         """Take pages for what `mirror` lacks but its newest token, as much as fits `prefill`."""
         cache = _require_cache(mirror)
         key = self.cache.next_key(cache, mirror.tokens[: mirror.known - 1])
@@ -192,7 +192,7 @@ class ModelDrafter:
             if cache.layout.window_chunks:
                 return
 
-    def _compute(self, prefill: _Prefill) -> None:
+    def _compute(self, prefill: _DraftedPrefill) -> None:
         if not prefill.rows:
             return
         # Whole chunks lie end to end, because they are sealed together.
@@ -211,7 +211,7 @@ class ModelDrafter:
 
 
 @dataclass(eq=False)
-class _Prefill:
+class _DraftedPrefill:
     """The rows that mirrors lack, in one step of at most `spare` more tokens.
 
     `sealing` are the keys of the chunks that they begin with.

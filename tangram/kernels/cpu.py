@@ -115,7 +115,7 @@ def runs_compiled(pool: Tensor) -> bool:
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile the kernels (~15 s), or load them from Numba's cache (~0.5 s), before serving.
+    """Compile the kernels (~30 s), or load them from Numba's cache (~0.5 s), before serving.
 
     They are those of pools of `dtype`, one of `COMPILED`. Prefill is that of queries in float32 for
     a pool in float32, and in bfloat16 for others. If other queries come, theirs is compiled then.

@@ -51,7 +51,7 @@ class TorchKernels:
         given = set() if schedule is None else {*schedule.flags, *schedule.numbers}
         if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
             raise ConfigError(
-                f"decode_schedule is {schedule.text!r}: +{foreign[0]} is an option of "
+                f"the schedule is {schedule.text!r}: +{foreign[0]} is an option of "
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
         if cpu.runs_compiled(pool):

@@ -70,7 +70,7 @@ _COUNTERS = (
     ("step_seconds", "Seconds of the engine's steps", "step_s"),
     (
         "step_device_seconds",
-        "Those in which the host waited for the device; on a CPU, ran the model",
+        "Step seconds in which the host waited for the device; on a CPU, ran the model",
         "device_s",
     ),
     ("sealing_seconds", "Device seconds of scoring, selecting and storing chunks", "sealing_s"),
@@ -102,7 +102,7 @@ _GAUGES = (
     ),
     (
         "kv_represented_tokens",
-        "Tokens those entries stand for (their full-cache equivalent)",
+        "Tokens of the running requests before compression",
         "represented_tokens",
     ),
     ("kv_bytes_held", "Bytes of the running requests' pages", "kv_bytes_held"),
@@ -162,19 +162,19 @@ _LABELLED_COUNTERS: tuple[_Labelled, ...] = (
     ),
     (
         "budget_chunks",
-        "Sealed chunks that were asked what they would have kept",
+        "Sealed chunks sampled to compare their own selection with the budgets",
         _PROFILE,
         lambda stats: [(_profile(line), line.chunks) for line in stats.overflow if line.group == 0],
     ),
     (
         "budget_wished_entries",
-        "Entries that these chunks' own scores would have kept",
+        "Entries that the sampled chunks' own scores would keep",
         _GROUP,
         lambda stats: [(_group(line), line.wished) for line in stats.overflow],
     ),
     (
         "budget_lost_entries",
-        "Those of them that exceeded the heads' budgets",
+        "Entries of budget_wished_entries beyond the heads' budgets",
         _GROUP,
         lambda stats: [(_group(line), line.lost) for line in stats.overflow],
     ),

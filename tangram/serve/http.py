@@ -1,7 +1,7 @@
 """The server: OpenAI-compatible endpoints over one engine.
 
-`build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it,
-`serve_forever` does both. The application's lifespan starts and stops the engine.
+`build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it.
+The application's lifespan starts and stops the engine.
 """
 
 from __future__ import annotations
@@ -263,29 +263,6 @@ def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
         "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
         "server_header": False,
     }
-
-
-def serve_forever(
-    engine: ServedEngine,
-    *,
-    host: str,
-    port: int,
-    served_model_name: str,
-    protection: Protection | None = None,
-    limits: Limits | None = None,
-    telemetry: Telemetry | None = None,
-    shutdown_grace_s: float = 5.0,
-) -> None:
-    """`serve_on` a new listener at `host`:`port`, with an application of the other options."""
-    listener = Listener.at(host, port)
-    app = build_app(
-        engine,
-        served_model_name=served_model_name,
-        protection=protection,
-        limits=limits,
-        telemetry=telemetry,
-    )
-    serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
 
 
 def serve_on(

@@ -139,8 +139,8 @@ class Preparation:
         ):
             raise OverloadError(
                 f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most "
-                f"{most} (max_queue) for {_MOST_NEW_GRAMMARS} may: try again later; requests "
-                "without one, or with one that is known, may come",
+                f"{most} (max_queue) may wait, for at most {_MOST_NEW_GRAMMARS}: try again later; "
+                "requests without a grammar, or with a cached one, are accepted",
                 MOST_S,  # the one that is tried has ended by then
                 "grammar_queue_full",
             )

@@ -169,7 +169,7 @@ def test_no_schedule_changes_an_answer(
     ("schedule", "message"),
     [
         ("fastest", "decode_schedule: planner is 'fastest'"),
-        ("aot+serial", r"decode_schedule is 'aot\+serial': \+serial is an option of the GPU"),
+        ("aot+serial", r"the schedule is 'aot\+serial': \+serial is an option of the GPU"),
         ("aot+warps=4", r"\+warps is an option of the GPU"),
         ("aot+replan", r"leave out \+replan"),
     ],

@@ -1,16 +1,24 @@
-"""A conversation of 8K tokens stays smooth, measured in the browser."""
+"""A conversation of 8K tokens stays smooth, measured in the browser.
+
+The fake server streams faster than the embedded model and costs little. The nightly form has the
+real one, which shares the processor's cores with the browser.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
 
 import pytest
 
 from tests.page.browser import open_page, paste, send
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.page.fake_server import run_fake_page
 from tests.page.painted import SCRIPT
+from tests.wire.conftest import run_real_server
 
 pytestmark = [pytest.mark.browser, pytest.mark.serial]
 DOCUMENT_TOKENS = 8000
@@ -52,42 +60,58 @@ CLOCK = """
 """
 
 
-@pytest.fixture(scope="module")
-def streaming(browser: Any) -> Iterator[Any]:
-    """The page while an answer to a question about 8,000 tokens streams, 60 tokens a second."""
-    server: FakeServer
-    with (
-        run_fake_page(token_s=1 / 60, pages=131_072) as server,
-        open_page(browser, server.url) as watched,
-    ):
-        page = watched.page
+@dataclass(frozen=True)
+class Streaming:
+    """The page while an answer streams: so many `events` of it come in a second, at least."""
+
+    page: Any
+    events: float
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=pytest.mark.nightly)])
+def streaming(
+    browser: Any, request: pytest.FixtureRequest, python: list[str]
+) -> Iterator[Streaming]:
+    """The page while an answer to a question about 8,000 tokens streams."""
+    with ExitStack() as stack:
+        if request.param == "fake":
+            words, events = DOCUMENT_TOKENS, 20.0
+            url = stack.enter_context(run_fake_page(token_s=1 / 60, pages=131_072)).url
+        else:
+            # A number of four digits is five tokens; an answer of 500 must fit behind them.
+            words, events = 1480, 5.0
+            options = ("--kv-cache-gib", "0.5", "--max-model-len", "8192")
+            url = stack.enter_context(run_real_server(*options, python=python))
+        page = stack.enter_context(open_page(browser, url)).page
+        page.set_default_timeout(120_000)
         page.add_init_script(SCRIPT)
         page.add_init_script(CLOCK)
         page.reload()
-        paste(page, " ".join(f"word{at}" for at in range(DOCUMENT_TOKENS)))
+        paste(page, " ".join(f"word{at}" for at in range(1000, 1000 + words)))
         send(page, "Answer long 5000")
-        page.locator(".cache .caption", has_text="8,1").first.wait_for()
-        yield page
+        page.locator(".cache .caption", has_text=re.compile("^[78],.* tokens, running")).wait_for()
+        page.locator(".message.assistant .markdown").get_by_text("e").first.wait_for()
+        yield Streaming(page, events)
         page.get_by_role("button", name="Stop").click()
         page.get_by_role("button", name="Send").wait_for()
 
 
 @pytest.fixture(scope="module")
-def measured(streaming: Any) -> dict[str, list[Any]]:
+def measured(streaming: Streaming) -> dict[str, list[Any]]:
     """The calmest of a few measurements: what else runs here can only make them worse."""
     taken: list[dict[str, list[Any]]] = []
     while len(taken) < MOST_MEASUREMENTS:
-        taken.append(measure(streaming))
+        taken.append(measure(streaming.page))
         if worst_delay(taken[-1]) <= MOST_DELAY_MS:
             return taken[-1]
     return min(taken, key=worst_delay)
 
 
-def measure(streaming: Any) -> dict[str, list[Any]]:
+def measure(page: Any) -> dict[str, list[Any]]:
     names = ("events", "captions", "frames", "paintedAt")
-    streaming.evaluate(f"() => [{', '.join(names)}].forEach((list) => (list.length = 0))")
-    streaming.wait_for_timeout(1000 * MEASURED_S)
-    return {name: streaming.evaluate(f"() => window.{name}") for name in names}
+    page.evaluate(f"() => [{', '.join(names)}].forEach((list) => (list.length = 0))")
+    page.wait_for_timeout(1000 * MEASURED_S)
+    return {name: page.evaluate(f"() => window.{name}") for name in names}
 
 
 def test_frames_keep_coming_while_tokens_stream(measured: dict[str, list[Any]]) -> None:
@@ -97,9 +121,13 @@ def test_frames_keep_coming_while_tokens_stream(measured: dict[str, list[Any]]) 
     assert per_s >= LEAST_FRAMES_PER_S
 
 
-def test_the_text_is_painted_soon_after_an_event(measured: dict[str, list[Any]]) -> None:
-    delays = delays_of(measured)
-    assert len(delays) > 0.8 * len(measured["events"]) > 0.8 * 20 * MEASURED_S
+def test_the_text_is_painted_soon_after_an_event(
+    streaming: Streaming, measured: dict[str, list[Any]]
+) -> None:
+    delays, events = delays_of(measured), measured["events"]
+    # The last one may be drawn behind the end of the measurement.
+    assert len(delays) >= len(events) - 1 - MOST_DELAY_MS / 1000 * len(events) / MEASURED_S
+    assert len(events) > streaming.events * MEASURED_S
     worst = worst_delay(measured)
     print(f"median {quantiles(delays, n=2)[0]:.0f} ms, 95th percentile {worst:.0f} ms")
     assert worst <= MOST_DELAY_MS

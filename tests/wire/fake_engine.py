@@ -17,6 +17,8 @@ from typing import Any
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
+from tangram.serve.http import build_app, serve_on
+from tangram.serve.listening import Listener
 from tangram.types import (
     DraftedTokens,
     Event,
@@ -284,3 +286,10 @@ def _shared(left: Sequence[int], right: Sequence[int]) -> int:
         len(right),
     )
     return min(common, len(left) - 1)
+
+
+def serve_fake(engine: FakeEngine, port: int, shutdown_grace_s: float = 0.5) -> None:
+    """Serve `engine` on this machine until a signal, as `tangram serve` serves a real one."""
+    listener = Listener.at("127.0.0.1", port)
+    app = build_app(engine, served_model_name="fake-model")
+    serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)

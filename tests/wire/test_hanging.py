@@ -28,14 +28,12 @@ SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
 SCRIPT = """
 import sys, threading
 from tangram.serve import service
-from tangram.serve.http import serve_forever
-from tests.wire.fake_engine import FakeEngine
+from tests.wire.fake_engine import FakeEngine, serve_fake
 class Hanging(FakeEngine):
     def stop(self):
         threading.Event().wait()
 service.LAST_STEP_S = 1
-serve_forever(Hanging(), host="127.0.0.1", port=int(sys.argv[1]),
-              served_model_name="fake-model", shutdown_grace_s=0.5)
+serve_fake(Hanging(), int(sys.argv[1]))
 """
 
 

@@ -17,11 +17,9 @@ from .conftest import CHAT, USER, chat_body, free_port, healthy, stream_data, wa
 
 SCRIPT = """
 import sys
-from tangram.serve.http import serve_forever
-from tests.wire.fake_engine import FakeEngine
+from tests.wire.fake_engine import FakeEngine, serve_fake
 engine = FakeEngine()
-serve_forever(engine, host="127.0.0.1", port=int(sys.argv[1]),
-              served_model_name="fake-model", shutdown_grace_s=0.5)
+serve_fake(engine, int(sys.argv[1]))
 print("stopped", engine.stopped, "aborted", len(engine.aborted))
 """
 

@@ -38,12 +38,8 @@ from .tiny import COMPLETIONS, body, numbers, tiny_folder
 ROOT = Path(__file__).parents[2]
 FAKE = """
 import sys
-from tangram.serve.http import serve_forever
-from tests.wire.fake_engine import FakeEngine
-serve_forever(
-    FakeEngine(), host="127.0.0.1", port=int(sys.argv[1]), served_model_name="fake-model",
-    shutdown_grace_s=float(sys.argv[2]),
-)
+from tests.wire.fake_engine import FakeEngine, serve_fake
+serve_fake(FakeEngine(), int(sys.argv[1]), float(sys.argv[2]))
 """
 # The command, with an engine whose device gives up at the 40th step.
 DYING = """
