@@ -75,11 +75,11 @@ def streaming(
     """The page while an answer to a question about 8,000 tokens streams."""
     with ExitStack() as stack:
         if request.param == "fake":
-            words, events = DOCUMENT_TOKENS, 20.0
+            words, events, question = DOCUMENT_TOKENS, 20.0, "Answer long 5000"
             url = stack.enter_context(run_fake_page(token_s=1 / 60, pages=131_072)).url
         else:
             # A number of four digits is five tokens; an answer of 500 must fit behind them.
-            words, events = 1480, 5.0
+            words, events, question = 1480, 5.0, "Write a long story."
             options = ("--kv-cache-gib", "0.5", "--max-model-len", "8192")
             url = stack.enter_context(run_real_server(*options, python=python))
         page = stack.enter_context(open_page(browser, url)).page
@@ -88,11 +88,11 @@ def streaming(
         page.add_init_script(CLOCK)
         page.reload()
         paste(page, " ".join(f"word{at}" for at in range(1000, 1000 + words)))
-        send(page, "Answer long 5000")
+        send(page, question)
         page.locator(".cache .caption", has_text=re.compile("^[78],.* tokens, running")).wait_for()
         page.locator(".message.assistant .markdown").get_by_text("e").first.wait_for()
         yield Streaming(page, events)
-        page.get_by_role("button", name="Stop").click()
+        page.keyboard.press("Escape")
         page.get_by_role("button", name="Send").wait_for()
 
 
