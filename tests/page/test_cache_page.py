@@ -59,6 +59,11 @@ LIGHTS = """
   };
 })();
 """
+# The colours of shares, as the text has them, too.
+SCALE = """async (shares) => {
+  const { shareGround } = await import("/page/app/cache/palette.js");
+  return shares.map((share) => shareGround(share).match(/[0-9]+/g).map(Number));
+}"""
 FADE_MS = 700
 DOCUMENT = " ".join(f"item{at}" for at in range(500))
 HEADS = LAYERS * KV_HEADS
@@ -177,18 +182,14 @@ def test_pointing_at_a_token_marks_the_heads_that_hold_it(page: Any, asked: Fake
 def test_the_grids_show_what_heads_may_keep_and_what_they_hold(
     page: Any, asked: FakeRequest
 ) -> None:
-    upper, lower = grid_cells(page)
-    budgets = np.array(budgets_of(asked.retention))
-    tokens = len(asked.tokens)
-    for cells, shares in (
-        (upper, {head: budgets[head] / CHUNK_TOKENS for head in ALL_HEADS}),
-        (lower, {head: sum(held_by(asked, *head)) / tokens for head in ALL_HEADS}),
-    ):
-        rows = range(HEADS)
-        check_scale(
-            {row: shares[ALL_HEADS[row]] for row in rows},
-            {row: rgb(cells[ALL_HEADS[row]].colour) for row in rows},
-        )
+    budgets, tokens = np.array(budgets_of(asked.retention)), len(asked.tokens)
+    allowed = [float(budgets[head]) / CHUNK_TOKENS for head in ALL_HEADS]
+    held = [sum(held_by(asked, *head)) / tokens for head in ALL_HEADS]
+    assert len(set(allowed)) > 12
+    for cells, shares in zip(grid_cells(page), (allowed, held), strict=True):
+        colours = [rgb(cells[head].colour) for head in ALL_HEADS]
+        check_scale(dict(enumerate(shares)), dict(enumerate(colours)))
+        assert [list(colour) for colour in colours] == page.evaluate(SCALE, shares)
 
 
 def test_the_text_shows_what_drafts_read(browser: Any) -> None:
