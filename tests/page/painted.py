@@ -63,10 +63,9 @@ class Box:
     height: float
     colour: str
 
-    @property
-    def middle(self) -> dict[str, float]:
-        """Where to point at it."""
-        return {"x": self.x + self.width / 2, "y": self.y + self.height / 2}
+    def place(self, share: float = 0.5) -> dict[str, float]:
+        """Where to point at it: so far along its diagonal."""
+        return {"x": self.x + share * self.width, "y": self.y + share * self.height}
 
 
 def filled_boxes(page: Any, frame: str) -> list[Box]:

@@ -147,8 +147,8 @@ def check_head_is_shown(page: Any, request: FakeRequest, layer: int, head: int) 
 @pytest.mark.parametrize("grid", [0, 1], ids=["upper", "lower"])
 def test_pointing_at_a_head_shows_its_tokens(page: Any, asked: FakeRequest, grid: int) -> None:
     canvas = page.get_by_label("KV heads by layer")
-    for layer, head in ((2, 1), (LAYERS - 1, KV_HEADS - 1)):
-        canvas.hover(position=grid_cells(page)[grid][layer, head].middle)
+    for layer, head, share_of_cell in ((2, 1, 0.1), (LAYERS - 1, KV_HEADS - 1, 0.9)):
+        canvas.hover(position=grid_cells(page)[grid][layer, head].place(share_of_cell))
         check_head_is_shown(page, asked, layer, head)
     page.mouse.move(0, 0)
     page.get_by_text("Point at a token or a head").wait_for()
@@ -166,7 +166,7 @@ def test_pointing_at_a_token_marks_the_heads_that_hold_it(page: Any, asked: Fake
     last = (asked.chunks - 1) * CHUNK_TOKENS + 3
     for position in (9, CHUNK_TOKENS + 20, last):
         box = token_box(page, asked.tokens, position)
-        page.get_by_label("Tokens, painted by the share").hover(position=box.middle)
+        page.get_by_label("Tokens, painted by the share").hover(position=box.place())
         page.get_by_text(f"Token {position} “{spell(asked.tokens[position])}”: held by").wait_for()
         page.get_by_text("Below: those that hold this token.").wait_for()
         page.wait_for_timeout(100)
@@ -244,7 +244,7 @@ def test_a_token_in_host_memory_says_so(page: Any, asked: FakeRequest, fake: Fak
     page.wait_for_timeout(200)
     text = page.get_by_label("Tokens, painted by the share")
     for position, place in ((9, ""), (CHUNK_TOKENS + 20, ", in host memory")):
-        text.hover(position=token_box(page, asked.tokens, position).middle)
+        text.hover(position=token_box(page, asked.tokens, position).place())
         held = round(share(asked, position) * HEADS)
         page.get_by_text(
             f"Token {position} “{spell(asked.tokens[position])}”: "
