@@ -25,10 +25,14 @@ class Command(TyperCommand):
     """A command that accepts `--x` for `--no-x`, and explains options of other engines."""
 
     def make_parser(self, ctx: Context) -> Any:
-        """Click's parser, plus the positive names of flags that have only a negative one."""
+        """Click's parser, plus the positive names of flags that have only a negative one.
+
+        A name that another option has is left to that: `--page` beside `--no-page`.
+        """
         parser = super().make_parser(ctx)
+        own = {name for param in self.params for name in param.opts}
         for param in (param for param in self.params if isinstance(param, TyperOption)):
-            for name in _positive(param):
+            for name in set(_positive(param)) - own:
                 parser.add_option(param, [name], param.name, action="store_const", const=False)
         return parser
 

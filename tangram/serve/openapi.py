@@ -26,6 +26,7 @@ from tangram.limits import (
 from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body, Json
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.items import ITEMS
+from tangram.serve.kv_answers import KV_ANSWERS
 from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.schema import MAX_PROMPTS
 from tangram.serve.template import MOST_OPTIONS
@@ -89,11 +90,7 @@ _ANSWERS: dict[str, Json] = {
     "/ready": _object("ready"),
     "/version": _object("version"),
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
-    "/v1/kv/model": _object("model", "layers", "kv_heads", "chunk_tokens", "retentions"),
-    "/v1/kv/requests/{id}": _object("id", "state", "tokens", "chunks", "raw", "kv_bytes"),
-    "/v1/kv/requests/{id}/kept": _object("chunk", "begin", "layers", "kv_heads", "tokens", "bits"),
-    "/v1/kv/pool": _object("pages_total", "states", "owners", "promised", "conversations"),
-    "/v1/kv/history": _object("step_s", "at", "throughput", "queue", "pages_free"),
+    **{path: {"application/json": {"schema": answer}} for path, answer in KV_ANSWERS.items()},
     "/v1/kv/events": _EVENTS,
 }
 # What the page's endpoints refuse: clients of other machines, and ids of other keys' requests.

@@ -130,6 +130,32 @@ def test_prefix_caching_is_on_and_its_last_name_wins() -> None:
         assert serve.make_context("serve", list(given)).params["no_enable_prefix_caching"] is off
 
 
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_every_option_takes_its_own_value(path: tuple[str, ...]) -> None:
+    """Not the flag `--no-x`, whose positive name an option `--x` may have."""
+    command = ALL[path]
+    for param in options(command):
+        for name in param.opts:
+            parser = command.make_parser(typer.Context(command))
+            given, rest, _ = parser.parse_args([name, *([] if param.is_flag else ["a value"])])
+            assert given[param.name] and not rest, name
+
+
+@pytest.mark.parametrize(
+    ("given", "page", "no_page"),
+    [
+        ([], "auto", False),
+        (["--page", "open"], "open", False),
+        (["--page=off"], "off", False),
+        (["--no-page"], "auto", True),
+        (["--no-page", "--page", "auto"], "auto", True),
+    ],
+)
+def test_the_page_has_an_option_and_a_flag(given: list[str], page: str, no_page: bool) -> None:
+    params = ALL["serve",].make_context("serve", [*given, "smollm2"]).params
+    assert (params["page"].value, params["no_page"], params["model"]) == (page, no_page, "smollm2")
+
+
 def test_foreign_options_are_none_of_ours_and_point_at_ours() -> None:
     ours = set().union(*(names(command) for command in ALL.values())) | {"--enable-prefix-caching"}
     assert len(FOREIGN) >= 60

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.learn_site import site_files
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,6 +42,13 @@ def pages(site: Path) -> dict[str, str]:
 def test_every_page_is_built(site: Path) -> None:
     expected = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert expected | {"index", "contributing", "changelog"} <= set(pages(site))
+
+
+def test_learn_is_there_with_all_that_it_loads(site: Path) -> None:
+    files = site_files()
+    assert len(files) > 30
+    for place, path in files.items():
+        assert (site / place).read_bytes() == path.read_bytes(), place
 
 
 def test_every_picture_is_there(site: Path) -> None:

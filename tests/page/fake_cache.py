@@ -53,7 +53,9 @@ def kept_of(chunk: int, retention: float) -> np.ndarray:
 
 @dataclass
 class FakeRequest:
-    """One answer; `tokens` are those of the prompt and the answer so far."""
+    """One answer; `tokens` are those of the prompt and the answer so far. `host_chunks` lie in host
+    memory, the others on the device.
+    """
 
     id: str
     request_id: str
@@ -67,6 +69,7 @@ class FakeRequest:
     pages: list[int] = field(default_factory=list)
     drafted: Json = field(default_factory=dict)
     reads_drafts: bool = False
+    host_chunks: set[int] = field(default_factory=set)
 
     @property
     def chunks(self) -> int:
@@ -106,6 +109,7 @@ class FakeRequest:
         return {
             "id": self.id,
             "request_id": self.request_id,
+            "index": 0,
             "conversation": self.number,
             "state": self.state,
             "tokens": len(self.tokens),
@@ -126,7 +130,7 @@ class FakeRequest:
                 "recorded": True,
                 "drafts_recorded": self.drafts_recorded,
                 "shared_by": 1,
-                "in": "device",
+                "in": "host" if index in self.host_chunks else "device",
             }
             for index in range(self.chunks)
         ]

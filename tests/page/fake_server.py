@@ -245,9 +245,9 @@ def make_history(seconds: int) -> dict[str, Any]:
         "tpot_p90": wave / 1500,
         "queue": wave // 20,
         "running": wave // 8,
-        "pages_held": wave * 5,
-        "pages_cached": wave * 3,
-        "pages_free": 900 - wave * 8,
+        "pages_held": wave * 5 // 1,
+        "pages_cached": wave * 3 // 1,
+        "pages_free": 900 - wave * 8 // 1,
         "cached_share": wave / 100,
     }
     return {"step_s": 10, "at": (at * 10).tolist()} | {k: v.tolist() for k, v in fields.items()}

@@ -1,8 +1,11 @@
-"""What the canvas of the painted text has drawn: the browser notes each token with its ground."""
+"""What canvases have drawn: the browser notes each token of the painted text with its ground, and
+each rectangle.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 # A draw begins with setTransform; a token's ground, if any, is filled just before its text.
@@ -30,7 +33,60 @@ SCRIPT = """
   });
 })();
 """
+# The rectangles that the newest drawing of each canvas has filled, by the class of its frame.
+FILLS = """
+(() => {
+  const proto = CanvasRenderingContext2D.prototype;
+  const { setTransform, fillRect } = proto;
+  const frameOf = ({ canvas }) => canvas.parentElement?.className;
+  window.filled = {};
+  proto.setTransform = function (...given) {
+    window.filled[frameOf(this)] = [];
+    return setTransform.apply(this, given);
+  };
+  proto.fillRect = function (...box) {
+    (window.filled[frameOf(this)] ??= []).push([...box, this.fillStyle]);
+    return fillRect.apply(this, box);
+  };
+})();
+"""
 Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle on a canvas, in pixels of the page."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+
+    def place(self, share: float = 0.5) -> dict[str, float]:
+        """Where to point at it: so far along its diagonal."""
+        return {"x": self.x + share * self.width, "y": self.y + share * self.height}
+
+
+def filled_boxes(page: Any, frame: str) -> list[Box]:
+    """What the canvas in the frame of class `frame` shows, in the order of drawing."""
+    return [Box(*box) for box in page.evaluate("(frame) => window.filled[frame]", frame)]
+
+
+def token_box(page: Any, tokens: list[str], at: int) -> Box:
+    """The ground of token `at` of `tokens` after scrolling to it; its text must be unique, and all
+    tokens beside it must have a ground.
+    """
+    share = at / len(tokens)
+    page.locator(".text-map").evaluate(
+        "(e, share) => (e.scrollTop = share * e.scrollHeight - e.clientHeight / 2)", share
+    )
+    page.wait_for_timeout(80)
+    texts = [text for text, _ in page.evaluate("() => window.painted")]
+    whole, *boxes = filled_boxes(page, "text-map")
+    grounds = [box for box in boxes if box.height > 1]  # not the line below an uncompressed token
+    assert len(grounds) == len(texts) and whole.x == whole.y == 0
+    return grounds[texts.index(spell(tokens[at]))]
 
 
 def spell(text: str) -> str:

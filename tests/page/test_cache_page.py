@@ -19,10 +19,21 @@ from tests.page.fake_cache import (
     SEALED,
     SHARED,
     FakeRequest,
+    budgets_of,
     kept_of,
 )
 from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.painted import SCRIPT, check_scale, painted_tokens, spell
+from tests.page.painted import (
+    FILLS,
+    SCRIPT,
+    Box,
+    check_scale,
+    filled_boxes,
+    painted_tokens,
+    rgb,
+    spell,
+    token_box,
+)
 
 pytestmark = pytest.mark.browser
 # The colours that the map of pages has now.
@@ -48,15 +59,23 @@ LIGHTS = """
   };
 })();
 """
+# The colours of shares, as the text has them, too.
+SCALE = """async (shares) => {
+  const { shareGround } = await import("/page/app/cache/palette.js");
+  return shares.map((share) => shareGround(share).match(/[0-9]+/g).map(Number));
+}"""
 FADE_MS = 700
 DOCUMENT = " ".join(f"item{at}" for at in range(500))
 HEADS = LAYERS * KV_HEADS
+Head = tuple[int, int]
+ALL_HEADS = [(layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)]
 
 
 @pytest.fixture
 def asked(page: Any, fake: FakeServer) -> FakeRequest:
     """A question about a long document, answered; its request."""
     page.add_init_script(SCRIPT)
+    page.add_init_script(FILLS)
     page.reload()
     paste(page, DOCUMENT)
     ask(page, "What is item seven?")
@@ -72,6 +91,25 @@ def share(request: FakeRequest, position: int) -> float:
     if chunk >= request.chunks:
         return 1.0
     return float(kept_of(chunk, request.retention)[:, :, at].mean())
+
+
+def held_by(request: FakeRequest, layer: int, head: int) -> list[bool]:
+    """Whether a head holds each token; those after the last chunk are not compressed."""
+    chunks = [kept_of(chunk, request.retention)[layer, head] for chunk in range(request.chunks)]
+    sealed = [bool(kept) for chunk in chunks for kept in chunk]
+    return sealed + [True] * (len(request.tokens) - len(sealed))
+
+
+def grid_cells(page: Any) -> tuple[dict[Head, Box], dict[Head, Box]]:
+    """The cells of the upper and of the lower grid: a column is a layer, a row a head."""
+    boxes = filled_boxes(page, "heads")
+    columns, rows = sorted({box.x for box in boxes}), sorted({box.y for box in boxes})
+    assert (len(columns), len(rows), len(boxes)) == (LAYERS, 2 * KV_HEADS, 2 * HEADS)
+    upper, lower = (
+        {(columns.index(box.x), of_grid.index(box.y)): box for box in boxes if box.y in of_grid}
+        for of_grid in (rows[:KV_HEADS], rows[KV_HEADS:])
+    )
+    return upper, lower
 
 
 def test_every_token_is_painted_by_the_share_of_heads_that_keep_it(
@@ -95,16 +133,63 @@ def test_a_token_names_its_heads_and_a_head_shows_its_tokens(page: Any, asked: F
     page.get_by_label("KV heads by layer").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown"):
         page.keyboard.press(key)
-    layer, head = 1, 2
-    kept = [kept_of(chunk, asked.retention)[layer, head] for chunk in range(asked.chunks)]
-    raw = len(asked.tokens) - asked.chunks * CHUNK_TOKENS
-    whole = int(sum(each.sum() for each in kept)) + raw
-    page.get_by_text(
-        f"Layer {layer}, head {head}: holds {whole} of {len(asked.tokens)} tokens"
-    ).wait_for()
-    painted = painted_tokens(page, asked.tokens)
-    for at in range(asked.chunks * CHUNK_TOKENS):
-        assert (painted[at] is not None) == kept[at // CHUNK_TOKENS][at % CHUNK_TOKENS]
+    check_head_is_shown(page, asked, 1, 2)
+
+
+def check_head_is_shown(page: Any, request: FakeRequest, layer: int, head: int) -> None:
+    """The page says what the head holds, and paints these tokens alone."""
+    held, tokens = held_by(request, layer, head), len(request.tokens)
+    page.get_by_text(f"Layer {layer}, head {head}: holds {sum(held)} of {tokens} tokens").wait_for()
+    painted = painted_tokens(page, request.tokens)
+    assert [painted[at] is not None for at in range(tokens)] == held
+
+
+@pytest.mark.parametrize("grid", [0, 1], ids=["upper", "lower"])
+def test_pointing_at_a_head_shows_its_tokens(page: Any, asked: FakeRequest, grid: int) -> None:
+    canvas = page.get_by_label("KV heads by layer")
+    for layer, head, share_of_cell in ((2, 1, 0.1), (LAYERS - 1, KV_HEADS - 1, 0.9)):
+        canvas.hover(position=grid_cells(page)[grid][layer, head].place(share_of_cell))
+        check_head_is_shown(page, asked, layer, head)
+    page.mouse.move(0, 0)
+    page.get_by_text("Point at a token or a head").wait_for()
+    check_scale(
+        {at: share(asked, at) for at in range(len(asked.tokens))},
+        painted_tokens(page, asked.tokens),
+    )
+
+
+def test_pointing_at_a_token_marks_the_heads_that_hold_it(page: Any, asked: FakeRequest) -> None:
+    accent = page.evaluate(
+        "() => getComputedStyle(document.documentElement).getPropertyValue('--accent').trim()"
+    )
+    budgets = {head: box.colour for head, box in grid_cells(page)[0].items()}
+    last = (asked.chunks - 1) * CHUNK_TOKENS + 3
+    for position in (9, CHUNK_TOKENS + 20, last):
+        box = token_box(page, asked.tokens, position)
+        page.get_by_label("Tokens, painted by the share").hover(position=box.place())
+        page.get_by_text(f"Token {position} “{spell(asked.tokens[position])}”: held by").wait_for()
+        page.get_by_text("Below: those that hold this token.").wait_for()
+        page.wait_for_timeout(100)
+        upper, lower = grid_cells(page)
+        chunk, at = divmod(position, CHUNK_TOKENS)
+        kept = kept_of(chunk, asked.retention)[:, :, at]
+        marked = {head: box.colour == accent for head, box in lower.items()}
+        assert marked == {head: bool(kept[head]) for head in ALL_HEADS}
+        assert len({lower[head].colour for head in ALL_HEADS if not kept[head]}) == 1
+        assert {head: box.colour for head, box in upper.items()} == budgets
+
+
+def test_the_grids_show_what_heads_may_keep_and_what_they_hold(
+    page: Any, asked: FakeRequest
+) -> None:
+    budgets, tokens = np.array(budgets_of(asked.retention)), len(asked.tokens)
+    allowed = [float(budgets[head]) / CHUNK_TOKENS for head in ALL_HEADS]
+    held = [sum(held_by(asked, *head)) / tokens for head in ALL_HEADS]
+    assert len(set(allowed)) > 12
+    for cells, shares in zip(grid_cells(page), (allowed, held), strict=True):
+        colours = [rgb(cells[head].colour) for head in ALL_HEADS]
+        check_scale(dict(enumerate(shares)), dict(enumerate(colours)))
+        assert [list(colour) for colour in colours] == page.evaluate(SCALE, shares)
 
 
 def test_the_text_shows_what_drafts_read(browser: Any) -> None:
@@ -150,6 +235,26 @@ def test_an_answer_without_drafts_says_so(browser: Any) -> None:
         ask(page, "And item eight?")
         page.get_by_text("entries read by drafts").wait_for()
         assert undrafted.count() == 0
+
+
+def test_a_token_in_host_memory_says_so(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
+    asked.host_chunks.add(1)
+    with page.expect_response(f"**/v1/kv/requests/{asked.id}*"):
+        fake.tell("request", asked.event())
+    page.wait_for_timeout(200)
+    text = page.get_by_label("Tokens, painted by the share")
+    for position, place in ((9, ""), (CHUNK_TOKENS + 20, ", in host memory")):
+        text.hover(position=token_box(page, asked.tokens, position).place())
+        held = round(share(asked, position) * HEADS)
+        page.get_by_text(
+            f"Token {position} “{spell(asked.tokens[position])}”: "
+            f"held by {held} of {HEADS} heads (sealed){place}",
+            exact=True,
+        ).wait_for()
+    check_scale(
+        {at: share(asked, at) for at in range(len(asked.tokens))},
+        painted_tokens(page, asked.tokens),
+    )
 
 
 def test_pointing_at_a_token_names_it(page: Any, asked: FakeRequest) -> None:
@@ -389,6 +494,61 @@ def test_a_step_names_its_chunks_tails_moves_and_drafts(
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowRight")
         page.get_by_text(part).first.wait_for()
+
+
+STEP = {
+    **{"at": 0.0, "decode_rows": 1, "decode_tokens": 0, "chunks": 0, "tail_tokens": 0},
+    **{"moves": 0, "drafted": 0, "accepted": 0},
+}
+# The longest is cut: its bar is as high as that of the longest but one.
+STEPS = [
+    STEP
+    | {"n": 1, "seconds": 0.01, "decode_tokens": 3, "chunks": 2, "tail_tokens": 31, "moves": 5},
+    STEP | {"n": 2, "seconds": 0.02, "decode_tokens": 7, "tail_tokens": 21},
+    STEP | {"n": 3, "seconds": 0.03},
+    STEP | {"n": 4, "seconds": 0.04, "decode_tokens": 1},
+    STEP | {"n": 5, "seconds": 0.9, "moves": 2},
+]
+
+
+def test_a_bar_is_as_high_as_its_time_and_divided_by_what_it_computed(
+    page: Any, asked: FakeRequest, fake: FakeServer
+) -> None:
+    fake.tell("hello", {"at": 0.0, "last_steps": STEPS})
+    page.wait_for_function("() => window.filled.timeline.length === 9")  # of 4, 2, 1, 1 and 1 parts
+    boxes = filled_boxes(page, "timeline")
+    canvas = page.get_by_label("The last 400 steps").bounding_box()
+    colours = page.locator('section[aria-label="Steps"] .counts i').evaluate_all(
+        "(all) => all.map((each) => getComputedStyle(each).backgroundColor)"
+    )
+    named = [
+        "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", colour))
+        for colour in colours
+    ]
+    columns = sorted({box.x for box in boxes})
+    assert len(columns) == len(STEPS)
+    assert columns[-1] + boxes[-1].width == pytest.approx(canvas["width"], abs=1), "the newest"
+    for x, step in zip(columns, STEPS, strict=True):
+        bar = [box for box in boxes if box.x == x]
+        height = canvas["height"] * min(1, step["seconds"] / 0.04)
+        weights = [
+            step["decode_tokens"],
+            step["chunks"] * CHUNK_TOKENS,
+            step["tail_tokens"],
+            step["moves"],
+        ]
+        parts = {
+            colour: height * weight / sum(weights)
+            for colour, weight in zip(named, weights, strict=True)
+            if weight
+        }
+        shown = {box.colour: box.height for box in bar}
+        if parts:
+            assert shown == pytest.approx(parts)
+        else:
+            assert list(shown.values()) == pytest.approx([height])
+        bottoms = [canvas["height"], *(box.y for box in bar)]
+        assert [box.y + box.height for box in bar] == pytest.approx(bottoms[:-1]), "one on another"
 
 
 def test_the_server_view_shows_the_last_hour(page: Any) -> None:

@@ -203,6 +203,20 @@ def test_an_export_can_be_imported(page: Any, tmp_path: Path) -> None:
     page.get_by_text("The file has no conversations of this page.").wait_for()
 
 
+def test_one_conversation_is_exported_alone(page: Any, tmp_path: Path) -> None:
+    ask(page, "Keep this")
+    page.get_by_role("button", name="New conversation").first.click()
+    ask(page, "Not that")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export Keep this", exact=True).click()
+    file = tmp_path / "kept.json"
+    download.value.save_as(file)
+    (exported,) = json.loads(file.read_text())["conversations"]
+    assert exported["title"] == "Keep this"
+    texts = [message["content"] for message in exported["messages"].values()]
+    assert texts == ["Keep this", "Answer 1 to: Keep this, with retention 0.5."]
+
+
 def test_a_file_that_would_hang_or_break_the_page_is_refused(page: Any, tmp_path: Path) -> None:
     question = {"role": "user", "content": "Round and round", "documents": []}
     first, second = {**question, "parent": "b"}, {**question, "parent": "a"}

@@ -13,6 +13,8 @@ from tests.page.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
 HOSTILE = '<img src=x onerror="window.pwned = 1"><script>window.pwned = 2</script>\'"&lt;'
+ANOTHER_HOST = "192.0.2.1"
+ASK_ANOTHER = f"() => fetch('http://{ANOTHER_HOST}/asked').catch(String)"
 CHAT = "**/v1/chat/completions"
 # The places of elements that the page does not make itself, of handlers, and of links that run.
 HARM = """() => {
@@ -42,6 +44,26 @@ def test_the_check_finds_what_would_be_made(browser: Any, fake: FakeServer) -> N
         page.evaluate("(html) => document.body.insertAdjacentHTML('beforeend', html)", html)
         assert len(page.evaluate(HARM)) == 4, "an element, its handler, and a link that runs"
         assert watched.errors, "the policy is the second line of defence"
+
+
+def test_a_page_that_asks_another_host_is_noticed(browser: Any, fake: FakeServer) -> None:
+    """Without the policy, which would not let it ask."""
+    ignores = ("ERR_FAILED", "CORS")
+    with (
+        pytest.raises(AssertionError, match="the page asked another host"),
+        open_page(browser, fake.url, ignores=ignores, bypass_csp=True) as watched,
+    ):
+        watched.page.route("**/asked", lambda route: route.abort())
+        watched.page.evaluate(ASK_ANOTHER)
+
+
+def test_the_policy_lets_nothing_ask_another_host(browser: Any, fake: FakeServer) -> None:
+    """Then no request is made, but the console has an error."""
+    with open_page(browser, fake.url, ignores=("Content Security Policy",)) as watched:
+        passed: list[str] = []
+        watched.page.route("**/asked", lambda route: (passed.append("here"), route.abort()))
+        assert "Failed to fetch" in watched.page.evaluate(ASK_ANOTHER)
+        assert passed == [] and any("connect-src" in error for error in watched.errors)
 
 
 def test_titles_of_conversations(page: Any) -> None:

@@ -7,6 +7,7 @@ import tests.interpreter  # noqa: F401, before Triton is imported
 
 # isort: on
 import json
+import math
 import re
 import shutil
 import statistics
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
 from tangram.lab.naive import count_naive_positions
 from tangram.page.files import HEADERS, add_files
@@ -194,6 +196,77 @@ def test_the_memory_wall(page: Any) -> None:
     assert "H200 data sheet" in widget.inner_text()
 
 
+# [value, place] of each tick of the chart's axes, and [cx, cy] of each circle by its kind.
+CHART = """(svg) => {
+  const ticks = (anchor, place) =>
+    [...svg.querySelectorAll(`.axes g text[text-anchor="${anchor}"]`)].map((text) => [
+      Number(text.textContent.replaceAll(",", "")),
+      Number(text.parentElement.querySelector("line").getAttribute(place)),
+    ]);
+  const circles = {};
+  for (const circle of svg.querySelectorAll("circle")) {
+    const [cx, cy] = ["cx", "cy"].map((name) => Number(circle.getAttribute(name)));
+    (circles[circle.getAttribute("class")] ??= []).push([cx, cy]);
+  }
+  return { intensity: ticks("middle", "x1"), teraflops: ticks("end", "y1"), circles };
+}"""
+
+
+def place_of(ticks: list[list[float]], value: float) -> float:
+    """Where `value` stands on a logarithmic axis with `ticks`."""
+    (low, begin), (high, end) = ticks[0], ticks[-1]
+    return begin + math.log(value / low) / math.log(high / low) * (end - begin)
+
+
+def test_points_stand_where_the_axes_say(page: Any) -> None:
+    widget = chapter(page, "wall")
+    choose(widget, "Card", "H100 SXM")
+    chart = widget.locator("svg.chart").evaluate(CHART)
+    data = json.loads(site_files()[f"{FOLDER}/page/learn/data/roofline.json"].read_text())
+    shown = chart["circles"]["kernel"]
+    assert len(shown) == len(data["kernels"]) > 50
+    for circle, point in zip(shown, data["kernels"], strict=True):
+        assert circle == pytest.approx(
+            [
+                place_of(chart["intensity"], point["intensity"]),
+                place_of(chart["teraflops"], point["flops_per_s"] / 1e12),
+            ]
+        )
+
+
+def test_prefill_is_limited_by_arithmetic(page: Any) -> None:
+    widget = chapter(page, "wall")
+    choose(widget, "Card", "H100 SXM")
+    choose(widget, "Step", "prefill: one prompt")
+    assert widget.get_by_label("Batch", exact=True).count() == 0
+    card = next(one for one in CARDS if one["name"] == "H100 SXM")
+    ceiling = Ceiling(card["flops_per_s"], card["bytes_per_s"])
+    model = StepModel.of("llama-3.1-8b")
+    for keys, tokens, bound in (
+        (["Home", "ArrowRight"], 128, "memory bandwidth"),
+        (["Home", *["ArrowRight"] * 5], 2048, "arithmetic"),
+    ):
+        slide(widget, "Prompt tokens", *keys)
+        flops, read = model.prefill(tokens)
+        intensity = flops / read
+        assert figure(widget, "FLOP per byte") == f"{intensity:.1f}"
+        assert figure(widget, "Limited by") == bound
+        most = tokens / ceiling.seconds(flops, read)
+        assert figure(widget, "Tokens/s at most") == f"{most:,.0f}"
+        chart = widget.locator("svg.chart").evaluate(CHART)
+        assert chart["circles"]["step"] == [
+            pytest.approx(
+                [
+                    place_of(chart["intensity"], intensity),
+                    place_of(chart["teraflops"], ceiling.attainable(intensity) / 1e12),
+                ]
+            )
+        ]
+    choose(widget, "Step", "decode: a token each")
+    slide(widget, "Tokens of context each", "Home")  # as the page begins
+    assert widget.get_by_label("Batch", exact=True).count() == 1
+
+
 def test_tiled_attention(page: Any) -> None:
     widget = chapter(page, "tiles")
     slide(widget, "Tokens", "Home")
@@ -239,7 +312,6 @@ def test_paging(page: Any) -> None:
     found = int(figure(widget, "Prompt tokens found, from the second on").replace(",", ""))
     in_tail = shared // 512 == (shared + 300) // 512
     assert found == (shared // 16 * 16 if in_tail else shared // 512 * 512)
-    assert figure(widget, "Pages copied on a write") == "0"
 
 
 def test_batching(page: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,12 +21,14 @@ import pytest
 from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
 from tangram.page.collector import READ_EVERY_S
+from tangram.page.history import History, Line
 from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
 EVENTS = "/v1/kv/events"
 SESAME, POPPY = ({"Authorization": f"Bearer {key}"} for key in ("sesame", "poppy"))
 OURS = ("/v1/kv/model", "/v1/kv/pool", "/v1/kv/history")
+FILES = ("/", "/learn", "/page/index.html")
 ENDLESS = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
 
 
@@ -233,22 +238,12 @@ def test_data_need_a_key_and_files_do_not(path: str, locked: FakeServer) -> None
     with locked.http() as client:
         assert client.get(path).status_code == 401
         assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        for file in ("/", "/page/index.html"):
+        for file in FILES:
             assert client.get(file).status_code == 200
     for other in ("/page", "//", "/page%2f", "/v1/models", "/learn/", "//page/index.html"):
         assert raw_get(locked, other, "Host: localhost") == 401
     for other in ("/page/../v1/models", "/page/%2e%2e/v1/models", "/page//v1/models"):
         assert raw_get(locked, other, "Host: localhost") == 404
-
-
-def own_address() -> str:
-    """An address of this machine that is not loopback, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            pytest.skip("this machine has no address but the loopback's")
-        return str(probe.getsockname()[0])
 
 
 def raw_get(server: FakeServer, path: str, *headers: str) -> int:
@@ -283,7 +278,7 @@ def raw_get(server: FakeServer, path: str, *headers: str) -> int:
 def test_without_keys_the_host_must_be_ours(
     headers: list[str], status: int, server: FakeServer
 ) -> None:
-    for path in (*OURS, "/", "/page/index.html"):
+    for path in (*OURS, *FILES):
         assert raw_get(server, path, *headers) == status
 
 
@@ -304,7 +299,7 @@ def test_clients_of_other_machines_see_it_if_it_is_open_or_they_have_a_key(
     """A proxy on this machine says for whom it asks; uvicorn believes it."""
     with run_page_server(*keys, visibility=visibility) as server, server.http() as client:
         far = {"X-Forwarded-For": "203.0.113.9", **(SESAME if keys else {})}
-        for path in (*OURS, "/"):
+        for path in (*OURS, *FILES):
             assert client.get(path, headers=far).status_code == status
         assert client.get("/v1/models", headers=far).status_code == 200
         near = SESAME if keys else {}
@@ -316,7 +311,7 @@ def test_clients_of_other_machines_see_it_if_it_is_open_or_they_have_a_key(
 
 def test_files_load_nothing_from_elsewhere(server: FakeServer) -> None:
     with server.http() as client:
-        for path in ("/", "/page/index.html"):
+        for path in FILES:
             response = client.get(path)
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/html")
@@ -352,18 +347,76 @@ def test_wrong_parameters_are_named(query: str, param: str, server: FakeServer) 
 def test_the_endpoints_are_described(server: FakeServer, locked: FakeServer) -> None:
     with server.http() as client:
         document = client.get("/openapi.json").json()
-        answers = {path: client.get(path).json() for path in OURS}
     paths = {path for path in document["paths"] if path.startswith("/v1/kv/")}
     request = "/v1/kv/requests/{id}"
     assert paths == {*OURS, EVENTS, request, f"{request}/kept"}
-    for path, answer in answers.items():
-        responses = document["paths"][path]["get"]["responses"]
-        jsonschema_rs.validate(responses["200"]["content"]["application/json"]["schema"], answer)
-        assert {"400", "403"} <= responses.keys()
+    for path in paths:
+        assert {"400", "403"} <= document["paths"][path]["get"]["responses"].keys()
     assert "404" in document["paths"][request]["get"]["responses"]
     with locked.http() as client:
         described = client.get("/openapi.json", headers=SESAME).json()
     assert "401" in described["paths"][EVENTS]["get"]["responses"]
+
+
+def schema_of(document: Any, path: str) -> Any:
+    """The schema of the answer to GET `path`."""
+    responses = document["paths"][path]["get"]["responses"]
+    return responses["200"]["content"]["application/json"]["schema"]
+
+
+@pytest.mark.parametrize("path", [*OURS, "/v1/kv/requests/{id}", "/v1/kv/requests/{id}/kept"])
+def test_answers_have_the_fields_that_are_described(path: str, server: FakeServer) -> None:
+    """All of them, each of its type, and no others."""
+    answers = [ask(server, "of some chunks", kv_retention=ratio) for ratio in (0.5, 1.0)]
+    with server.http() as client:
+        document = client.get("/openapi.json").json()
+        query = "?chunk=0" if path.endswith("kept") else ""
+        found = [
+            client.get(path.replace("{id}", answer["id"]) + query).json() for answer in answers
+        ]
+    schema = schema_of(document, path)
+    for answer in found:
+        jsonschema_rs.validate(schema, answer)
+        assert answer.keys() == schema["properties"].keys() == set(schema["required"])
+        for name in answer:
+            with pytest.raises(jsonschema_rs.ValidationError):
+                jsonschema_rs.validate(schema, answer | {name: {"another": "type"}})
+
+
+def test_a_line_of_the_history_has_the_types_that_are_described(server: FakeServer) -> None:
+    """The first comes after ten seconds, so one is made."""
+    history = History(0.0)
+    for now_s in (0.0, 10.0):
+        history.sample(server.engine.stats(), now_s)
+    answer = history.read(10)
+    assert answer["at"] == [10.0] and answer["ttft_p50"] == [None]
+    with server.http() as client:
+        schema = schema_of(client.get("/openapi.json").json(), "/v1/kv/history")
+    jsonschema_rs.validate(schema, answer)
+    for name, values in answer.items():
+        if isinstance(values, list):
+            with pytest.raises(jsonschema_rs.ValidationError):
+                jsonschema_rs.validate(schema, answer | {name: ["a word"]})
+
+
+def test_the_fields_of_events_and_of_the_history_are_documented(server: FakeServer) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    section = text.split("\n## The cache in detail\n")[1].split("\n## ")[0]
+    told: dict[str, Any] = {}
+    with (
+        watching(server) as stream,
+        server.http() as client,
+        client.stream("POST", CHAT, json=ENDLESS) as response,
+    ):
+        lines = response.iter_lines()  # once it is forgotten, the connection is closed
+        next(lines)
+        while not {"step", "request", "pool"} <= told.keys():
+            kind, told[kind] = stream.next()
+    for kind in ("step", "request", "pool"):
+        (line,) = re.findall(rf"^\| `{kind}` \|(.*)", section, re.MULTILINE)
+        assert told[kind].keys() == set(re.findall(r"`(\w+)`", line))
+    (history,) = re.findall(r"^The history has .*?\n\n", section, re.MULTILINE | re.DOTALL)
+    assert {field.name for field in fields(Line)} == set(re.findall(r"`(\w+)`", history))
 
 
 def test_watchers_are_bounded() -> None:
@@ -414,5 +467,5 @@ def test_head_of_the_stream_ends(server: FakeServer) -> None:
 
 def test_without_the_page_there_is_nothing(fake_server: FakeServer) -> None:
     with fake_server.http() as client:
-        for path in ("/", "/learn", "/page/index.html", *OURS):
+        for path in (*FILES, *OURS):
             assert client.get(path).status_code == 404

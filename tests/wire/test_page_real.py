@@ -1,8 +1,11 @@
-"""The page's endpoints over the embedded model, and how the server ends while somebody watches."""
+"""The page's endpoints over the embedded model, the options that say who sees them, and how the
+server ends while somebody watches.
+"""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 from base64 import b64decode
@@ -11,8 +14,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
-from tests.wire.conftest import CHAT, free_port, healthy, wait_until
+from tests.wire.conftest import CHAT, USER, free_port, healthy, run_real_server, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -27,6 +31,8 @@ page = CachePage(engine, "fake-model", Access(Visibility.auto, "127.0.0.1"))
 app = build_app(engine, served_model_name="fake-model", page=page)
 serve_on(Listener.at("127.0.0.1", int(sys.argv[1])), engine, app, shutdown_grace_s=60)
 """
+SMALL = ("--kv-cache-gib", "0.1")
+SHOWN = ("/", "/learn", "/page/index.html", "/v1/kv/model")
 
 
 def kept(client: httpx.Client, name: str, chunk: int) -> np.ndarray[Any, Any]:
@@ -87,6 +93,41 @@ def test_a_lossless_request_keeps_all(server_url: str) -> None:
         assert (shown["kv_retention"], shown["scorer"]) == (1.0, None)
         assert shown["kv_bytes"] >= shown["kv_bytes_uncompressed"]
         assert kept(client, name, 0).all()
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but the loopback's")
+        return str(probe.getsockname()[0])
+
+
+def check_chat(url: str) -> None:
+    body = {"model": "smollm2", "max_tokens": 1, "messages": [USER]}
+    answer = httpx.post(f"{url}{CHAT}", json=body, timeout=60)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1
+
+
+def test_a_server_may_have_no_page(python: list[str]) -> None:
+    with run_real_server("--no-page", *SMALL, python=python) as url:
+        for path in SHOWN:
+            assert httpx.get(f"{url}{path}").status_code == 404
+        check_chat(url)
+
+
+@pytest.mark.parametrize(("page", "status"), [("open", 200), ("auto", 403)])
+def test_the_option_says_who_sees_the_page(page: str, status: int, python: list[str]) -> None:
+    """Clients that come by another address than the loopback's; all may talk to the model."""
+    address = own_address()
+    with run_real_server("--host", "0.0.0.0", "--page", page, *SMALL, python=python) as url:
+        far = url.replace("127.0.0.1", address)
+        for path in SHOWN:
+            assert httpx.get(f"{far}{path}").status_code == status
+            assert httpx.get(f"{url}{path}").status_code == 200
+        check_chat(far)
 
 
 def test_a_watcher_does_not_hold_up_the_end(python: list[str]) -> None:

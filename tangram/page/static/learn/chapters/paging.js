@@ -85,7 +85,6 @@ function Paging({ models: { models } }) {
         ["Of them shared", count(found.shared_pages)],
         ["Prompt tokens found, from the second on", count(found.cached_tokens)],
         ["Computed again at the seam", count(shared - found.cached_tokens)],
-        ["Pages copied on a write", "0"],
       ]}
     />
     <${Bars} conversations=${conversations} cached=${found.cached_tokens} tokens=${shared + own} />
