@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +46,12 @@ from tangram.model.source import name_served_model
 from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
 from tangram.serve.logs import LogForm
+
+# Nothing of the ingress or a replica holds up a loop: each needs one, and hands nothing over.
+_SERVE_SETTINGS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 
 
 @with_config
@@ -119,13 +126,15 @@ def _run(
     curl: str,
 ) -> None:
     """See `run_application`; `curl` is shown when requests are answered."""
-    _import_ray(starts=address is None)
-    from tangram.ray.cluster import ClusterPlace, run_application
-    from tangram.ray.options import read_options
+    # A cluster that is joined has settings of its own.
+    with nullcontext() if address is not None else _apply_settings():
+        _import_ray()
+        from tangram.ray.cluster import ClusterPlace, run_application
+        from tangram.ray.options import read_options
 
-    place = ClusterPlace(address, host, port, app_name)
-    tell = partial(console.tell, curl)
-    run_application(config, read_options(options), place, stays=stays, on_ready=tell)
+        place = ClusterPlace(address, host, port, app_name)
+        tell = partial(console.tell, curl)
+        run_application(config, read_options(options), place, stays=stays, on_ready=tell)
 
 
 def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> None:
@@ -147,14 +156,19 @@ def _read_json(text: str | None) -> Any:
         raise ConfigError(f"autoscaling is {text!r}, which is no JSON: {error}") from error
 
 
-def _import_ray(*, starts: bool) -> None:
-    """Import it to join a cluster, or for one that `starts` here."""
-    if starts:
-        # Serve reads them when it is imported, here and in the processes of the new cluster.
-        # Nothing of the ingress or a replica holds up a loop, so each needs one, and hands nothing
-        # over to another.
-        os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
-        os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+@contextmanager
+def _apply_settings() -> Iterator[None]:
+    """Settings that Serve reads when it is imported, here and in processes that start inside."""
+    missing = _SERVE_SETTINGS.keys() - os.environ.keys()
+    os.environ.update({name: _SERVE_SETTINGS[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _import_ray() -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

@@ -201,8 +201,9 @@ class Ranks:
 def join_ranks(config: EngineConfig, rank: int, meeting: str) -> None:
     """Join the process group of all ranks, who meet at the file `meeting`."""
     size, device = config.tensor_parallel_size, find_device(config.device)
-    # A capture would have NCCL agree with ranks that capture nothing just then.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if device.type == "cuda":
+        # A capture would have NCCL agree with ranks that capture nothing just then.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
