@@ -1,4 +1,4 @@
-"""`make quick` needs no torch."""
+"""`make quick` needs no torch: its tests are collected in a process without it."""
 
 from __future__ import annotations
 
