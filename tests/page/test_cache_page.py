@@ -336,7 +336,14 @@ def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -
     """The server may tell of a request before the page has its name."""
     paste(page, DOCUMENT)
     send(page, "This is slow")
-    page.locator(".cache .caption", has_text="tokens, running").wait_for()
+    caption = page.locator(".cache .caption", has_text="tokens, running")
+    for _ in range(150):  # a server tells of what runs ten times a second
+        if caption.is_visible():
+            break
+        page.wait_for_timeout(100)
+        for request in list(fake.cache.requests.values()):
+            fake.tell("request", request.event())
+    caption.wait_for()
     assert answers(page) == [""]
     fake.computed.set()
     page.get_by_role("button", name="Send").wait_for()
