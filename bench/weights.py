@@ -191,7 +191,7 @@ def main() -> None:
     options = parse()
     content: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "bench.weights", *sys.argv[1:]]),
-        "options": {name: str(value) for name, value in vars(options).items()},
+        "options": {name: str(value) for name, value in vars(options).items() if name != "output"},
         "environment": environment(),
         "figures": {},
         "failed": {},
