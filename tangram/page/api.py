@@ -240,10 +240,11 @@ def describe_pool(collector: Collector, client: bytes | None) -> Json:
 
 
 def _describe_conversation(number: int, one: ShownCompletion | None, client: bytes | None) -> Json:
-    own = one is not None and one.announcement.client == client
+    own = one.announcement if one is not None and one.announcement.client == client else None
     return {
         "number": number,
-        "id": one.announcement.answer_id if one is not None and own else None,
+        "id": None if own is None else own.answer_id,
+        "request_id": None if own is None else own.request_id,
         "tokens": 0 if one is None else len(one.reading.tokens),
     }
 

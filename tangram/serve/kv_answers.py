@@ -98,7 +98,11 @@ _POOL = _record(
     host_used=_INTEGER,
     host_total=_INTEGER,
     promised=_INTEGER,
-    conversations=_array(_record(number=_INTEGER, id=_or_null(_STRING), tokens=_INTEGER)),
+    conversations=_array(
+        _record(
+            number=_INTEGER, id=_or_null(_STRING), request_id=_or_null(_STRING), tokens=_INTEGER
+        )
+    ),
 )
 _HISTORY = _record(
     step_s=_INTEGER,

@@ -194,7 +194,12 @@ class FakeCache:
 
     def pool(self) -> Json:
         known = [
-            {"number": each.number, "id": each.id, "tokens": len(each.tokens)}
+            {
+                "number": each.number,
+                "id": each.id,
+                "request_id": each.request_id,
+                "tokens": len(each.tokens),
+            }
             for each in self.requests.values()
         ]
         return {

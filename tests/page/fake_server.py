@@ -52,7 +52,10 @@ POINTS = 360
 
 @dataclass
 class FakeServer:
-    """What tests look at. `bodies` are the chats that were asked; `slow` ones await `computed`."""
+    """What tests look at. `bodies` are the chats that were asked.
+
+    Each begins at once, and is answered when `answering` is set; `slow` ones then await `computed`.
+    """
 
     url: str = ""
     key: str | None = None
@@ -61,12 +64,14 @@ class FakeServer:
     ways: tuple[Way, ...] = WAYS
     drafts: bool = False
     computed: threading.Event = field(default_factory=threading.Event)
+    answering: threading.Event = field(default_factory=threading.Event)
     cache: FakeCache = field(init=False)
     model: str = MODEL
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
+        self.answering.set()
         self.cache = FakeCache(self.pages, self.ways, drafts=self.drafts)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
@@ -139,9 +144,15 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
             }
+        await wait_for(server.answering)
         stream = write_answer(server, begun, answer_to(body), body.get("max_tokens"))
         headers = {"x-request-id": name}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+
+async def wait_for(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.02)
 
 
 async def write_answer(
@@ -153,8 +164,7 @@ async def write_answer(
 
     try:
         if "slow" in "".join(request.tokens[-2:]).split():
-            while not server.computed.is_set():
-                await asyncio.sleep(0.02)
+            await wait_for(server.computed)
         yield frame([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         for token in answer[:most]:
             await asyncio.sleep(server.token_s)

@@ -336,17 +336,33 @@ def test_the_prompt_is_shown_while_it_is_computed(page: Any, fake: FakeServer) -
     """The server may tell of a request before the page has its name."""
     paste(page, DOCUMENT)
     send(page, "This is slow")
-    caption = page.locator(".cache .caption", has_text="tokens, running")
-    for _ in range(150):  # a server tells of what runs ten times a second
-        if caption.is_visible():
-            break
-        page.wait_for_timeout(100)
-        for request in list(fake.cache.requests.values()):
-            fake.tell("request", request.event())
-    caption.wait_for()
+    page.locator(".cache .caption", has_text="tokens, running").wait_for()
     assert answers(page) == [""]
     fake.computed.set()
     page.get_by_role("button", name="Send").wait_for()
+
+
+def test_a_request_that_began_before_the_page_listens_is_shown(browser: Any) -> None:
+    """No event tells of it any more, and its answer comes after all that the page asks."""
+    with run_fake_page() as fake, open_page(browser, fake.url) as watched:
+        page, held = watched.page, list[Any]()
+        ask(page, "What is a page?")
+        page.route("**/v1/kv/events", lambda route: held.append(route))
+        with page.expect_request("**/v1/kv/events"):
+            fake.tell("end", {})
+        fake.answering.clear()
+        send(page, "This is slow")
+        for _ in range(500):
+            if len(fake.cache.requests) == 2:
+                break
+            page.wait_for_timeout(20)
+        with page.expect_response("**/v1/kv/pool"):
+            held[0].continue_()
+        page.wait_for_timeout(200)  # the answer of the pool is read
+        fake.answering.set()
+        page.locator(".cache .caption", has_text="tokens, running").wait_for()
+        fake.computed.set()
+        page.get_by_role("button", name="Send").wait_for()
 
 
 def test_a_stopped_turn_has_its_row(page: Any, fake: FakeServer) -> None:

@@ -102,6 +102,33 @@ def test_the_tail_of_an_ended_request_goes_before_the_chunk(
     assert found == [there, tail]
 
 
+def test_a_late_answer_is_not_taken_for_the_request_that_is_shown_now(module_page: Any) -> None:
+    texts = module_page.evaluate(
+        """async () => {
+          const { CacheWatch } = await import("/page/app/cache/watch.js");
+          const { api } = await import("/page/app/api.js");
+          const answers = {};
+          api.request = (name) => new Promise((resolve) => {
+            answers[name] = () => resolve({
+              tokens: [{ id: 0, text: name }], state: "running", chunks: [],
+              raw: { begin: 0, end: 1 },
+            });
+          });
+          const watch = new CacheWatch();
+          const model = { layers: 1, kv_heads: 1, full_layers: [0], windows: [null] };
+          watch.status.set({ model });
+          watch.show("one");
+          watch.show("two");
+          answers.one();
+          while (answers.two === undefined) await new Promise((done) => setTimeout(done, 5));
+          answers.two();
+          while (watch.cache === null) await new Promise((done) => setTimeout(done, 5));
+          return watch.cache.texts;
+        }"""
+    )
+    assert texts == ["two"]
+
+
 def test_promised_pages_are_painted_over_those_that_can_be_had(module_page: Any) -> None:
     states = np.array([3, 0, 5, 2, 0], np.uint8)
     painted = module_page.evaluate(

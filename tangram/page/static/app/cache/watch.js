@@ -27,8 +27,10 @@ export class CacheWatch {
   forgotten = false;
   #listeners = { pool: new Set(), steps: new Set(), request: new Set() };
   #shown = null;
+  // Another object for each request that is shown, so that no late answer is taken for another's.
+  #turn = {};
   #names = new Set();
-  // Names of requests that events have told of, the newest last.
+  // Names of requests that the server has told of, the newest last.
   #heard = new Set();
   #stale = false;
   #refreshing = false;
@@ -79,7 +81,9 @@ export class CacheWatch {
   }
 
   async #readPool() {
-    this.pool.take(await api.pool());
+    const pool = await api.pool();
+    this.pool.take(pool);
+    for (const { id, request_id: requestId } of pool.conversations) this.#hear(id, requestId);
     this.#tell("pool");
   }
 
@@ -94,7 +98,8 @@ export class CacheWatch {
       this.pool.change(data, performance.now());
       this.#tell("pool");
     } else if (event === "request") {
-      this.#hear(data);
+      this.pool.name(data.conversation, data.id);
+      this.#hear(data.id, data.request_id);
       if (this.#names.has(data.id) || this.#names.has(data.request_id)) this.#refresh();
     } else if (event === "lost") {
       this.#readPool().catch(({ message }) => this.status.set({ fault: message }));
@@ -102,9 +107,9 @@ export class CacheWatch {
     }
   }
 
-  #hear({ id, request_id: requestId, conversation }) {
-    this.pool.name(conversation, id);
-    for (const name of [id, requestId]) {
+  #hear(...names) {
+    for (const name of names) {
+      if (name === null) continue; // it is another client's
       this.#heard.delete(name);
       this.#heard.add(name);
     }
@@ -114,7 +119,7 @@ export class CacheWatch {
     }
   }
 
-  /** The one of `names` by which the server knows a request, as far as events have told. */
+  /** The one of `names` by which the server knows a request, as far as it has told. */
   heardOf(...names) {
     return names.findLast((name) => this.#heard.has(name)) ?? null;
   }
@@ -128,13 +133,14 @@ export class CacheWatch {
     this.#refresh();
   }
 
-  /** The same for a request that has just been sent: nothing is asked until events tell of it. */
+  /** The same for a request just sent: nothing is asked until the server has told of it. */
   follow(...names) {
     const known = names.filter((name) => name !== null && name !== undefined);
     const goesOn = known.some((each) => this.#names.has(each));
     this.#names = new Set(known);
     this.#shown = known.at(-1) ?? null;
     if (goesOn) return;
+    this.#turn = {};
     this.cache = null;
     this.forgotten = false;
     this.#tell("request");
@@ -160,19 +166,20 @@ export class CacheWatch {
   }
 
   async #readRequest(name) {
-    const known = this.cache;
+    const turn = this.#turn;
     try {
-      const cache = known ?? new RequestCache(this.status.value.model);
-      cache.take(await api.request(name, cache.tokens));
-      if (known !== this.cache) return;
+      const cache = this.cache ?? new RequestCache(this.status.value.model);
+      const view = await api.request(name, cache.tokens);
+      if (turn !== this.#turn) return;
+      cache.take(view);
       this.cache = cache;
       this.#tell("request");
       await this.#readChunks(name, cache);
     } catch (error) {
       // A request may not have begun, or is forgotten; what is known of it stays on the screen.
       if (error.status !== 404) this.status.set({ fault: error.message });
-      else if (known === this.cache) {
-        this.forgotten = known === null;
+      else if (turn === this.#turn) {
+        this.forgotten = this.cache === null;
         this.#tell("request");
       }
     }
