@@ -24,6 +24,7 @@ from tangram.compress.groups import allot_pages, cluster
 from tangram.compress.profile import Profile
 from tangram.errors import ConfigError
 from tangram.kv_shape import KVShape, read_shape
+from tangram.lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram.lab.naive import count_cached_positions, count_naive_positions
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
@@ -550,7 +551,7 @@ TREES: tuple[Tree, ...] = (
 KEPT, GROUP, MOST_ROWS = 128, 4, 16
 
 
-def count_packed_entries(tree: Tree, cost: CostModel, rule: Any) -> int:
+def count_packed_entries(tree: Tree, cost: CostModel, rule: str) -> int:
     """The entries of one head that the tasks of a plan read."""
     paths: list[tuple[list[int], int]] = []
     _walk(tree, [], iter(range(1, 1 << 20)), paths)
@@ -564,7 +565,14 @@ def count_packed_entries(tree: Tree, cost: CostModel, rule: Any) -> int:
     index = np.arange(len(paths)).reshape(shape)
     rows = DecodeRows(place, place, index, lengths.reshape(shape).astype(float), (None,), 16)
     plan = plan_packing(
-        rows, lengths, forest, np.array([[KEPT]]), cost.workers, group=GROUP, cost=cost, rule=rule
+        rows,
+        lengths,
+        forest,
+        np.array([[KEPT]]),
+        cost.workers,
+        group=GROUP,
+        cost=cost,
+        rule=ALL_PACKING_RULES[rule],
     )
     begin, end = plan.spans(lengths)
     return int((end - begin).sum())

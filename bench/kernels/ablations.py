@@ -16,7 +16,7 @@ from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
 from tangram.lab.kernel_benchmarks.tree import Tree
 
 WHOLE = "packing:measured"
-VARIANTS = (WHOLE, *(f"{WHOLE}+{flag}" for flag in ("apart", "atomic", "onetile", "serial")))
+VARIANTS = (WHOLE, *(f"{WHOLE}+{change}" for change in ("apart", "onetile", "serial")))
 TREES = ("1,16,32,64,128,1024_256,128,64,32,32,32", "1,256_256,32", "1,2,64_1024,256,256")
 ROWS = "8 × 8K"
 PAGE_TOKENS, HEADS_PER_PAGE = (16, 32, 64), (1, 2, 4, 8)

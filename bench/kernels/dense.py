@@ -13,7 +13,7 @@ import numpy as np
 from bench.kernels.family import Entry, execute, parser
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 
-PLANNERS = ("workqueue", "aot", "workqueue+atomic", "plain")
+PLANNERS = ("workqueue", "aot", "plain")
 PEERS = ("decode", "decode-static", "batch", "sdpa")
 BIMODAL = (65536, 3072, 3072, 3072, 65536, 3072, 3072, 3072)
 LENGTHS: dict[str, tuple[int, ...]] = {

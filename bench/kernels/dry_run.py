@@ -16,13 +16,12 @@ from torch import Tensor
 
 from bench.kernels.family import Entry
 from tangram.kernels import reference
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
 from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
-from tangram.plan.schedule import Schedule
 
 MULTIPROCESSORS = 3
 
@@ -40,13 +39,13 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
             entry.make(True), getattr(torch, options.dtype), torch.device("cpu")
         )
         answer = compute_expected(workload)
-        for schedule in (parse_schedule(text) for text in entry.only or options.planners):
-            where = f"{entry.name}, {schedule.text}"
-            plan = schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)
+        for variant in map(KernelVariant.parse, entry.only or options.planners):
+            where = f"{entry.name}, {variant.text}"
+            plan = variant.schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)
             plan.check(workload.case.rows, workload.case.lengths, workload.case.tables)
             _compare(f"{where}, reference", _by_reference(workload, plan), answer)
             if interpreter:
-                _compare(f"{where}, kernels", _by_kernels(schedule, workload, cost), answer)
+                _compare(f"{where}, kernels", _by_kernels(variant, workload, cost), answer)
             count += 1
     print(
         f"{name}: {count} plans checked on the CPU, kernels "
@@ -70,8 +69,8 @@ def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
     ]
 
 
-def _by_kernels(schedule: Schedule, workload: Workload, cost: CostModel) -> list[Tensor]:
-    contender = Ours(schedule, workload, MULTIPROCESSORS, cost)
+def _by_kernels(variant: KernelVariant, workload: Workload, cost: CostModel) -> list[Tensor]:
+    contender = Ours(variant, workload, MULTIPROCESSORS, cost)
     contender.plan()
     return contender.run()
 

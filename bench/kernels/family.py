@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from tangram.errors import TangramError
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.case import Case
 from tangram.plan.cost import CostModel
-from tangram.plan.schedule import Schedule
 
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
@@ -190,16 +189,15 @@ def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callab
     cost = CostModel.load(options.cost) if options.cost else CostModel()
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=workload.device)
 
-    def ours(schedule: Schedule) -> Callable[[], Any]:
-        return lambda: Ours(schedule, workload, multiprocessors, cost)
+    def ours(variant: KernelVariant) -> Callable[[], Any]:
+        return lambda: Ours(variant, workload, multiprocessors, cost)
 
     def theirs(name: str) -> Callable[[], Any]:
         return lambda: peer(name, workload, workspace)
 
-    schedules = [
-        parse_schedule(text) for text in (options.planners if entry.only is None else entry.only)
-    ]
+    texts = options.planners if entry.only is None else entry.only
+    variants = [KernelVariant.parse(text) for text in texts]
     peers = options.peers if entry.only is None else ()
-    return [(schedule.text, ours(schedule)) for schedule in schedules] + [
+    return [(variant.text, ours(variant)) for variant in variants] + [
         (name, theirs(name)) for name in peers
     ]

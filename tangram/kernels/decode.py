@@ -4,8 +4,8 @@ A task reads its range of one KV head's entries once for all the query rows it s
 PersistentKV, work queue). Its M = rows x G queries form one tile of 16, 32, 64 or 128. Tasks of one
 size are launched together. Queries are read and outputs written by index, so that the rows of a
 task need not be neighbours. A row's only part is final; other parts go to slots. A row's short
-tail, launched last, waits for its other parts and finishes the row (`finish`). Rows without such a
-tail are merged in the plan's order, by `merge.py` or here by the last task.
+tail, launched last, waits for its other parts and finishes the row (`_finish`). Rows without such
+a tail are merged in the plan's order by `merge.py`.
 
 An entry is a key and a value, or a latent, read once for both. A latent of D elements is V of the
 value and the rotary rest. Each has a block of its own: of a power of two above D half is empty.
@@ -218,64 +218,6 @@ def _finish(
     return acc, peak, total
 
 
-@triton.jit
-def _finish_last(
-    arrivals,
-    part_out,
-    part_lse,
-    base,
-    part_indptr,
-    segment,
-    waits,
-    sinks,
-    out_place,
-    group,
-    head,
-    G: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Merge the rows whose last missing part this task wrote, in the plan's order.
-
-    Resets their counters.
-    """
-    # Every thread's partial results must be written before a counter is increased.
-    tl.debug_barrier()
-    first = tl.load(part_indptr + segment, mask=waits, other=0)
-    parts = tl.load(part_indptr + segment + 1, mask=waits, other=0) - first
-    arrived = tl.atomic_add(arrivals + segment * G + group, 1, mask=waits, sem="acq_rel")
-    last = waits & (arrived == parts - 1)
-    most = tl.max(tl.where(last, parts, 0), 0)
-    if most > 0:
-        d = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for part in range(most):
-            here = last & (part < parts)
-            slot = (first + part - base).to(tl.int64) * G + group
-            # Other multiprocessors wrote these: bypass this one's own cache.
-            lse = tl.load(part_lse + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
-            value = tl.load(
-                part_out + slot[:, None] * V + d[None, :],
-                mask=here[:, None] & (d < V)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc, peak, total = take_part(acc, peak, total, lse, value)
-        if SINKS:
-            sink = tl.load(sinks + head * G + group, mask=last, other=0.0).to(tl.float32) * LOG2E
-            safe = tl.where(peak == float("-inf"), sink, peak)
-            total = total + tl.exp2(sink - safe)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(
-            out_place, result.to(out_place.dtype.element_ty), mask=last[:, None] & (d < V)[None, :]
-        )
-        tl.store(arrivals + segment * G + group, tl.zeros([BLOCK_M], tl.int32), mask=last)
-
-
 @triton.jit(
     do_not_specialize=["layer", "leads", "table_entries"],
     do_not_specialize_on_alignment=[
@@ -284,8 +226,6 @@ def _finish_last(
         "tasks",
         "task_indptr",
         "entries",
-        "part_indptr",
-        "merge_indptr",
         "first_tokens",
     ],
 )
@@ -297,9 +237,6 @@ def decode_tasks(
     tasks,
     task_indptr,
     entries,
-    part_indptr,
-    merge_indptr,
-    arrivals,
     first_tokens,
     scales,
     sinks,
@@ -329,7 +266,6 @@ def decode_tasks(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
-    ATOMIC: tl.constexpr,
     SHORT: tl.constexpr,
     FINISH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -342,10 +278,10 @@ def decode_tasks(
     lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to
     first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row and
     token are the same.
-    `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 5]:
-    row, direct, slot, segment, parts to finish. `scales` [L, H, 2] multiply keys and values of an
+    `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
+    row, direct, slot, parts to finish. `scales` [L, H, 2] multiply keys and values of an
     FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in
-    float32 (base 2). ATOMIC and SHORT need NQ = 1.
+    float32 (base 2). SHORT needs NQ = 1.
     """
     GT: tl.constexpr = NQ * G
     # Waiting and releasing cost nothing where no launch depends on this one, so one kernel serves
@@ -378,9 +314,9 @@ def decode_tasks(
         else:
             entry = tl.load(record + 7) + m // GT
             serves = entry < tl.load(record + 8)
-            row = tl.load(entries + entry * 5, mask=serves, other=0).to(tl.int64)
-            final = tl.load(entries + entry * 5 + 1, mask=serves, other=1) == 1
-            slot = tl.load(entries + entry * 5 + 2, mask=serves, other=0).to(tl.int64) * GT + group
+            row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
+            final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
+            slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * GT + group
         token = row
         if NQ > 1:
             token = tl.load(first_tokens + row, mask=serves, other=0).to(tl.int64)
@@ -525,7 +461,7 @@ def decode_tasks(
             if SHORT:
                 before = tl.where(serves, tl.load(record + 12), 0)
             else:
-                before = tl.load(entries + entry * 5 + 4, mask=serves, other=0)
+                before = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
             if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(
@@ -551,28 +487,6 @@ def decode_tasks(
             result.to(out.dtype.element_ty),
             mask=(serves & final)[:, None] & (d < V)[None, :],
         )
-        if ATOMIC:
-            entry = tl.load(record + 7) + m // G
-            segment = tl.load(entries + entry * 5 + 3, mask=serves, other=0)
-            base = tl.load(part_indptr + tl.load(merge_indptr + layer))
-            _finish_last(
-                arrivals,
-                part_out,
-                part_lse,
-                base,
-                part_indptr,
-                segment,
-                partial,
-                sinks,
-                out_place,
-                group,
-                head,
-                G,
-                V,
-                BLOCK_M,
-                BLOCK_D,
-                SINKS,
-            )
     if CHAINED:
         # A launch that waits for this one also waits for those before it.
         wait_for_tasks()

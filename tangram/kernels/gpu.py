@@ -97,11 +97,9 @@ class GpuDecode:
         part = torch.float16 if pool.dtype == torch.float16 else torch.float32
         self._part_out = shared.take("part_out", rows * head_dim, part).view(rows, head_dim)
         self._part_lse = shared.take("part_lse", rows, torch.float32)
-        segments = max(1, size.sizes["part_indptr"])
-        self._arrivals = shared.take("arrivals", segments * group, torch.int32)  # 0 after each use
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
-        self._merges = size.segments > 0 and self._options.merge != "atomic"
+        self._merges = size.segments > 0
         self._tiles = dict[torch.dtype, list[Tile]]()
         self._chained = self._card.chains and self._options.chained
         self._upload(packed[0])
@@ -198,9 +196,6 @@ class GpuDecode:
             plan["tasks"],
             plan["task_indptr"],
             plan["entries"],
-            plan["part_indptr"],
-            plan["merge_indptr"],
-            self._arrivals,
             first,
             self._scales if self._scales is not None else self._part_lse,
             sinks if sinks is not None else q,
@@ -226,7 +221,6 @@ class GpuDecode:
             SOFTCAP=softcap is not None,
             SINKS=sinks is not None,
             SCALED=self._scales is not None,
-            ATOMIC=options.merge == "atomic",
             SHORT=kind == 0,
             FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -21,11 +21,8 @@ from tangram.types import Int32, Int64
 
 # Table, length_index, column, head, kind, a, b, row_begin, row_end; then those of the first entry.
 TASK_FIELDS = 13
-# Row, direct, slot, segment, parts to finish; the tasks' last four are these without the segment.
-ENTRY_FIELDS = 5
-
-
-MergeBy = Literal["tails", "kernel", "atomic"]
+# Row, direct, slot, parts to finish; also the tasks' last four.
+ENTRY_FIELDS = 4
 
 
 # Fastest on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
@@ -52,61 +49,34 @@ class DecodeOptions:
 
     `merge` says what merges parts. "tails": a row's last part does if it alone runs with the
     smallest tile, which is launched last; a separate kernel merges the other rows. "kernel": that
-    kernel alone. "atomic": the task that comes last. With `chained` each launch may start while the
-    one before it ends. `programs` bounds the grid of each launch.
+    kernel alone. With `chained` each launch may start while the one before it ends. `programs`
+    bounds the grid of each launch.
     """
 
     tiles: tuple[Tile, ...] = TILES
     short: Tile = SHORT_TILE
     one_tile_tasks: int = 512
-    merge: MergeBy = "tails"
+    merge: Literal["tails", "kernel"] = "tails"
     chained: bool = True
     programs: int = 8192
     short_tokens: int = SHORT_TOKENS
-
-    def __post_init__(self) -> None:
-        if self.merge not in get_args(MergeBy):
-            raise ConfigError(
-                f"merge is {self.merge!r}, it must be one of {', '.join(get_args(MergeBy))}"
-            )
 
     @classmethod
     def of(cls, schedule: Schedule) -> DecodeOptions:
         """The options of a schedule; its tile numbers apply to every tile but `short`."""
         changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
         tiles = tuple(replace(tile, **changed) for tile in TILES)
-        one = 1 << 30 if "onetile" in schedule.flags else cls.one_tile_tasks
-        merge: MergeBy = (
-            "atomic"
-            if "atomic" in schedule.flags
-            else "kernel"
-            if "apart" in schedule.flags
-            else "tails"
-        )
-        return cls(tiles, one_tile_tasks=one, merge=merge, chained="serial" not in schedule.flags)
+        return cls(tiles, one_tile_tasks=1 << 30 if schedule.one_tile else cls.one_tile_tasks)
 
     @property
     def for_drafts(self) -> DecodeOptions:
-        """The same for rows of several tokens: no short tasks, and no merging by arrival."""
-        merge: MergeBy = "kernel" if self.merge == "atomic" else self.merge
-        return replace(self, merge=merge, short_tokens=0)
+        """The same for rows of several tokens: no short tasks."""
+        return replace(self, short_tokens=0)
 
     @property
     def kinds(self) -> tuple[Tile, ...]:
         """Every way a task can run: `short` first, then `tiles`."""
         return (self.short, *self.tiles)
-
-
-def segment_of(plan: WorkPlan) -> Int64:
-    """[M]: the merge segment of each entry of the row list, 0 where the entry is final."""
-    if not len(plan.merge_row):
-        return np.zeros(len(plan.rows), np.int64)
-    segment = np.repeat(np.arange(len(plan.merge_row)), np.diff(plan.part_indptr))
-    first_part = plan.part_indptr[plan.merge_indptr[:-1]]
-    entry_layer = np.repeat(plan.task_layer, plan.row_end - plan.row_begin)
-    return np.where(
-        plan.direct, 0, segment[np.where(plan.direct, 0, first_part[entry_layer] + plan.slot)]
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +130,7 @@ def pack(
         before,
         tasks,
     )
-    segment = segment_of(plan) if options.merge == "atomic" else np.zeros(0, np.int64)
-    write_entries(plan.rows, plan.direct, plan.slot, segment, before, entries)
+    write_entries(plan.rows, plan.direct, plan.slot, before, entries)
     slots = (
         plan.part_slot[plan.part_indptr[:-1][left]],
         plan.part_slot[plan.part_indptr[1:][left] - 1] + 1,
@@ -169,7 +138,6 @@ def pack(
     arrays: dict[str, Int32 | Int64] = {
         "tasks": tasks,
         "entries": entries,
-        "part_indptr": plan.part_indptr,
         "segments": np.stack([plan.merge_row[left], plan.merge_head[left], *slots], axis=1),
         "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
         "task_indptr": task_indptr,

@@ -121,13 +121,8 @@ def write_tasks(  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def write_entries(
-    rows: Any, direct: Any, slot: Any, segment: Any, before: Any, entries: Any
-) -> None:
-    """Write `entries` [M, 5]; see `packed.ENTRY_FIELDS`.
-
-    `segment` is [M], or [0] if unused.
-    """
+def write_entries(rows: Any, direct: Any, slot: Any, before: Any, entries: Any) -> None:
+    """Write `entries` [M, 4]; see `packed.ENTRY_FIELDS`."""
     for number in range(len(rows)):
         words = entries[number]
         words[0], words[1], words[2] = (
@@ -135,5 +130,4 @@ def write_entries(
             direct[number] or before[number] > 0,
             slot[number],
         )
-        words[3] = segment[number] if len(segment) else 0
-        words[4] = before[number]
+        words[3] = before[number]

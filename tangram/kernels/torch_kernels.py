@@ -17,7 +17,7 @@ from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranki
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
-from tangram.plan.schedule import Decoding, Schedule
+from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
 from tangram.types import Int32
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
@@ -48,7 +48,9 @@ class TorchKernels:
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
         self._schedule = schedule
-        given = set() if schedule is None else {*schedule.flags, *schedule.numbers}
+        given = set() if schedule is None else set(schedule.numbers)
+        if schedule is not None and schedule.one_tile:
+            given.add(ONE_TILE)
         if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
             raise ConfigError(
                 f"the schedule is {schedule.text!r}: +{foreign[0]} is an option of "

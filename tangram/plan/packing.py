@@ -8,9 +8,9 @@ contiguous anyway. The entries that a row does not share are its own tail, which
 Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 entries each; they are
 1500 and 1200 long:
 
-    rule "off"      row 0 [0, len)   row 1 [0, len)
+    not packed      row 0 [0, len)   row 1 [0, len)
                     2700 entries read, no partial result
-    rule "naive"    rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)
+    packed          rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)
                     1676 entries read, 4 partial results
 
 The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task.
@@ -24,7 +24,7 @@ from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, boundary_tokens
 from tangram.plan.form import Bool, DecodeRows, WorkPlan
-from tangram.plan.profit import PackingRule, Prefixes, choose_packing
+from tangram.plan.profit import PackingRule, Prefixes, pack_measured, pack_nothing
 from tangram.plan.split import Sources
 from tangram.plan.workqueue import Grain, cut
 from tangram.types import Int32, Int64
@@ -41,14 +41,14 @@ def plan_packing(
     *,
     group: int,
     cost: CostModel,
-    rule: PackingRule = "measured",
+    rule: PackingRule = pack_measured,
     max_query_rows: int = MAX_QUERY_ROWS,
     tile_tokens: int = 64,
     min_tokens: int = 128,
     tasks_per_worker: int = 1,
     finer: bool = False,
 ) -> WorkPlan:
-    """Pack the shared prefixes that pay by `rule`, one of `profit`'s rules.
+    """Pack the shared prefixes that pay by `rule` (see `plan/profit.py`).
 
     A task serves at most `max_query_rows` query heads of one KV head. `lengths` is the flat int32
     array. `kept_tokens` [L, H] (or [R, L, H], where rows have different profiles) is what each head
@@ -62,8 +62,9 @@ def plan_packing(
     kept = np.broadcast_to(kept_tokens, rows.table.shape)
     end = lengths[rows.length_index].astype(np.int64)
     prefixes = Prefixes.of(forest, end, kept, rows)
-    packed = choose_packing(rule, forest, prefixes, cost, group, max_query_rows // group)
-    node, sources = _pack(forest, packed.edge, packed.tail, max_query_rows // group)
+    most_rows, shares = max_query_rows // group, prefixes.any and forest.nodes > 0
+    packed = rule(forest, prefixes, cost, group, most_rows) if shares else pack_nothing(forest)
+    node, sources = _pack(forest, packed.edge, packed.tail, most_rows)
     first = np.concatenate([packed.begin[node], packed.tail_begin])
     owner = sources.owner
     begin = boundary_tokens(first, forest.sealed_units[owner], kept[owner], rows.page_tokens)

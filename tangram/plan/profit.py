@@ -7,33 +7,28 @@ below that edge. Dropped: the node's range is read again in front of the child's
 
 Rules:
 
-- `off` drops all edges, `naive` keeps all.
-- `paper` drops the edge from node u to child i where 4 · s_i > l_u: s_i rows below, l_u entries of
-  u and of the ranges put in front of it. It counts one intermediate result a row, while G query
-  heads make G of them. With float32 partials and 16-bit K and V the break-even is nearer to 2 · G ·
-  s_i > l_u.
 - `measured` takes the cheapest choice by `CostModel` among those that keep all or none of a node's
-  edges, so it never costs more than `off` or `naive`. Its work is proportional to the sum of the
-  nodes' depths.
-- `thrifty` is `measured` where that saves at least a sixteenth of the batch's reads, and `off`
-  elsewhere. A prefix that all rows share makes parts of all heads of all rows, and such a plan
-  takes the host twice as long whenever the batch changes.
+  edges, so it never costs more than to drop or to keep all edges. Its work is proportional to the
+  sum of the nodes' depths.
+- `thrifty` is `measured` where that saves at least a sixteenth of the batch's reads, and drops all
+  edges elsewhere. A prefix that all rows share makes parts of all heads of all rows, and such a
+  plan takes the host twice as long whenever the batch changes.
+
+The lab has more, for comparison (`lab/baselines/packing_rules.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
-from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import Bool, DecodeRows
 from tangram.types import Float64, Int64
 
-PackingRule = Literal["measured", "thrifty", "paper", "naive", "off"]
 THRIFT = 1 / 16  # by the rule `thrifty`, packing must save this share of a batch's entries
 
 
@@ -93,42 +88,39 @@ class Packing:
         return cls(edge, tail & shares, begin, tail_begin)
 
 
-def choose_packing(
-    rule: PackingRule,
-    forest: Forest,
-    prefixes: Prefixes,
-    cost: CostModel,
-    group: int,
-    most_rows: int,
+# A rule: the forest, its prefixes, costs, G, and the most rows that a task serves.
+PackingRule = Callable[[Forest, Prefixes, CostModel, int, int], Packing]
+
+
+def pack_measured(
+    forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
 ) -> Packing:
-    """Apply a rule; a task serves at most `most_rows` rows.
+    """The rule `measured`."""
+    return _pack_nodes(forest, _choose_alone(forest, prefixes, cost, group, most_rows))
 
-    Raises `ConfigError` for an unknown rule.
-    """
-    nodes, rows = forest.nodes, len(forest.order)
-    if rule not in get_args(PackingRule):
-        raise ConfigError(f"rule is {rule!r}, it must be one of {', '.join(get_args(PackingRule))}")
-    if rule == "off" or not prefixes.any or not nodes:
-        return Packing.of(forest, np.zeros(nodes, np.bool_), np.zeros(rows, np.bool_))
-    if rule == "naive":
-        return Packing.of(forest, np.ones(nodes, np.bool_), np.ones(rows, np.bool_))
-    if rule == "paper":
-        return Packing.of(forest, *_paper(forest, prefixes))
-    alone = np.append(_choose_alone(forest, prefixes, cost, group, most_rows), False)
-    if rule == "thrifty" and _measure_spared(forest, prefixes, alone, most_rows) < THRIFT:
-        alone[:] = False
+
+def pack_thrifty(
+    forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
+) -> Packing:
+    """The rule `thrifty`."""
+    alone = _choose_alone(forest, prefixes, cost, group, most_rows)
+    if _measure_spared(forest, prefixes, alone, most_rows) < THRIFT:
+        return pack_nothing(forest)
+    return _pack_nodes(forest, alone)
+
+
+PACKING_RULES: Mapping[str, PackingRule] = {"measured": pack_measured, "thrifty": pack_thrifty}
+
+
+def pack_nothing(forest: Forest) -> Packing:
+    """No edge is kept: every row reads all of its own entries."""
+    return _pack_nodes(forest, np.zeros(forest.nodes, np.bool_))
+
+
+def _pack_nodes(forest: Forest, alone: Bool) -> Packing:
+    """Keep all edges of the nodes `alone` [N], which get tasks of their own."""
+    alone = np.append(alone, False)
     return Packing.of(forest, alone[forest.parent], alone[forest.deepest])
-
-
-def _paper(forest: Forest, prefixes: Prefixes) -> tuple[Bool, Bool]:
-    """From the roots down: l_u counts the ranges put in front of u."""
-    edge, begin = np.zeros(forest.nodes, np.bool_), np.zeros(forest.nodes)
-    for level in forest.levels[1:]:
-        up = forest.parent[level]
-        edge[level] = 4 * forest.rows[level] <= prefixes.end[up] - begin[up]
-        begin[level] = np.where(edge[level], prefixes.end[up], begin[up])
-    span = np.append(prefixes.end - begin, 0.0)
-    return edge, span[forest.deepest] >= 4
 
 
 def _choose_alone(
@@ -168,7 +160,8 @@ def _choose_alone(
 
 
 def _measure_spared(forest: Forest, prefixes: Prefixes, alone: Bool, most_rows: int) -> float:
-    """The share of all entries that is not read if the nodes `alone` [N + 1] have own tasks."""
+    """The share of all entries that is not read if the nodes `alone` [N] have own tasks."""
+    alone = np.append(alone, False)
     begin, end = np.zeros(forest.nodes + 1), np.append(prefixes.end, 0.0)
     for level in forest.levels[1:]:
         up = forest.parent[level]

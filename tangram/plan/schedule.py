@@ -1,20 +1,18 @@
 """A schedule by name: a planner, its rule, how finely it cuts, and options of the kernels.
 
-    plain | aot | workqueue | packing:{off,naive,paper,measured,thrifty}
+    plain | aot | workqueue | packing:{measured,thrifty}
 
-followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+apart +atomic
-+serial +onetile +replan +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps
-apply to every tile. `ctas` is how many programs a multiprocessor runs at once. `replan` plans every
-layer by itself at every step. Partial results are merged by a kernel of their own with `apart`, and
-by the last task with `atomic`. Example: `packing:paper+queries=128+ctas=2`.
+followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+onetile
++entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps apply to every tile. `ctas`
+is how many programs a multiprocessor runs at once. With `onetile` all tasks of a layer run in one
+launch. Example: `packing:measured+queries=128+ctas=2`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import get_args
+from functools import cached_property, partial
 
 from tangram.errors import ConfigError
 from tangram.plan.aot import plan_aot
@@ -23,7 +21,7 @@ from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import MAX_QUERY_ROWS, plan_packing
 from tangram.plan.plain import plan_plain
-from tangram.plan.profit import PackingRule
+from tangram.plan.profit import PACKING_RULES, PackingRule
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
 
@@ -33,7 +31,7 @@ ARGUMENTS = {
     "tile": "tile_tokens",
     "queries": "max_query_rows",
 }
-FLAGS = ("apart", "atomic", "serial", "onetile", "replan")
+ONE_TILE = "onetile"
 TILE_NUMBERS = ("entries", "stages", "warps")
 CTAS = 3  # fastest on an H100; `tangram bench calibrate-policy` tries others
 TILE_TOKENS = 64
@@ -111,7 +109,14 @@ def _workqueue(
 
 
 def _packing(
-    batch: Decoding, workers: int, cost: CostModel, rule: PackingRule, finer: bool, **numbers: int
+    batch: Decoding,
+    workers: int,
+    cost: CostModel,
+    rule: str,
+    finer: bool,
+    *,
+    rules: Mapping[str, PackingRule],
+    **numbers: int,
 ) -> WorkPlan:
     group = batch.group * batch.queries
     numbers["max_query_rows"] = max(group, numbers.get("max_query_rows", MAX_QUERY_ROWS))
@@ -123,9 +128,20 @@ def _packing(
         workers,
         group=group,
         cost=cost,
-        rule=rule,
+        rule=rules[rule],
         finer=finer,
         **numbers,
+    )
+
+
+def packing_planner(rules: Mapping[str, PackingRule]) -> Planner:
+    """The planner `packing` with `rules`."""
+    return Planner(
+        partial(_packing, rules=rules),
+        ("ctas", "tasks", "min", "tile", "queries"),
+        tuple(rules),
+        defaults={"tile": TILE_TOKENS},
+        refine=True,
     )
 
 
@@ -140,13 +156,7 @@ SERVING_PLANNERS: Mapping[str, Planner] = {
     "workqueue": Planner(
         _workqueue, ("ctas", "tasks", "min", "tile"), defaults={"tile": TILE_TOKENS}, refine=True
     ),
-    "packing": Planner(
-        _packing,
-        ("ctas", "tasks", "min", "tile", "queries"),
-        get_args(PackingRule),
-        defaults={"tile": TILE_TOKENS},
-        refine=True,
-    ),
+    "packing": packing_planner(PACKING_RULES),
 }
 
 
@@ -158,7 +168,7 @@ class Schedule:
     name: str
     planner: Planner
     rule: str
-    flags: frozenset[str]
+    one_tile: bool
     numbers: Mapping[str, int]
 
     @classmethod
@@ -172,29 +182,31 @@ class Schedule:
         if rule not in planner.rules:
             known_rules = ", ".join(known or "none" for known in planner.rules)
             raise ConfigError(f"rule of {text!r} is {rule!r}, known are {known_rules}")
-        flags, numbers, known = set(), {}, (*planner.numbers, *TILE_NUMBERS)
+        one_tile, numbers, known = False, {}, (*planner.numbers, *TILE_NUMBERS)
         for extra in extras:
             option, equals, value = extra.partition("=")
-            if option not in (known if equals else FLAGS) or (equals and not value.isdecimal()):
-                listed = ", ".join([*FLAGS, *(f"{number}=N" for number in known)])
+            if option not in (known if equals else (ONE_TILE,)) or (
+                equals and not value.isdecimal()
+            ):
+                listed = ", ".join([ONE_TILE, *(f"{number}=N" for number in known)])
                 raise ConfigError(
                     f"option {extra!r} of {text!r} is not known: {name} knows {listed}"
                 )
             if equals:
                 numbers[option] = int(value)
             else:
-                flags.add(option)
-        return cls(text, name, planner, rule, frozenset(flags), numbers)
+                one_tile = True
+        return cls(text, name, planner, rule, one_tile, numbers)
 
     @property
     def kind(self) -> str:
-        """The planner and its rule, without numbers and flags."""
+        """The planner and its rule, without numbers and `onetile`."""
         return f"{self.name}:{self.rule}" if self.rule else self.name
 
     @property
     def each_step(self) -> bool:
         """Whether the plan must be made again at every step."""
-        return self.planner.each_step or "replan" in self.flags
+        return self.planner.each_step
 
     def plan(self, batch: Decoding, multiprocessors: int, cost: CostModel) -> WorkPlan:
         """Make a plan on the host.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_ragged_case
 from bench.kernels.fragmentation import GROUPINGS, count_reclaimed, scale_budgets
 from tangram.errors import ConfigError
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.kernels.packed import DecodeOptions
+from tangram.lab.baselines.schedules import KernelVariant, parse_schedule
 from tangram.lab.kernel_benchmarks.case import (
     BatchGeometry,
     Case,
@@ -24,6 +25,7 @@ from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.plan.cost import CostModel
+from tangram.plan.schedule import Schedule
 
 SMALL = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 
@@ -175,6 +177,19 @@ def test_the_even_twin_has_the_same_entries_spread_evenly() -> None:
 def test_an_unknown_schedule_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="known"):
         parse_schedule(text)
+
+
+def test_a_variant_changes_how_the_kernels_run_and_not_the_plan() -> None:
+    found = KernelVariant.parse("packing:paper+apart+queries=128+serial+replan+onetile")
+    assert found.schedule.text == "packing:paper+queries=128+onetile"
+    assert found.replans and found.each_step and not found.schedule.each_step
+    options = found.options()
+    assert (options.merge, options.chained) == ("kernel", False)
+    assert KernelVariant.parse("aot").options() == DecodeOptions.of(parse_schedule("aot"))
+    with pytest.raises(ConfigError, match="atomic"):
+        KernelVariant.parse("aot+atomic")
+    with pytest.raises(ConfigError, match="apart"):
+        Schedule.parse("aot+apart")
 
 
 @pytest.mark.parametrize("rule", ["off", "naive", "paper", "measured"])

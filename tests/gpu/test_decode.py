@@ -22,7 +22,7 @@ from tests.paged import SCALING, Batch, dense_decode, make_batch
 from tests.plans import TaskList, assemble
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-MERGES = ("tails", "kernel", "atomic")
+MERGES = ("tails", "kernel")
 PLANNERS: dict[str, Callable[[Batch], WorkPlan]] = {
     "plain": lambda batch: plan_plain(batch.rows),
     "aot": lambda batch: plan_aot(batch.rows, 16, tile_tokens=64),
@@ -125,7 +125,7 @@ def test_a_draft_sees_the_entries_up_to_its_own(
         ],
         ("aot", 6, (1, 5, 9), "kernel"),
         ("work queue", 128, (1, 1, 1), "tails"),
-        ("work queue", 6, (1, 1, 1), "atomic"),
+        ("work queue", 6, (1, 1, 1), "kernel"),
         ("plain", 20, (2, 2, 2), "tails"),
     ),
 )
@@ -270,7 +270,7 @@ def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
         ],
         *((*shape, "tails") for shape in ((3, 4), (8, 4), (16, 4), (5, 3))),
         (8, 4, "kernel"),
-        (30, 4, "atomic"),
+        (30, 4, "kernel"),
     ),
 )
 def test_one_task_serves_rows_that_share_a_prefix(
@@ -424,7 +424,7 @@ def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
-@pytest.mark.parametrize("merge", ["kernel", "atomic"])
+@pytest.mark.parametrize("merge", MERGES)
 def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch.device) -> None:
     from tangram.kernels import gpu
 

@@ -31,7 +31,7 @@ from tangram.engine.batcher import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import parse_schedule
 from tangram.model.load import LoadedModel, load_tokenizer
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
@@ -96,16 +96,16 @@ def on_triton(
     """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels(pool, group, always(schedule))
+    return TritonKernels(pool, group, schedule=parse_schedule(schedule))
 
 
 def both(
     loaded: LoadedModel, options: dict[str, Any], triton: KernelChoice = on_triton
 ) -> list[Engine]:
-    """Over pools of zeros: an engine on a GPU has rehearsed in its own."""
+    """Over pools of NaN, of which nothing may be seen: memory holds what was in it before."""
     engines = [small_engine(loaded, kernels, **options) for kernels in (on_torch, triton)]
     for engine in engines:
-        engine._runner.pool.zero_()
+        engine._runner.pool.fill_(torch.nan)
     return engines
 
 
@@ -181,8 +181,8 @@ def in_step(
         worked = [engine.step() for engine in engines]
         assert worked[0] == worked[1]
         pools = [engine._runner.pool for engine in engines]
-        torch.testing.assert_close(pools[1], pools[0], rtol=1e-4, atol=1e-4)
-    assert pools[0].any()
+        torch.testing.assert_close(pools[1], pools[0], rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert not pools[0].isnan().all()
     for ours, theirs in zip(found, expected, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
         torch.testing.assert_close(

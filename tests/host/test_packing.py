@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from itertools import combinations
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
+from tangram.lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram.plan.cost import CostModel
 from tangram.plan.form import RangeKind, WorkPlan
 from tangram.plan.packing import plan_packing
-from tangram.plan.profit import THRIFT, PackingRule
+from tangram.plan.profit import THRIFT
 from tests.host.planning import PAGE, SharedBatch, shared_batch, shared_batches
 
-RULES: tuple[PackingRule, ...] = get_args(PackingRule)
+RULES = tuple(ALL_PACKING_RULES)
 WHOLE = 1 << 40  # min_tokens so large that nothing is cut
 costs = st.builds(
     CostModel,
@@ -31,16 +31,14 @@ costs = st.builds(
 )
 
 
-def pack(
-    batch: SharedBatch, rule: PackingRule = "naive", workers: int = 4, **options: object
-) -> WorkPlan:
+def pack(batch: SharedBatch, rule: str = "naive", workers: int = 4, **options: object) -> WorkPlan:
     return plan_packing(
         batch.rows,
         batch.lengths,
         batch.forest,
         batch.kept_tokens,
         workers,
-        **{"group": 4, "cost": CostModel(), "rule": rule, **options},  # type: ignore[arg-type]
+        **{"group": 4, "cost": CostModel(), "rule": ALL_PACKING_RULES[rule], **options},  # type: ignore[arg-type]
     )
 
 
@@ -62,7 +60,7 @@ def tasks(plan: WorkPlan) -> set[tuple[tuple[int, ...], int, int, int]]:
     costs,
 )
 def test_every_rule_covers_every_entry_once_and_survives_growth(
-    batch: SharedBatch, rule: PackingRule, workers: int, max_query_rows: int, cost: CostModel
+    batch: SharedBatch, rule: str, workers: int, max_query_rows: int, cost: CostModel
 ) -> None:
     for tile, least in ((16, 1), (64, 256)):
         plan = pack(
@@ -278,7 +276,6 @@ def test_a_span_is_cut_by_what_its_rows_make_of_it() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"rule": "best"}, "rule"),
         ({"group": 0}, "group"),
         ({"max_query_rows": 3}, "max_query_rows"),
         ({"workers": 0}, "workers"),

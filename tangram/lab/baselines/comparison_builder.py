@@ -22,7 +22,7 @@ from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.baselines.reclaim import ReclaimingRunner
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import parse_schedule
 from tangram.model.load import LoadedModel
 
 LATE_CACHES: dict[str, type[LateCache]] = {"dynamic": DynamicCache, "by-input": ByInputCache}
@@ -115,9 +115,4 @@ class ComparisonBuilder(EngineBuilder):
             schedule = parse_schedule(self.config.decode_schedule)
         except ConfigError as error:
             raise ConfigError(f"decode_schedule: {error}") from error
-        if "replan" in schedule.flags:
-            raise ConfigError(
-                f"decode_schedule is {schedule.text!r}: an engine plans when the batch changes, "
-                "leave out +replan"
-            )
         return partial(pool_kernels, schedule=schedule)

@@ -12,16 +12,12 @@ after 8 (ceil(32 / 9) = ceil(32 / 8)), are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
 from tangram.errors import ConfigError
-from tangram.plan import schedule
-from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.schedule import TILE_TOKENS, Decoding, Planner, Schedule
 from tangram.plan.split import Parts, Sources, finish, require_positive, split_evenly
 from tangram.types import Int32, Int64
 
@@ -114,29 +110,3 @@ def _pad(
     kind = np.where(opens, int(RangeKind.OPEN), int(RangeKind.ABS))
     b = np.where(opens, 0, np.where(holds, a + width, a))
     return finish(rows, Sources.own(len(rows.table)), tasks, kind, a, b, tile_tokens)
-
-
-def _uniform(batch: Decoding, workers: int, cost: CostModel, rule: str, **numbers: int) -> WorkPlan:
-    return plan_uniform_splits(batch.rows, batch.lengths, workers, **numbers)
-
-
-def _buckets(
-    batch: Decoding, workers: int, cost: CostModel, rule: Literal["exact", "padded"], **numbers: int
-) -> WorkPlan:
-    return plan_buckets(batch.rows, batch.lengths, workers, kind=rule, **numbers)
-
-
-_TILE = {"tile": TILE_TOKENS}
-# The serving schedules and the baselines.
-ALL_PLANNERS: Mapping[str, Planner] = {
-    **schedule.SERVING_PLANNERS,
-    "uniform": Planner(_uniform, ("ctas", "tile"), defaults=_TILE, each_step=True),
-    "buckets": Planner(
-        _buckets, ("ctas", "tile"), ("exact", "padded"), defaults=_TILE, each_step=True
-    ),
-}
-
-
-def parse_schedule(text: str) -> Schedule:
-    """`Schedule.parse` that also knows `uniform` and `buckets:{exact,padded}`."""
-    return Schedule.parse(text, ALL_PLANNERS)

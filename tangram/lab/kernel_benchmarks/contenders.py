@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tangram.lab.baselines.schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
-from tangram.plan.schedule import Decoding, Schedule
+from tangram.plan.schedule import Decoding
 
 if TYPE_CHECKING:
     from tangram.kernels.gpu import GpuDecode
 
 
 class Ours:
-    """Plans by a schedule and runs Tangram's kernels over the workload's pool.
+    """Plans by the schedule of a variant and runs Tangram's kernels over the workload's pool.
 
     Every first plan passes `check`. A schedule that plans each layer anew has a plan, and buffers,
     for each layer.
@@ -26,10 +27,10 @@ class Ours:
     replans = True
 
     def __init__(
-        self, schedule: Schedule, workload: Workload, multiprocessors: int, cost: CostModel
+        self, variant: KernelVariant, workload: Workload, multiprocessors: int, cost: CostModel
     ) -> None:
-        self.name, self.each_step = schedule.text, schedule.each_step
-        self._schedule, self._workload, self._cost = schedule, workload, cost
+        self.name, self.each_step = variant.text, variant.each_step
+        self._variant, self._workload, self._cost = variant, workload, cost
         self._multiprocessors = multiprocessors
         plans, batches = self._plan(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
@@ -44,17 +45,16 @@ class Ours:
     def _batches(self) -> list[Decoding]:
         """New rows at every plan, since planning includes what a batch derives from itself."""
         batch = self._workload.case.decoding
-        return batch.layers() if "replan" in self._schedule.flags else [batch]
+        return batch.layers() if self._variant.replans else [batch]
 
     def _plan(self) -> list[WorkPlan]:
         return [
-            self._schedule.plan(batch, self._multiprocessors, self._cost)
+            self._variant.schedule.plan(batch, self._multiprocessors, self._cost)
             for batch in self._batches()
         ]
 
     def _decoder(self, plan: WorkPlan) -> GpuDecode:
         from tangram.kernels.gpu import GpuDecode
-        from tangram.kernels.packed import DecodeOptions
 
         case = self._workload.case
         return GpuDecode(
@@ -63,7 +63,7 @@ class Ours:
             head_dim=case.geometry.head_dim,
             pool=self._workload.pool,
             lengths=case.lengths,
-            options=DecodeOptions.of(self._schedule),
+            options=self._variant.options(),
         )
 
     def plan(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from tangram.kernels.card import Card
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
@@ -36,7 +36,7 @@ def measure_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.devi
 
     def run(case: Case, text: str) -> tuple[float, WorkCounters]:
         workload = Workload.build(case, dtype, device)
-        ours = Ours(parse_schedule(text), workload, processors, start)
+        ours = Ours(KernelVariant.parse(text), workload, processors, start)
         return measure(ours, compute_expected(workload), cold, wall=False).median_us, ours.counters
 
     bytes_per_us = _bytes_per_us(run, geometry)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tangram.kernels.card import Card
-from tangram.lab.baselines.uniform import parse_schedule
+from tangram.lab.baselines.schedules import KernelVariant
 from tangram.lab.kernel_benchmarks import flashinfer
 from tangram.lab.kernel_benchmarks.case import BatchGeometry
 from tangram.lab.kernel_benchmarks.cases import NamedCase
@@ -65,7 +65,7 @@ class ScheduleBench:
         workload = Workload.build(case.make(), self._dtype, self._device)
         answer, load = compute_expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
-            text: partial(Ours, parse_schedule(text), workload, self._processors, self._cost)
+            text: partial(Ours, KernelVariant.parse(text), workload, self._processors, self._cost)
             for text in schedules
         }
         if self._library:
