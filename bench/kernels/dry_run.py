@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.kernels.family import Entry
 from tangram.kernels import reference
-from tangram.lab.baselines.schedules import KernelVariant
+from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
 from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tangram.errors import TangramError
-from tangram.lab.baselines.schedules import KernelVariant
+from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.case import Case
 from tangram.plan.cost import CostModel
 

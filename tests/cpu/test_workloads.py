@@ -13,7 +13,7 @@ from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_
 from bench.kernels.fragmentation import GROUPINGS, count_reclaimed, scale_budgets
 from tangram.errors import ConfigError
 from tangram.kernels.packed import DecodeOptions
-from tangram.lab.baselines.schedules import KernelVariant, parse_schedule
+from tangram.lab.baselines.compared_schedules import KernelVariant, parse_schedule
 from tangram.lab.kernel_benchmarks.case import (
     BatchGeometry,
     Case,

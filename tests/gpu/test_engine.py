@@ -31,7 +31,7 @@ from tangram.engine.batcher import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
-from tangram.lab.baselines.schedules import parse_schedule
+from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.model.load import LoadedModel, load_tokenizer
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan

@@ -20,9 +20,9 @@ from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
+from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.baselines.reclaim import ReclaimingRunner
-from tangram.lab.baselines.schedules import parse_schedule
 from tangram.model.load import LoadedModel
 
 LATE_CACHES: dict[str, type[LateCache]] = {"dynamic": DynamicCache, "by-input": ByInputCache}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tangram.lab.baselines.schedules import KernelVariant
+from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.plan.cost import CostModel

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from tangram.kernels.card import Card
-from tangram.lab.baselines.schedules import KernelVariant
+from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case, tree_case
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.counters import WorkCounters

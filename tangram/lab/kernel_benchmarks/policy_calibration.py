@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tangram.kernels.card import Card
-from tangram.lab.baselines.schedules import KernelVariant
+from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks import flashinfer
 from tangram.lab.kernel_benchmarks.case import BatchGeometry
 from tangram.lab.kernel_benchmarks.cases import NamedCase
