@@ -60,8 +60,8 @@ class Passes:
     ) -> tuple[StepAttention, Tensor]:
         """The attention of one pass, and logits [n, V] of the tokens behind which one is sampled.
 
-        If `replayed`, by a graph that fits it. `carry` of the rows and their ends returns what
-        writes tokens that only the device knows.
+        If `replayed`, by a graph that fits it; the logits are valid until the next pass. `carry` of
+        the rows and their ends returns what writes tokens that only the device knows.
         """
         begun = self.begin(rows, epoch, carry, replayed=replayed)
         return begun.attention, begun.logits()
@@ -156,11 +156,10 @@ class BegunPass:
     sampled: int
 
     def logits(self) -> Tensor:
-        """Logits [sampled, V]. Those of a pass that only decodes are valid until its next one."""
+        """Logits [sampled, V]. They are valid until the next pass: graphs share their memory."""
         if self.graphs is None:
             return self.passes.forward(self.attention, *torch.split(self.inputs, self.sizes))
-        logits = self.graphs.logits(self.inputs, self.sizes, self.attention)[: self.sampled]
-        return logits if self.attention.width else logits.clone()
+        return self.graphs.logits(self.inputs, self.sizes, self.attention)[: self.sampled]
 
     def advance(self, slots: Tensor, tokens: Tensor, growth: Tensor) -> None:
         """Its rows, one token in each of `slots` [n], continue with `tokens` int64 [n].

@@ -112,13 +112,13 @@ class Runner:
         """
         self._move(step)
         carry = partial(self._carry, drafted=drafted)
-        found = []
-        for rows, replayed in self.passes.batcher.passes(step, graphs=self._replays):
+        found, passes = list[Tensor](), self.passes.batcher.passes(step, graphs=self._replays)
+        for rows, replayed in passes:
             attention, logits = self.passes.logits(rows, step.epoch, carry, replayed=replayed)
             self._finish(attention)
             if self.recorder is not None:
                 self.recorder.note(rows)
-            found.append(logits)
+            found.append(logits if len(passes) == 1 else logits.clone())
         logits = found[0] if len(found) == 1 else torch.cat(found)
         before_choosing()
         choice = choose(logits, sample_rows) if sample_rows else None

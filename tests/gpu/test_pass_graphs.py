@@ -1,4 +1,7 @@
-"""When a pass is captured, and how often the model runs for it. No GPU is needed."""
+"""When a pass is captured, how often the model runs for it, and how long its logits last.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,15 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from tangram.engine.graphs import PassGraphs
+from tangram.engine.passes import Passes
 from tangram.model.attention import StepAttention
+from tangram.model.load import load_tokenizer
+from tangram.types import SamplingParams
+from tests.small_engines import small_engine, tiny_model
+from tests.speculation import ask
 
 
 class State:
@@ -84,3 +93,48 @@ def test_on_several_devices_the_model_runs_once_for_a_pass(counted: Counted) -> 
         counted.ask(state)
         assert counted.runs + counted.replays == number
     assert (counted.captures, counted.runs) == (2, 1)
+
+
+class SharedMemory:
+    """Stands for the graphs of `passes`, which share memory: a pass destroys the one before."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._forward = passes.forward
+        self._memory = torch.empty(0)
+        self.replays = 0
+
+    def forward(self, attention: Any, *parts: Tensor) -> Tensor:
+        self._memory.fill_(torch.nan)
+        self._memory = self._forward(attention, *parts)
+        return self._memory
+
+    def logits(self, inputs: Tensor, sizes: list[int], attention: StepAttention) -> Tensor:
+        self.replays += 1
+        return self.forward(attention, *torch.split(inputs, sizes))
+
+
+def test_logits_of_a_pass_outlast_the_passes_behind_it() -> None:
+    """New prompts are passes of their own, behind the one that decodes."""
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+    )
+    loaded = tiny_model(config, load_tokenizer("smollm2"), torch.device("cpu"))
+    prompts = [[(number * at * at + at) % 90 + 3 for at in range(20)] for number in range(7)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3 + number, ignore_eos=True)
+        for number in range(7)
+    ]
+    engine = small_engine(loaded, max_num_seqs=3)
+    passes = engine._runner.passes
+    shared = SharedMemory(passes)
+    passes.graphs, passes.forward = shared, shared.forward  # type: ignore[assignment, method-assign]
+    found, expected = (ask(one, prompts, params) for one in (engine, small_engine(loaded)))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert shared.replays > 10
