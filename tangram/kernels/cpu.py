@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tangram.kernels import cpu_prefill, reference
 from tangram.kernels.cpu_products import TILE_ROWS
-from tangram.kernels.cpu_tasks import step
+from tangram.kernels.cpu_tasks import DecodeTokens, LayerTasks, Pages, step
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.types import Int32, Int64
@@ -94,6 +94,29 @@ class CpuPlan:
             np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
             np.stack(segments, axis=1).astype(np.int64),
             np.ascontiguousarray(address, np.int64),
+        )
+
+    @property
+    def layer_tasks(self) -> LayerTasks:
+        """What compiled code reads of all layers."""
+        plan = self.plan
+        return LayerTasks(
+            self.tasks,
+            self.entries,
+            self.segments,
+            plan.part_slot,
+            plan.partial_slots,
+            plan.tile_tokens,
+        )
+
+    def bounds(self, layer: int) -> tuple[int, int, int, int]:
+        """Where the tasks and the segments of a layer begin and end."""
+        tasks, segments = self.plan.layer_indptr, self.plan.merge_indptr
+        return (
+            int(tasks[layer]),
+            int(tasks[layer + 1]),
+            int(segments[layer]),
+            int(segments[layer + 1]),
         )
 
 
@@ -167,32 +190,26 @@ def decode_step(
             q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
         )
     _let_use(plan.threads)
+    heads, bits = k.shape[1], COMPILED[pool.dtype]
+    by_head = (q.shape[0], heads, q.shape[1] // heads)
     out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
-    bits = COMPILED[pool.dtype]
-    indptr, merges = plan.plan.layer_indptr, plan.plan.merge_indptr
-    step(
-        _array(q.float()),
-        *(_array(reference.as_entries(x, pool.dtype).view(bits)) for x in (k, v)),
-        _array(pool.view(bits)),
-        _array(tables),
-        _array(lengths),
+    rows = DecodeTokens(
+        _array(q.float()).reshape(*by_head, q.shape[2]),
         np.append(0, np.cumsum(counts)),
-        plan.address[layer],
-        plan.tasks,
-        plan.entries,
-        plan.segments,
-        plan.plan.part_slot,
-        indptr[layer],
-        indptr[layer + 1],
-        merges[layer],
-        merges[layer + 1],
-        plan.plan.partial_slots,
-        plan.plan.tile_tokens,
+        out.numpy().reshape(*by_head, v.shape[-1]),
+        _array(lengths),
+        sink.reshape(by_head[1:]),
         np.float32(scaling),
         np.float32(softcap or 0.0),
-        sink,
-        out.numpy(),
+    )
+    step(
+        rows,
+        *(_array(reference.as_entries(x, pool.dtype).view(bits)) for x in (k, v)),
+        Pages(_array(reference.blocks(pool).view(bits)), pool.shape[1], _array(tables)),
+        plan.layer_tasks,
+        plan.bounds(layer),
+        plan.address[layer],
         plan.threads,
     )
     return out.to(q.dtype)
@@ -262,7 +279,7 @@ def prefill(
     _let_use(threads)
     cpu_prefill.attend(
         asked,
-        cpu_prefill.Pages(blocks, pool.shape[1], _array(tables)),
+        Pages(blocks, pool.shape[1], _array(tables)),
         scoring,
         cpu_prefill.split_rows(places, heads, group),
         cpu_prefill.scratch(threads, pool.shape[3], asked.q, group),

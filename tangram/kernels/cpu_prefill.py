@@ -45,14 +45,6 @@ class Asked(NamedTuple):
     address: Array
 
 
-class Pages(NamedTuple):
-    """The pool as virtual blocks [N_pages * Hp, 2, P, D], and its tables."""
-
-    blocks: Array
-    heads_per_page: int
-    tables: Array
-
-
 class Scoring(NamedTuple):
     """How scores become weights; `window` and `softcap` are 0 and `sinks` [H, G] −∞ for none."""
 

@@ -11,7 +11,7 @@ bits, and `widen` makes float32 of a page. Everything else is computed in float3
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -33,6 +33,41 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 FUSED = {"contract", "nsz"}
 NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
 KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
+
+
+class DecodeTokens(NamedTuple):
+    """The tokens of a step's rows: row r has first[r] to first[r + 1].
+
+    `queries` [T, H, G, D] and `out` [T, H, G, V], `sinks` [H, G] and `lengths` as in the reference;
+    `softcap` is 0 where there is none.
+    """
+
+    queries: Any
+    first: Any
+    out: Any
+    lengths: Any
+    sinks: Any
+    scaling: Any
+    softcap: Any
+
+
+class Pages(NamedTuple):
+    """The pool as `blocks` [pages · Hp, S, P, D], and the block `tables`."""
+
+    blocks: Any
+    heads_per_page: Any
+    tables: Any
+
+
+class LayerTasks(NamedTuple):
+    """The arrays of a `CpuPlan`, and the partial results of its largest layer."""
+
+    tasks: Any
+    entries: Any
+    segments: Any
+    part_slot: Any
+    slots: Any
+    tile: Any
 
 
 @compile_kept()
@@ -142,12 +177,13 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
 
 
 @compile_kept()
-def append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address):  # type: ignore[no-untyped-def]
+def append_rows(k, v, pages, lengths, first, address):  # type: ignore[no-untyped-def]
     """Write k, v [T, H, D] so that the last token of a row is at index length − 1.
 
     They have the dtype of the pool; latents are keys and values. Row r has the tokens first[r] to
     first[r + 1]. `address` [R, H, 3] holds table offset, column and length index.
     """
+    blocks, heads_per_page, tables = pages
     page_tokens = blocks.shape[2]
     for row in range(address.shape[0]):
         for head in range(k.shape[1]):
@@ -270,64 +306,65 @@ def hide(scores, start, stop, oldest, newest):  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def attend(  # type: ignore[no-untyped-def]
-    query,
-    oldest,
-    newest,
-    blocks,
-    heads_per_page,
-    tables,
-    table,
-    column,
-    begin,
-    end,
-    softcap,
-    out,
-    lse,
-):
+def score_pages(query, pages, table, column, start, stop, scores, wide):  # type: ignore[no-untyped-def]
+    """scores[m, i] = query[m] · key of entry start + i, for the entries before `stop`."""
+    blocks, heads_per_page, tables = pages
+    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
+    first_page, last_page = start // page_tokens, (stop - 1) // page_tokens
+    for page in range(first_page, last_page + 1):
+        block, first = tables[table + page] * heads_per_page + column, page * page_tokens
+        if page < last_page:
+            prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 0])
+        else:
+            prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, value])
+        low, high = max(start, first), min(stop, first + page_tokens)
+        keys = widen(blocks[block, 0], low - first, high - first, wide)
+        dot_keys(query, keys, low - first, high - first, scores, low - start)
+
+
+@compile_kept()
+def add_pages(weights, pages, table, column, start, stop, end, out, wide):  # type: ignore[no-untyped-def]
+    """out[m] += Σ weights[m, i] · value of entry start + i, over the entries before `stop`.
+
+    If more follow up to `end`, the first of their keys are prefetched.
+    """
+    blocks, heads_per_page, tables = pages
+    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
+    last_page = (stop - 1) // page_tokens
+    for page in range(start // page_tokens, last_page + 1):
+        block, first = tables[table + page] * heads_per_page + column, page * page_tokens
+        if page < last_page:
+            prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, value])
+        elif stop < end:
+            prefetch_block(blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0])
+        low, high = max(start, first), min(stop, first + page_tokens)
+        values = widen(blocks[block, value], low - first, high - first, wide)
+        add_values(weights, low - start, values, low - first, high - first, out)
+
+
+@compile_kept()
+def attend(query, oldest, newest, pages, table, column, begin, end, softcap, out, lse):  # type: ignore[no-untyped-def]
     """Attention of query [M, D] (already scaled) over entries [begin, end) of one head.
 
     Query m sees entries oldest[m] to newest[m] of them; all, where these arrays are empty. Writes
     out [M, V] and lse [M]. The values of latents are the first V elements of the keys.
     """
-    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
     scores = np.empty((query.shape[0], STRETCH), np.float32)
-    wide = np.empty((page_tokens, query.shape[1]), np.float32)
-    maximum, total = (
-        np.full(query.shape[0], -np.inf, np.float32),
-        np.zeros(query.shape[0], np.float32),
-    )
+    wide = np.empty((pages.blocks.shape[2], query.shape[1]), np.float32)
+    maximum = np.full(query.shape[0], -np.inf, np.float32)
+    total = np.zeros(query.shape[0], np.float32)
     out[:] = 0
     masked = oldest.shape[0] > 0
     seen_from, seen_to = (oldest.max(), newest.min() + 1) if masked else (begin, end)
     for start in range(begin, end, STRETCH):
         stop = min(start + STRETCH, end)
-        first_page, last_page = start // page_tokens, (stop - 1) // page_tokens
-        for page in range(first_page, last_page + 1):
-            block, first = tables[table + page] * heads_per_page + column, page * page_tokens
-            if page < last_page:
-                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 0])
-            else:
-                prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, value])
-            low, high = max(start, first), min(stop, first + page_tokens)
-            keys = widen(blocks[block, 0], low - first, high - first, wide)
-            dot_keys(query, keys, low - first, high - first, scores, low - start)
+        score_pages(query, pages, table, column, start, stop, scores, wide)
         if softcap > 0:
             cap(scores, stop - start, softcap)
         if masked and (start < seen_from or stop > seen_to):
             hide(scores, start, stop, oldest, newest)
         online_softmax(scores, stop - start, maximum, total, out)
-        for page in range(first_page, last_page + 1):
-            block, first = tables[table + page] * heads_per_page + column, page * page_tokens
-            if page < last_page:
-                prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, value])
-            elif stop < end:
-                prefetch_block(
-                    blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0]
-                )
-            low, high = max(start, first), min(stop, first + page_tokens)
-            values = widen(blocks[block, value], low - first, high - first, wide)
-            add_values(scores, low - start, values, low - first, high - first, out)
+        add_pages(scores, pages, table, column, start, stop, end, out, wide)
     for m in range(query.shape[0]):
         lse[m] = -np.inf
         if total[m] > 0:
@@ -368,188 +405,105 @@ def merge(parts, number, partial_out, partial_lse, sinks, out):  # type: ignore[
 
 
 @compile_kept()
-def _work(  # type: ignore[no-untyped-def]
-    queries,
-    first,
-    blocks,
-    heads_per_page,
-    tables,
-    lengths,
-    tasks,
-    entries,
-    task_end,
-    tile,
-    scaling,
-    softcap,
-    sinks,
-    partial_out,
-    partial_lse,
-    outs,
-    counters,
-    worker,
-    workers,
-):
+def gather_queries(rows, entries, head):  # type: ignore[no-untyped-def]
+    """The scaled queries [M, D] of one KV head for all tokens of the rows in `entries`."""
+    first, group = rows.first, rows.queries.shape[2]
+    count = 0
+    for entry in entries:
+        count += first[entry[0] + 1] - first[entry[0]]
+    query = np.empty((count * group, rows.queries.shape[3]), np.float32)
+    at = 0
+    for entry in entries:
+        for token in range(first[entry[0]], first[entry[0] + 1]):
+            query[at : at + group] = rows.queries[token, head] * rows.scaling
+            at += group
+    return query
+
+
+@compile_kept()
+def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type: ignore[no-untyped-def]
+    """Write the results of a task, out [M, V] and lse [M], to where its `entries` say."""
+    first, group = rows.first, rows.queries.shape[2]
+    at = 0
+    for row, direct, slot in entries:
+        for token in range(first[row], first[row + 1]):
+            part, part_lse = out[at : at + group], lse[at : at + group]
+            at += group
+            if direct:
+                finish(part, part_lse, rows.sinks[head], rows.out[token, head])
+            else:
+                number = token - first[row]
+                partial_out[slot, number], partial_lse[slot, number] = part, part_lse
+
+
+@compile_kept()
+def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignore[no-untyped-def]
+    """One task: its attention, and where its results go."""
+    table, length_index, column, head, kind, a, b, row_begin, row_end = tasks.tasks[task]
+    length, entries = rows.lengths[length_index], tasks.entries[row_begin:row_end]
+    begin, end = resolve_one(kind, a, b, length, tasks.tile)
+    query, group = gather_queries(rows, entries, head), rows.queries.shape[2]
+    # What several rows share is older than the tokens of any of them.
+    drafts = query.shape[0] // group - 1 if len(entries) == 1 else 0
+    bounds = query.shape[0] if drafts else 0
+    oldest, newest = np.zeros(bounds, np.int64), np.empty(bounds, np.int64)
+    if len(entries) == 1:  # refused drafts may have made it shorter than it was
+        end = min(end, length)
+    for m in range(bounds):
+        newest[m] = length - 1 - drafts + m // group
+    if kind == KIND_WINDOW and drafts:
+        begin = max(begin - drafts, 0)
+        oldest[:] = np.maximum(newest + 1 - a, 0)
+    out = np.empty((query.shape[0], rows.out.shape[3]), np.float32)
+    lse = np.empty(query.shape[0], np.float32)
+    attend(query, oldest, newest, pages, table, column, begin, end, rows.softcap, out, lse)
+    keep_parts(rows, entries, head, out, lse, partial_out, partial_lse)
+
+
+@compile_kept()
+def run_tasks(rows, pages, tasks, end, partials, counters, worker, workers):  # type: ignore[no-untyped-def]
     """The loop of one thread: take the next task until none is left."""
-    group, head_dim = queries.shape[2], queries.shape[3]
     while True:
         task = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
-        if task >= task_end:
+        if task >= end:
             break
-        table, length_index, column, head, kind, a, b, row_begin, row_end = tasks[task]
-        length = lengths[length_index]
-        begin, end = resolve_one(kind, a, b, length, tile)
-        count = 0
-        for entry in range(row_begin, row_end):
-            row = entries[entry, 0]
-            count += first[row + 1] - first[row]
-        query = np.empty((count * group, head_dim), np.float32)
-        at = 0
-        for entry in range(row_begin, row_end):
-            row = entries[entry, 0]
-            for token in range(first[row], first[row + 1]):
-                query[at : at + group] = queries[token, head] * scaling
-                at += group
-        # What several rows share is older than the tokens of any of them.
-        drafts = count - 1 if row_end - row_begin == 1 else 0
-        bounds = at if drafts else 0
-        oldest, newest = np.zeros(bounds, np.int64), np.empty(bounds, np.int64)
-        if row_end - row_begin == 1:  # refused drafts may have made it shorter than it was
-            end = min(end, length)
-        for m in range(bounds):
-            newest[m] = length - 1 - drafts + m // group
-        if kind == KIND_WINDOW and drafts:
-            begin = max(begin - drafts, 0)
-            oldest[:] = np.maximum(newest + 1 - a, 0)
-        out, lse = np.empty((at, outs.shape[3]), np.float32), np.empty(at, np.float32)
-        attend(
-            query,
-            oldest,
-            newest,
-            blocks,
-            heads_per_page,
-            tables,
-            table,
-            column,
-            begin,
-            end,
-            softcap,
-            out,
-            lse,
-        )
-        at = 0
-        for entry in range(row_begin, row_end):
-            row, direct, slot = entries[entry]
-            for token in range(first[row], first[row + 1]):
-                part, part_lse = out[at : at + group], lse[at : at + group]
-                at += group
-                if direct:
-                    finish(part, part_lse, sinks[head], outs[token, head])
-                else:
-                    number = token - first[row]
-                    partial_out[slot, number], partial_lse[slot, number] = part, part_lse
+        run_task(rows, pages, tasks, task, partials[0], partials[1])
 
 
 @compile_kept(parallel=True, notice=NOTICE)
-def step(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    pool,
-    tables,
-    lengths,
-    first,
-    address,
-    tasks,
-    entries,
-    segments,
-    part_slot,
-    task_begin,
-    task_end,
-    segment_begin,
-    segment_end,
-    slots,
-    tile,
-    scaling,
-    softcap,
-    sinks,
-    out,
-    workers,
-):
-    """One layer: append k, v, run tasks [task_begin, task_end), then merge the segments.
+def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-untyped-def]
+    """One layer: append k, v, run its tasks, then merge its segments.
 
-    These are [segment_begin, segment_end). Row r has the tokens first[r] to first[r + 1].
+    `rows` are `DecodeTokens`, `pages` `Pages`, `tasks` `LayerTasks`; `layer` has the ends of the
+    layer's tasks and segments, `address` [R, H, 3] is as in `append_rows`.
     """
-    rows, query_heads, head_dim = q.shape
+    task_begin, task_end, segment_begin, segment_end = layer
+    first, group, width = rows.first, rows.queries.shape[2], rows.out.shape[3]
     most = 1
     for row in range(address.shape[0]):
         most = max(most, first[row + 1] - first[row])
-    heads, heads_per_page = k.shape[1], pool.shape[1]
-    group = query_heads // heads
-    blocks = pool.reshape((pool.shape[0] * heads_per_page, pool.shape[2], pool.shape[3], head_dim))
-    queries, outs = (
-        q.reshape((rows, heads, group, head_dim)),
-        out.reshape((rows, heads, group, out.shape[2])),
+    append_rows(k, v, pages, rows.lengths, first, address)
+    partials = (
+        np.empty((tasks.slots, most, group, width), np.float32),
+        np.empty((tasks.slots, most, group), np.float32),
     )
-    sink = sinks.reshape((heads, group))
-    append_rows(k, v, blocks, heads_per_page, tables, lengths, first, address)
-    partial_out, partial_lse = (
-        np.empty((slots, most, group, out.shape[2]), np.float32),
-        np.empty((slots, most, group), np.float32),
+    counters, head_dim = np.arange(task_begin, task_begin + workers), rows.queries.shape[3]
+    used = useful_threads(
+        tasks.tasks, task_begin, task_end, rows.lengths, tasks.tile, head_dim, workers
     )
-    counters = np.arange(task_begin, task_begin + workers)
-    if useful_threads(tasks, task_begin, task_end, lengths, tile, head_dim, workers) == 1:
-        _work(
-            queries,
-            first,
-            blocks,
-            heads_per_page,
-            tables,
-            lengths,
-            tasks,
-            entries,
-            task_end,
-            tile,
-            scaling,
-            softcap,
-            sink,
-            partial_out,
-            partial_lse,
-            outs,
-            counters,
-            0,
-            1,
-        )
+    if used == 1:
+        run_tasks(rows, pages, tasks, task_end, partials, counters, 0, 1)
     else:
         for worker in prange(workers):
-            _work(
-                queries,
-                first,
-                blocks,
-                heads_per_page,
-                tables,
-                lengths,
-                tasks,
-                entries,
-                task_end,
-                tile,
-                scaling,
-                softcap,
-                sink,
-                partial_out,
-                partial_lse,
-                outs,
-                counters,
-                worker,
-                workers,
-            )
+            run_tasks(rows, pages, tasks, task_end, partials, counters, worker, workers)
     for segment in range(segment_begin, segment_end):
-        row, head, begin, end = segments[segment]
+        row, head, begin, end = tasks.segments[segment]
         for number in range(first[row + 1] - first[row]):
             merge(
-                part_slot[begin:end],
+                tasks.part_slot[begin:end],
                 number,
-                partial_out,
-                partial_lse,
-                sink[head],
-                outs[first[row] + number, head],
+                partials[0],
+                partials[1],
+                rows.sinks[head],
+                rows.out[first[row] + number, head],
             )
