@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from tangram.errors import ConfigError, ModelError
 from tangram.model import gpu_weights
+from tangram.model.compiled import compile_layers
 from tangram.model.gpu_weights import FEW_ROWS, Int4GpuLinear, Int8GpuLinear, find_layout
 from tangram.model.load import LoadedModel
 from tangram.model.quantized import check_quantization, held_bytes, quantize
@@ -238,6 +239,20 @@ def test_odd_sizes_on_a_gpu_are_refused_with_the_map(
     odd = LlamaConfig(**{**SMALL.to_dict(), "vocab_size": 97})
     with pytest.raises(ModelError, match="lm_head has 64 inputs and 97 outputs"):
         on_gpu(adopt_tiny(odd).model, "int8", monkeypatch)
+
+
+def test_a_rounded_head_is_compiled_once(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in no layer."""
+    monkeypatch.setattr(AttentionInterface, "register", lambda *arguments: None)
+    model = adopt_tiny(SMALL).model
+    on_gpu(model, "int8", monkeypatch)
+    compile_layers(model)
+    head = model.get_output_embeddings()
+    compiled = vars(head)["forward"]
+    compile_layers(model)
+    assert vars(head)["forward"] is compiled
 
 
 @pytest.mark.parametrize(
