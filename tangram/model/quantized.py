@@ -1,4 +1,5 @@
-"""Linear maps with weights of 8 or 4 bits: PyTorch's packed products on a CPU, torchao's on a GPU.
+"""Linear maps with weights of 8 or 4 bits: PyTorch's packed products on a CPU, and what rounds a
+model for its device.
 
 Each row of activations is rounded by itself, so a row's product does not depend on the rows beside
 it. The purity law needs that.
@@ -7,6 +8,7 @@ it. The purity law needs that.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +17,23 @@ from transformers import PreTrainedModel
 
 from tangram.errors import ConfigError, ModelError
 from tangram.model.fused import join_projections
+from tangram.model.gpu_weights import Int4GpuLinear, Int8GpuLinear, find_layout, pack_tiles
 from tangram.model.latent import is_absorbed
+from tangram.model.rounding import (
+    GROUP,
+    finish_product,
+    round_to_4_bits,
+    round_to_8_bits,
+    row_scales,
+)
 
-GROUP = 32  # inputs that share a 4-bit scale, as in a GGUF block
 _TILE = 16  # outputs, of which PyTorch's 4-bit product computes whole tiles
-_MOST_8, _MOST_4 = 127, 15
-_HALF_8, _HALF_4 = 128, 8  # what stands for zero in unsigned numbers
-_LEAST_SCALE = 1e-30  # of a row of zeros
+_HALF_8 = 128  # what stands for zero in unsigned numbers
+# The compute capability of a GPU that each form needs.
+_LEAST_CAPABILITY = {"int8": (7, 5), "int4": (8, 0), "fp8": (8, 9)}
+
+
+_Maker = Callable[[nn.Linear, str], nn.Module]  # of a map and its name
 
 
 class Int8Linear(nn.Module):
@@ -32,9 +44,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
-        weight = source.weight.data.float()
-        scales = weight.abs().amax(1).clamp_min_(_LEAST_SCALE).div_(_MOST_8)
-        rounded = weight.div(scales[:, None]).round_().to(torch.int8)
+        rounded, scales = round_to_8_bits(source.weight.data)
         ops: Any = torch.ops.onednn
         self.packed: Tensor = ops.qlinear_prepack(rounded, None)  # opaque, so it is no buffer
         self.register_buffer("scales", scales, persistent=False)
@@ -45,7 +55,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, K] to […, N]."""
         rows = x.reshape(-1, x.shape[-1])
-        scale = rows.abs().amax(-1, keepdim=True).float().clamp_min_(_LEAST_SCALE).div_(_MOST_8)
+        scale = row_scales(rows)
         rounded = rows.div(scale).add_(_HALF_8 + 0.5).to(torch.uint8)  # the cast cuts off
         ops: Any = torch.ops.onednn
         product: Tensor = ops.qlinear_pointwise(
@@ -53,7 +63,7 @@ class Int8Linear(nn.Module):
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         product.mul_(scale)
-        return _finish(product, self.bias, x)
+        return finish_product(product, self.bias, x)
 
 
 class Int4Linear(nn.Module):
@@ -76,23 +86,7 @@ class Int4Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         ops: Any = torch.ops.aten
         product = ops._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
-        return _finish(product.to(x.dtype), self.bias, x)
-
-
-def round_to_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers q [N, K/GROUP, GROUP] of 0 to 15, int32, and [N, K/GROUP, 2] of scale and offset.
-
-    A weight is (q - 8) · scale + offset. The extremes of a group are 0 and 15, as in GGUF's Q4_1,
-    so weights that were of this form are found again.
-    """
-    groups = weight.float().view(len(weight), -1, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    step = (high - low) / _MOST_4
-    scales = torch.stack([step, low + _HALF_4 * step], -1).to(torch.bfloat16)
-    step, offset = scales.float().unsqueeze(2).unbind(-1)
-    step = step.masked_fill(step == 0, 1.0)  # a group of one value, which is its offset
-    rounded = groups.sub(offset).div_(step).round_().add_(_HALF_4).clamp_(0, _MOST_4)
-    return rounded.to(torch.int32), scales
+        return finish_product(product.to(x.dtype), self.bias, x)
 
 
 def quantize(model: PreTrainedModel, form: str) -> None:
@@ -104,36 +98,30 @@ def quantize(model: PreTrainedModel, form: str) -> None:
     """
     _refuse_experts(model, form)
     join_projections(model)
-    if model.device.type == "cuda":
-        _quantize_on_gpu(model, form)
+    on_gpu = model.device.type == "cuda"
+    if on_gpu and form == "fp8":
+        _quantize_by_torchao(model)
         return
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    maps = {name: part for name, part in model.named_modules() if _is_rounded(part, name)}
-    for name, source in maps.items():
-        # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
-        four = form == "int4" and source is not head
-        if four and (source.in_features % GROUP or source.out_features % _TILE):
-            raise ModelError(
-                f"quantization is {form!r}, but {name} has {source.in_features} inputs and "
-                f"{source.out_features} outputs, which must be multiples of {GROUP} and {_TILE}: "
-                "use int8"
-            )
-        model.set_submodule(name, Int4Linear(source) if four else Int8Linear(source))
+    make = _gpu_maker(form, model.device) if on_gpu else _cpu_maker(model, form)
+    # By their names: a map whose weights are rounded is released before the next one is.
+    for name in [name for name, part in model.named_modules() if _is_rounded(part, name)]:
+        source: Any = model.get_submodule(name)
+        model.set_submodule(name, make(source, name))
 
 
 def check_quantization(form: str, device: torch.device) -> None:
     """Raise `ConfigError` if `device` has no product of weights in `form`."""
     if device.type == "cuda":
-        if importlib.util.find_spec("torchao") is None:
+        if form == "fp8" and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
-                f"quantization is {form!r}, which needs torchao on a GPU: pip install torchao, or "
-                "leave it out"
+                f"quantization is {form!r}, which needs torchao: pip install torchao, or use int8"
             )
-        capability = torch.cuda.get_device_capability(device)
-        if form == "fp8" and capability < (8, 9):
+        found, least = torch.cuda.get_device_capability(device), _LEAST_CAPABILITY[form]
+        if found < least:
             raise ConfigError(
-                f"quantization is {form!r}, which needs a GPU of compute capability 8.9, this one "
-                f"has {capability[0]}.{capability[1]}: use int8"
+                f"quantization is {form!r}, which needs a GPU of compute capability "
+                f"{least[0]}.{least[1]}, this one has {found[0]}.{found[1]}: "
+                + ("leave it out" if form == "int8" else "use int8")
             )
         return
     if form == "fp8":
@@ -169,24 +157,35 @@ def _refuse_experts(model: PreTrainedModel, form: str) -> None:
         )
 
 
-def _quantize_on_gpu(model: PreTrainedModel, form: str) -> None:
-    """torchao's products; all three round each row of activations by itself, or not at all."""
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int4WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-        PerRow,
-        quantize_,
-    )
+def _cpu_maker(model: PreTrainedModel, form: str) -> _Maker:
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
-    configs: dict[str, Any] = {
-        "fp8": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-        "int8": Int8WeightOnlyConfig,
-        "int4": lambda: Int4WeightOnlyConfig(
-            group_size=GROUP, int4_packing_format="tile_packed_to_4d"
-        ),
-    }
-    config = configs[form]()
+    def make(source: nn.Linear, name: str) -> nn.Module:
+        # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
+        four = form == "int4" and source is not head
+        if four and (source.in_features % GROUP or source.out_features % _TILE):
+            raise ModelError(
+                f"quantization is {form!r}, but {name} has {source.in_features} inputs and "
+                f"{source.out_features} outputs, which must be multiples of {GROUP} and {_TILE}: "
+                "use int8"
+            )
+        return Int4Linear(source) if four else Int8Linear(source)
+
+    return make
+
+
+def _gpu_maker(form: str, device: torch.device) -> _Maker:
+    if form == "int8":
+        return Int8GpuLinear
+    layout = find_layout(pack_tiles, device)
+    return lambda source, name: Int4GpuLinear(source, layout)
+
+
+def _quantize_by_torchao(model: PreTrainedModel) -> None:
+    """To FP8, each row of activations by itself."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
     # torchao goes from parent to child, and would find what several parents share again.
     for part in [part for name, part in model.named_modules() if _is_rounded(part, name)]:
         quantize_(part, config, filter_fn=lambda module, name: True)
@@ -194,10 +193,3 @@ def _quantize_on_gpu(model: PreTrainedModel, form: str) -> None:
 
 def _is_rounded(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not is_absorbed(name)
-
-
-def _finish(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """`product` [T, N] plus `bias`, in the dtype and the shape of `x`."""
-    if bias is not None:
-        product.add_(bias)
-    return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])

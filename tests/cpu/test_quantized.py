@@ -16,7 +16,8 @@ from tangram.config_json import read_config
 from tangram.errors import ConfigError, ModelError
 from tangram.model import quantized
 from tangram.model.load import LoadedModel, load_model
-from tangram.model.quantized import GROUP, Int4Linear, Int8Linear, quantize, round_to_4_bits
+from tangram.model.quantized import Int4Linear, Int8Linear, quantize
+from tangram.model.rounding import GROUP, round_to_4_bits
 from tangram.weight_size import read_weights
 from tests.small_engines import profile_file, run, sealed_state, small_engine
 
