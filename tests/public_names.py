@@ -22,7 +22,7 @@ from tangram.page.access import Access, Visibility
 from tangram.page.api import CachePage
 from tangram.serve.http import build_app
 from tangram.serve.vllm_names import VllmNames
-from tests.wire.watched_engine import WatchedEngine
+from tests.wire.watched_engine import ObservedFakeEngine
 from tools.vllm_page import make_distinct_metrics
 
 RECORD = Path(__file__).parent / "fixtures" / "public_names.json"
@@ -31,7 +31,7 @@ _METHODS = {"get", "post", "put", "patch", "delete"}
 
 def list_public_names() -> dict[str, list[str]]:
     """By kind, sorted: Python's names, commands, options, endpoints, request fields, metrics."""
-    engine = WatchedEngine()
+    engine = ObservedFakeEngine()
     page = CachePage(engine, "model", Access(Visibility.auto, "127.0.0.1"))
     app = build_app(engine, served_model_name="model", page=page)
     groups = {

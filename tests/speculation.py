@@ -80,7 +80,7 @@ def draft_always(engine: Engine, *counts: int) -> Engine:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DraftedAnswer:
     """One completion, put together from its events."""
 
     token_ids: list[int]
@@ -96,7 +96,7 @@ def ask(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     **options: Any,
-) -> list[Answer]:
+) -> list[DraftedAnswer]:
     """The completions of all prompts, submitted at once; the books are checked at every step."""
     events: dict[tuple[int, int], list[Event]] = {}
     for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
@@ -111,10 +111,10 @@ def ask(
     return [_answer(own) for own in events.values()]
 
 
-def _answer(events: Sequence[Event]) -> Answer:
+def _answer(events: Sequence[Event]) -> DraftedAnswer:
     last = events[-1]
     assert last.finish_reason is not None and last.error is None
-    return Answer(
+    return DraftedAnswer(
         [token for event in events for token in event.token_ids],
         "".join(event.text for event in events),
         str(last.finish_reason),

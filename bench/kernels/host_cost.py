@@ -48,7 +48,7 @@ PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PlannedRows:
     """R rows of `chunks` sealed chunks and 100 raw tokens; the span of each (row, chunk)."""
 
     rows: DecodeRows
@@ -58,7 +58,7 @@ class Batch:
     spans: Int64
 
     @classmethod
-    def of(cls, count: int, tokens: int, layers: int, heads: int, sharers: int) -> Batch:
+    def of(cls, count: int, tokens: int, layers: int, heads: int, sharers: int) -> PlannedRows:
         """`sharers` consecutive rows share the first half of their chunks."""
         chunks = tokens // CHUNK
         kept_pages = np.random.default_rng(0).integers(
@@ -116,7 +116,7 @@ def measure_ms(call: Callable[[], object], repeats: int) -> list[float]:
     return sorted(times[5:])
 
 
-def row_of(name: str, call: Callable[[], Any], batch: Batch, repeats: int) -> dict[str, Any]:
+def row_of(name: str, call: Callable[[], Any], batch: PlannedRows, repeats: int) -> dict[str, Any]:
     """One line of the table: sizes, median and quartiles."""
     result = call()
     sizes = {}
@@ -142,7 +142,7 @@ def row_of(name: str, call: Callable[[], Any], batch: Batch, repeats: int) -> di
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All planners on one batch, then packing on more and less shared ones."""
     shape = options.rows, options.tokens, options.layers, options.heads
-    batch = Batch.of(*shape, sharers=1)
+    batch = PlannedRows.of(*shape, sharers=1)
     planners = {
         "plain": partial(plan_plain, batch.rows),
         "aot": partial(plan_aot, batch.rows, WORKERS),
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     lines = [row_of(name, call, batch, options.repeats) for name, call in planners.items()]
     for sharers in (1, options.rows // 8, options.rows):
-        batch = Batch.of(*shape, sharers=max(sharers, 1))
+        batch = PlannedRows.of(*shape, sharers=max(sharers, 1))
         forest = batch.forest()
         note = f"{sharers} rows share half"
         pack = partial(

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tangram.kernels import cpu
 from tangram.types import SamplingParams
-from tests.cpu.test_purity import TINY, World
+from tests.cpu.test_purity import TINY, LonePrompts
 from tests.small_engines import run, sealed_state, tiny_model
 
 CHUNK = 32
@@ -17,12 +17,14 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def world(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(
+    tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> LonePrompts:
     loaded = tiny_model(TINY, tokenizer, dtype=torch.bfloat16)
-    return World(loaded, tmp_path_factory.mktemp("profiles"), "keydiff", CHUNK)
+    return LonePrompts(loaded, tmp_path_factory.mktemp("profiles"), "keydiff", CHUNK)
 
 
-def test_sealed_pages_do_not_depend_on_what_else_runs(world: World) -> None:
+def test_sealed_pages_do_not_depend_on_what_else_runs(world: LonePrompts) -> None:
     """Prompts that share a chunk, at once and one after the other; some chunks decode completes."""
     shared = [3 + (i * 5) % 9 for i in range(CHUNK + 9)]
     prompts = [(*shared, *(3 + (i * k) % 11 for i in range(40))) for k in range(1, 5)]

@@ -11,7 +11,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, Event, Request
-from tests.cpu.test_speculative_answers import PROMPTS, SETTINGS, TINY, World
+from tests.cpu.test_speculative_answers import PROMPTS, SETTINGS, TINY, DraftingEngines
 from tests.small_engines import drain, profile_file, run
 from tests.speculation import draft_always, few
 
@@ -21,8 +21,8 @@ GREEDY = SETTINGS["greedy"]
 @pytest.fixture(scope="module")
 def world(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
+) -> DraftingEngines:
+    return DraftingEngines(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
 
 
 def drafts_and_answers(
@@ -44,7 +44,9 @@ def drafts_and_answers(
 @pytest.mark.parametrize(
     "method", few(["ngram", "suffix", "compressed_kv", "draft_model"], "ngram", "compressed_kv")
 )
-def test_what_declines_drafts_has_none_beside_those_that_have(world: World, method: str) -> None:
+def test_what_declines_drafts_has_none_beside_those_that_have(
+    world: DraftingEngines, method: str
+) -> None:
     engine = draft_always(world.engine(method))
     found = drafts_and_answers(engine, [None, False, True])
     (absent, first), (declined, second), (wanted, third) = found
@@ -54,7 +56,7 @@ def test_what_declines_drafts_has_none_beside_those_that_have(world: World, meth
     assert first == second == third == run(world.engine(None), [PROMPTS[0]], GREEDY)[0]
 
 
-def test_steps_in_which_all_decline_follow_on_those_with_drafts(world: World) -> None:
+def test_steps_in_which_all_decline_follow_on_those_with_drafts(world: DraftingEngines) -> None:
     """The pace knows what drafts cost by then, and nobody is left to choose them for."""
     engine, expected = world.engine("ngram"), run(world.engine(None), [PROMPTS[0]], GREEDY)[0]
     for asked in ([None], [None, True], [False], [None, False], [False, False]):
@@ -62,7 +64,7 @@ def test_steps_in_which_all_decline_follow_on_those_with_drafts(world: World) ->
             assert drafted is not None and found == expected
 
 
-def test_a_server_without_drafts_refuses_to_draft(world: World) -> None:
+def test_a_server_without_drafts_refuses_to_draft(world: DraftingEngines) -> None:
     engine = world.engine(None)
     take: list[Event] = []
     with pytest.raises(RequestError, match=r"speculative is true, .* --speculative-config") as told:
@@ -72,7 +74,7 @@ def test_a_server_without_drafts_refuses_to_draft(world: World) -> None:
 
 
 def test_drafts_read_the_default_scorer_beside_profiles_of_others(
-    world: World, tmp_path_factory: pytest.TempPathFactory
+    world: DraftingEngines, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("others")
     others = [profile_file(world.loaded, folder, scorer=name) for name in ("tova", "keydiff")]

@@ -156,7 +156,7 @@ def test_the_start_says_what_drafts(
     assert ("no entry is held twice" in said) == (method == "compressed_kv")
 
 
-class Watched:
+class CheckedPages:
     """Checks the pages of an engine while it drafts and between its steps."""
 
     def __init__(self, engine: Engine) -> None:
@@ -210,7 +210,7 @@ def test_drafts_hold_no_page_of_their_own(tiny: LoadedModel, tmp_path: Path) -> 
             speculative_config={"method": "compressed_kv", "kv_retention": 0.25},
         )
     )
-    watched, events = Watched(engine), list[Event]()
+    watched, events = CheckedPages(engine), list[Event]()
     for number, length in enumerate((75, 40, 20)):  # chunks fill up while others are drafted for
         prompt = tuple(3 + (at * at + number) % 290 for at in range(length))
         engine.submit(Request(f"{number}", prompt, replace(GREEDY, max_tokens=60), events.append))

@@ -123,7 +123,7 @@ def test_divergence_and_surprise_are_those_of_the_definition() -> None:
     assert seen.full_surprise == pytest.approx(-(math.log(0.5) + math.log(0.9)) / 2)
 
 
-class Letters:
+class LetterTokenizer:
     """A tokenizer of letters."""
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -135,12 +135,14 @@ class Letters:
 
 def cut(samples: int | None, seed: int = 0, **options: Any) -> list[tuple[int, ...]]:
     return list(
-        RealText(samples, 512, seed, **options).prompts(Letters(), Alignment(128, 10)).pieces
+        RealText(samples, 512, seed, **options)
+        .prompts(LetterTokenizer(), Alignment(128, 10))
+        .pieces
     )
 
 
 def test_passages_are_cut_from_real_text_one_after_the_other() -> None:
-    encode = Letters().encode
+    encode = LetterTokenizer().encode
     pieces = cut(3, seed=1)
     assert [len(piece) for piece in pieces] == [512 + TAIL_TOKENS] * 3
     assert pieces == cut(3, seed=1) != cut(3, seed=2)
@@ -176,6 +178,6 @@ def test_a_text_of_ones_own_is_read_and_named_where_it_is_too_short(tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"context_tokens is 512, for .* multiple of the largest chunk, 500"
     ):
-        RealText(1, 512).prompts(Letters(), Alignment(500, 10))
+        RealText(1, 512).prompts(LetterTokenizer(), Alignment(500, 10))
     with pytest.raises(ConfigError, match=r"suites has fidelity, .* needs align"):
-        RealText(1, 512).prompts(Letters(), None)
+        RealText(1, 512).prompts(LetterTokenizer(), None)

@@ -20,7 +20,7 @@ from tangram.engine.observe import score_source
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import SamplingParams
 from tests.cpu.test_offload import SLIDING
-from tests.cpu.test_purity import TINY, World
+from tests.cpu.test_purity import TINY, LonePrompts
 from tests.small_engines import run, sealed_state
 
 C = 32
@@ -57,7 +57,7 @@ def test_calibration_sees_the_magnitudes_that_transformers_stores(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-class NarrowWorld(World):
+class NarrowWorld(LonePrompts):
     """A world whose cache is FP8, with the scales of its profile."""
 
     def engine(self, **options: object) -> Engine:

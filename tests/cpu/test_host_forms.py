@@ -16,7 +16,7 @@ from tangram.kernels.host_forms import GROUP, HOST_FORMS, FormName
 from tangram.types import PageMove, SamplingParams
 from tests.cpu.test_offload import HISTORIES, C, small, told
 from tests.cpu.test_offload import world as world  # the fixture
-from tests.cpu.test_purity import World
+from tests.cpu.test_purity import LonePrompts
 from tests.small_engines import run, sealed_state
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -86,13 +86,15 @@ def test_pages_come_back_to_other_places_equal_to_the_bit(name: FormName) -> Non
     )
 
 
-def rounding(world: World, name: FormName, **options: object) -> Engine:
+def rounding(world: LonePrompts, name: FormName, **options: object) -> Engine:
     """An engine of which nothing is ever evicted."""
     return world.engine(kv_offload_dtype=name, kv_offload_gib=0.01, **options)
 
 
 @pytest.mark.parametrize("name", HOST_FORMS)
-def test_a_prefix_that_came_back_is_that_which_was_never_away(world: World, name: FormName) -> None:
+def test_a_prefix_that_came_back_is_that_which_was_never_away(
+    world: LonePrompts, name: FormName
+) -> None:
     """The law: the state is a function of the tokens, the profile and the dtype of the tier."""
     engine, roomy = small(world, 1.2, kv_offload_dtype=name), rounding(world, name)
     for turn in range(2):
@@ -113,7 +115,7 @@ def test_a_prefix_that_came_back_is_that_which_was_never_away(world: World, name
 
 @pytest.mark.parametrize("name", HOST_FORMS)
 def test_a_chunk_that_decode_completed_is_rounded_like_a_prefilled_one(
-    world: World, name: FormName
+    world: LonePrompts, name: FormName
 ) -> None:
     prompt, engine = HISTORIES[0][: C + 20], rounding(world, name)
     answer = run(engine, [prompt], LONG)[0]
@@ -124,7 +126,7 @@ def test_a_chunk_that_decode_completed_is_rounded_like_a_prefilled_one(
     assert len(shared) >= 2 and all(one[key].equal(two[key]) for key in shared)
 
 
-def test_more_pages_fit_and_are_counted_in_their_bytes(world: World) -> None:
+def test_more_pages_fit_and_are_counted_in_their_bytes(world: LonePrompts) -> None:
     pages = {
         name: world.engine(kv_offload_gib=0.01, kv_offload_dtype=name).stats()
         for name in ("auto", *HOST_FORMS)

@@ -19,7 +19,7 @@ from tangram.model.load import LoadedModel
 from tangram.types import Request, SamplingParams
 from tangram.watch import ChunkPlace, KeptPositions, News, Readings, SequenceReading, SequenceState
 from tests.cpu.test_offload import SLIDING
-from tests.cpu.test_purity import ANSWER, TINY, C, World
+from tests.cpu.test_purity import ANSWER, TINY, C, LonePrompts
 from tests.small_engines import drain, run, small_engine
 
 Chunks = dict[tuple[int, int], tuple[ChunkView, Tensor]]
@@ -127,7 +127,7 @@ def test_notes_of_every_scorer_are_what_it_selects(
 ) -> None:
     """KVzip stores in a second pass; an answer fills the second chunk."""
     size = 48  # SnapKV's window takes 32
-    world = World(adopt_tiny(WORDS if scorer == "kvzip" else TINY), tmp_path, scorer, size)
+    world = LonePrompts(adopt_tiny(WORDS if scorer == "kvzip" else TINY), tmp_path, scorer, size)
     engine = world.engine(records=True)
     ends, chunks = Ends(engine), seen(engine)
     run(engine, [tuple(3 + (i * i) % 9 for i in range(size + 15))], ANSWER)
@@ -139,7 +139,7 @@ def test_notes_of_every_scorer_are_what_it_selects(
 def test_layers_with_windows_keep_all(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:
-    engine = World(adopt_tiny(SLIDING), tmp_path, "keydiff").engine(records=True)
+    engine = LonePrompts(adopt_tiny(SLIDING), tmp_path, "keydiff").engine(records=True)
     ends, chunks = Ends(engine), seen(engine)
     run(engine, [HISTORIES[0]], ANSWER)
     check_scores(engine, ends, chunks)
@@ -149,11 +149,11 @@ def test_layers_with_windows_keep_all(
 @pytest.fixture(scope="module")
 def world(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
+) -> LonePrompts:
+    return LonePrompts(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
-def alone(world: World, prompts: Sequence[tuple[int, ...]]) -> dict[bytes, KeptPositions]:
+def alone(world: LonePrompts, prompts: Sequence[tuple[int, ...]]) -> dict[bytes, KeptPositions]:
     """The notes of prompts that each have a roomy engine of their own."""
     found = {}
     for prompt in prompts:
@@ -164,7 +164,7 @@ def alone(world: World, prompts: Sequence[tuple[int, ...]]) -> dict[bytes, KeptP
     return found
 
 
-def crowded(world: World, **options: object) -> Engine:
+def crowded(world: LonePrompts, **options: object) -> Engine:
     """An engine that must preempt if it answers all of `FORKS` at once."""
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
@@ -174,7 +174,7 @@ def crowded(world: World, **options: object) -> Engine:
 
 @pytest.mark.parametrize("offload_gib", [0.0, 0.01])
 def test_notes_are_the_same_after_hits_preemption_and_host_memory(
-    offload_gib: float, world: World
+    offload_gib: float, world: LonePrompts
 ) -> None:
     expected = alone(world, FORKS)
     engine = crowded(world, kv_offload_gib=offload_gib)
@@ -193,7 +193,7 @@ def test_notes_are_the_same_after_hits_preemption_and_host_memory(
     assert places - {ChunkPlace.DEVICE} == {ChunkPlace.HOST if offload_gib else ChunkPlace.GONE}
 
 
-def test_a_hit_finds_what_the_first_request_noted(world: World) -> None:
+def test_a_hit_finds_what_the_first_request_noted(world: LonePrompts) -> None:
     engine = world.engine(records=True)
     ends, history = Ends(engine), HISTORIES[0]
     first = run(engine, [history], ANSWER)[0]
@@ -205,7 +205,7 @@ def test_a_hit_finds_what_the_first_request_noted(world: World) -> None:
     assert all(ends.kept(key) is known[key] for key in one.chunk_keys), "nothing is noted twice"
 
 
-def test_without_prefix_caching_chunks_are_noted_too(world: World) -> None:
+def test_without_prefix_caching_chunks_are_noted_too(world: LonePrompts) -> None:
     engine = world.engine(records=True, enable_prefix_caching=False)
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
@@ -213,7 +213,7 @@ def test_without_prefix_caching_chunks_are_noted_too(world: World) -> None:
     assert all(ends.kept(key) for key in ends.keys)
 
 
-def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: World) -> None:
+def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: LonePrompts) -> None:
     drafts = {"method": "compressed_kv", "num_speculative_tokens": 2, "kv_retention": 0.5}
     engine = small_engine(
         world.loaded, records=True, speculative_config=drafts, profile=(world.profile,)
@@ -233,14 +233,14 @@ def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: World) -> None
                 assert (values[torch.from_numpy(~kept.chosen[layer, head])] <= lowest).all()
 
 
-def test_lossless_chunks_need_no_note(world: World) -> None:
+def test_lossless_chunks_need_no_note(world: LonePrompts) -> None:
     engine = small_engine(world.loaded, records=True)
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
     assert ends.keys and not any(map(ends.watched.find_kept, ends.keys))
 
 
-def test_notes_take_half_a_percent_of_the_pool_and_the_oldest_go_first(world: World) -> None:
+def test_notes_take_half_a_percent_of_the_pool_and_the_oldest_go_first(world: LonePrompts) -> None:
     engine = world.engine(kv_cache_gib=0.0004, max_model_len=110, records=True)
     store, pool = engine._runner.recorder.store, engine._runner.pool
     assert store.limit_bytes == int(0.005 * pool.numel() * pool.itemsize)
@@ -253,7 +253,7 @@ def test_notes_take_half_a_percent_of_the_pool_and_the_oldest_go_first(world: Wo
     assert not all(map(ends.watched.find_kept, ends.keys)), "the bound was never met"
 
 
-def test_unsound_state_takes_its_notes_along(world: World) -> None:
+def test_unsound_state_takes_its_notes_along(world: LonePrompts) -> None:
     engine = world.engine(records=True)
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
@@ -269,7 +269,7 @@ def test_unsound_state_takes_its_notes_along(world: World) -> None:
     assert not any(map(ends.watched.find_kept, ends.keys))
 
 
-def test_engines_that_nobody_watches_note_nothing(world: World) -> None:
+def test_engines_that_nobody_watches_note_nothing(world: LonePrompts) -> None:
     engine = world.engine()
     run(engine, HISTORIES[:1], ANSWER)
     assert engine._runner.recorder is None and engine._scheduler.changes is None

@@ -14,7 +14,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.cpu.test_purity import TINY, TINY_LATENT, World
+from tests.cpu.test_purity import TINY, TINY_LATENT, LonePrompts
 from tests.small_engines import drain, run, sealed_state
 
 C = 32
@@ -45,11 +45,13 @@ def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
-    return World(adopt_tiny(MODELS[request.param]), tmp_path_factory.mktemp("profiles"), "keydiff")
+) -> LonePrompts:
+    return LonePrompts(
+        adopt_tiny(MODELS[request.param]), tmp_path_factory.mktemp("profiles"), "keydiff"
+    )
 
 
-def small(world: World, sequences: float, **options: object) -> Engine:
+def small(world: LonePrompts, sequences: float, **options: object) -> Engine:
     """An engine whose pool holds so many of the longest sequences, with room for all in host
     memory.
     """
@@ -69,7 +71,7 @@ def told(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = ANSWE
     return events
 
 
-def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: World) -> None:
+def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: LonePrompts) -> None:
     engine, roomy = small(world, 1.2), world.engine()
     for turn in range(2):
         for history in HISTORIES:
@@ -91,7 +93,9 @@ def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: Worl
     assert state and all(torch.equal(pages, kept[key]) for key, pages in state.items())
 
 
-def test_a_crowd_over_a_small_pool_and_a_small_host_memory_answers_the_same(world: World) -> None:
+def test_a_crowd_over_a_small_pool_and_a_small_host_memory_answers_the_same(
+    world: LonePrompts,
+) -> None:
     prompts = [history + fork for history in HISTORIES for fork in ((), (5,) * 20)]
     answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     layout = world.engine().admission.retentions[0].layout
@@ -104,7 +108,7 @@ def test_a_crowd_over_a_small_pool_and_a_small_host_memory_answers_the_same(worl
     assert stats.restored_tokens > 0 and stats.dropped_spans > 0
 
 
-def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: World) -> None:
+def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: LonePrompts) -> None:
     engine = small(world, 1.2)
     for history in HISTORIES[:2]:
         told(engine, history)
@@ -115,7 +119,7 @@ def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: World) -> None:
     assert told(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
 
 
-def test_what_cannot_be_had_is_refused_with_the_limits(world: World) -> None:
+def test_what_cannot_be_had_is_refused_with_the_limits(world: LonePrompts) -> None:
     for gib in (1e-9, 1e6):
         with pytest.raises(
             ConfigError,
@@ -124,7 +128,7 @@ def test_what_cannot_be_had_is_refused_with_the_limits(world: World) -> None:
             world.engine(kv_offload_gib=gib)
 
 
-def test_the_log_says_how_much_fits(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_much_fits(world: LonePrompts, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tangram"):
         engine = world.engine(kv_offload_gib=0.01)
     pages = engine.stats().host_pages_total

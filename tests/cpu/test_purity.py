@@ -55,7 +55,7 @@ PROPERTY = settings(
 )
 
 
-class World:
+class LonePrompts:
     """One tiny model and its profile, with the state and the answers that each prompt has when it
     is alone.
     """
@@ -94,8 +94,8 @@ def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
-    return World(adopt_tiny(request.param), tmp_path_factory.mktemp("profiles"), "keydiff")
+) -> LonePrompts:
+    return LonePrompts(adopt_tiny(request.param), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
 tokens = st.integers(3, 12)
@@ -114,7 +114,7 @@ forks = st.lists(st.lists(tokens, min_size=1, max_size=2 * C), min_size=2, max_s
     static=st.booleans(),
 )
 def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
-    world: World,
+    world: LonePrompts,
     prefix: list[int],
     forks: list[list[int]],
     max_num_seqs: int,
@@ -147,7 +147,7 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
     assert (stats.pages_held, stats.pages_cached) == (0, 0)
 
 
-def test_the_property_above_meets_preemption_and_eviction(world: World) -> None:
+def test_the_property_above_meets_preemption_and_eviction(world: LonePrompts) -> None:
     prompts = [tuple(3 + (i * k) % 9 for i in range(60 + k)) for k in range(1, 6)]
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
@@ -170,7 +170,7 @@ def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
     chunk_tokens = 48  # SnapKV's window takes 32
     # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
     config = LlamaConfig(**(TINY.to_dict() | {"vocab_size": 49152})) if scorer == "kvzip" else TINY
-    world = World(adopt_tiny(config), tmp_path, scorer, chunk_tokens, sink_tokens)
+    world = LonePrompts(adopt_tiny(config), tmp_path, scorer, chunk_tokens, sink_tokens)
     prompt = tuple(3 + (i * i) % 9 for i in range(chunk_tokens + 15))
     answer, decoded = world.alone(prompt)
     engine = world.engine()
@@ -182,7 +182,7 @@ def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
         assert torch.equal(decoded[key], prefilled[key])
 
 
-def test_a_prefix_hit_gives_what_a_miss_gives(world: World) -> None:
+def test_a_prefix_hit_gives_what_a_miss_gives(world: LonePrompts) -> None:
     history = tuple(3 + (i * 5) % 9 for i in range(3 * C + 20))
     engine = world.engine()
     first = run(engine, [history], ANSWER)[0]
@@ -192,7 +192,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(world: World) -> None:
     assert warm == world.alone(follow_up)[0]
 
 
-def test_forked_conversations_do_not_disturb_each_other(world: World) -> None:
+def test_forked_conversations_do_not_disturb_each_other(world: LonePrompts) -> None:
     history = tuple(3 + (i * 5) % 9 for i in range(2 * C + 9))
     forks = [(*history, 4, 4, 4), (*history, 9, 8, 7)]
     engine = world.engine()
@@ -200,7 +200,7 @@ def test_forked_conversations_do_not_disturb_each_other(world: World) -> None:
     assert run(engine, forks, ANSWER) == [world.alone(fork)[0] for fork in forks]
 
 
-def test_salts_share_nothing(world: World) -> None:
+def test_salts_share_nothing(world: LonePrompts) -> None:
     prompt = tuple(3 + (i * 5) % 9 for i in range(3 * C))
     engine = world.engine()
     salted = [run(engine, [prompt], ANSWER, cache_salt=salt)[0] for salt in ("", "a", "b")]

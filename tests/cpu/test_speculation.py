@@ -16,7 +16,7 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.fixtures.transformers.make_fixture import TEXT
-from tests.speculation import METHODS, Answer, ask, draft_always, few
+from tests.speculation import METHODS, DraftedAnswer, ask, draft_always, few
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(np.geomspace(20, 7000, 24).astype(int).tolist())
@@ -66,7 +66,7 @@ class Compared:
         self.loaded = loaded
         self.plain = cache(self._plain)
 
-    def _plain(self, lengths: tuple[int, ...]) -> tuple[Answer, ...]:
+    def _plain(self, lengths: tuple[int, ...]) -> tuple[DraftedAnswer, ...]:
         prompts = prompts_of(self.loaded, lengths)
         return tuple(ask(engine(self.loaded, None), prompts, [GREEDY] * len(prompts)))
 
@@ -87,7 +87,7 @@ class Compared:
             assert counters.accepted > 0.8 * counters.drafted
 
 
-def check_tokens(name: str, ours: Answer, theirs: Answer) -> None:
+def check_tokens(name: str, ours: DraftedAnswer, theirs: DraftedAnswer) -> None:
     """Equal, or parted at a near-tie, which is printed."""
     pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
     apart = next((at for at, (one, other) in enumerate(pairs) if one != other), None)

@@ -16,7 +16,7 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.small_engines import profile_file, small_engine
-from tests.speculation import METHODS, SHARE, Answer, ask, draft_always, few, methods_of
+from tests.speculation import METHODS, SHARE, DraftedAnswer, ask, draft_always, few, methods_of
 
 # A prompt that repeats itself, and a random model of few words, so that lookups find something.
 TINY = LlamaConfig(
@@ -74,7 +74,7 @@ SETTINGS: dict[str, SamplingParams] = {
 ENGINES = few([*METHODS], "ngram", "suffix", "compressed_kv")
 
 
-class World:
+class DraftingEngines:
     """Engines of one tiny model, with and without drafts."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
@@ -103,12 +103,12 @@ class World:
             **options,
         )
 
-    def _plain(self, setting: str, kv_retention: float = 1.0) -> list[Answer]:
+    def _plain(self, setting: str, kv_retention: float = 1.0) -> list[DraftedAnswer]:
         return self.answers(None, SETTINGS[setting], kv_retention=kv_retention)
 
     def answers(
         self, method: str | None, params: SamplingParams, *, ahead: bool = False, **options: Any
-    ) -> list[Answer]:
+    ) -> list[DraftedAnswer]:
         engine = draft_always(self.engine(method, **options))
         engine.ahead = ahead
         found = ask(engine, PROMPTS, [params] * len(PROMPTS))
@@ -123,11 +123,11 @@ class World:
 @pytest.fixture(scope="module")
 def world(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
+) -> DraftingEngines:
+    return DraftingEngines(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
 
 
-def check(found: list[Answer], expected: list[Answer]) -> None:
+def check(found: list[DraftedAnswer], expected: list[DraftedAnswer]) -> None:
     """Equal but for the rounding of log-probabilities."""
     assert [replace(one, logprobs=[]) for one in found] == [
         replace(one, logprobs=[]) for one in expected
@@ -146,18 +146,20 @@ def check(found: list[Answer], expected: list[Answer]) -> None:
         *product(["ngram", "compressed_kv"], ["greedy", "penalties", "several"]),
     ),
 )
-def test_events_are_those_without_drafts(world: World, method: str, setting: str) -> None:
+def test_events_are_those_without_drafts(world: DraftingEngines, method: str, setting: str) -> None:
     check(world.answers(method, SETTINGS[setting]), world.plain(setting))
 
 
 @pytest.mark.parametrize("setting", ["greedy", "penalties", "several", "short"])
-def test_events_are_the_same_where_a_step_is_launched_ahead(world: World, setting: str) -> None:
+def test_events_are_the_same_where_a_step_is_launched_ahead(
+    world: DraftingEngines, setting: str
+) -> None:
     """As on a GPU: accepted tokens are sent while the next step runs."""
     check(world.answers("suffix", SETTINGS[setting], ahead=True), world.plain(setting))
 
 
 @pytest.mark.parametrize("method", few(["ngram", "suffix", "draft_model"], "ngram", "suffix"))
-def test_a_compressed_cache_answers_the_same(world: World, method: str) -> None:
+def test_a_compressed_cache_answers_the_same(world: DraftingEngines, method: str) -> None:
     for setting in ("greedy", "warm", "penalties"):
         found = world.answers(method, SETTINGS[setting], kv_retention=0.5)
         check(found, world.plain(setting, 0.5))
@@ -168,7 +170,7 @@ def test_a_compressed_cache_answers_the_same(world: World, method: str) -> None:
     few([*product(METHODS, (2, 8))], ("ngram", 8), ("suffix", 8), ("compressed_kv", 8)),
 )
 def test_an_answer_ends_where_it_would_end_in_the_middle_of_an_accepted_run(
-    world: World, method: str, apart: int
+    world: DraftingEngines, method: str, apart: int
 ) -> None:
     """At places all over an answer: by its length, by a token that stops it, and by a text."""
     params = SETTINGS["greedy"]
@@ -193,7 +195,7 @@ def test_an_answer_ends_where_it_would_end_in_the_middle_of_an_accepted_run(
 
 
 @pytest.mark.parametrize("method", ENGINES)
-def test_steps_with_and_without_drafts_mix(world: World, method: str) -> None:
+def test_steps_with_and_without_drafts_mix(world: DraftingEngines, method: str) -> None:
     """Sequences of one step draft different numbers of tokens, or none."""
     params = [SETTINGS[name] for name in ("greedy", "warm", "penalties", "several")]
     expected = ask(world.engine(None), PROMPTS, params)
@@ -202,7 +204,7 @@ def test_steps_with_and_without_drafts_mix(world: World, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ENGINES)
-def test_preempted_sequences_answer_the_same(world: World, method: str) -> None:
+def test_preempted_sequences_answer_the_same(world: DraftingEngines, method: str) -> None:
     params = [replace(SETTINGS[name], max_tokens=60) for name in ("greedy", "warm", "bias", "few")]
     expected = ask(world.engine(None), PROMPTS, params)
     layout = world.engine(None).admission.retentions[0].layout

@@ -39,7 +39,7 @@ SERVED = [
 SOME_SERVED = few(SERVED, ("ngram", 1.0), ("suffix", 0.5), ("compressed_kv", 1.0))
 
 
-class World:
+class PureEngines:
     """Engines of one tiny model over one profile."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
@@ -79,8 +79,8 @@ class World:
 @pytest.fixture(scope="module")
 def world(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
+) -> PureEngines:
+    return PureEngines(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"))
 
 
 def counters_of(engine: Engine) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def counters_of(engine: Engine) -> tuple[int, int]:
     prefix_caching=st.booleans(),
 )
 def test_answers_and_sealed_pages_are_those_without_drafts(
-    world: World,
+    world: PureEngines,
     method: str,
     retention: float,
     prefix: list[int],
@@ -143,7 +143,7 @@ def test_answers_and_sealed_pages_are_those_without_drafts(
 @pytest.mark.parametrize(("method", "retention"), SOME_SERVED)
 @pytest.mark.parametrize("params", [ANSWER, WARM], ids=["greedy", "warm"])
 def test_the_cache_holds_what_it_holds_without_drafts(
-    world: World, method: str, retention: float, params: SamplingParams
+    world: PureEngines, method: str, retention: float, params: SamplingParams
 ) -> None:
     """The same links, tails too; sealed pages bit for bit, tails but for rounding."""
     prompts = [tuple(3 + (at * k) % 9 for at in range(20 + 17 * k)) for k in range(1, 5)]
@@ -166,7 +166,9 @@ def test_the_cache_holds_what_it_holds_without_drafts(
 
 
 @pytest.mark.parametrize(("method", "retention"), SOME_SERVED)
-def test_a_prefix_hit_gives_what_a_miss_gives(world: World, method: str, retention: float) -> None:
+def test_a_prefix_hit_gives_what_a_miss_gives(
+    world: PureEngines, method: str, retention: float
+) -> None:
     """The answer is the history of the next question: its chunks and its tail are found."""
     engine = world.engine(method, retention, drafts=True)
     history = tuple(3 + (at * 5) % 9 for at in range(3 * C + 20))
@@ -178,7 +180,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(world: World, method: str, retenti
         assert warm == world.alone(method, retention, follow_up)[0]
 
 
-def test_the_property_above_meets_preemption(world: World) -> None:
+def test_the_property_above_meets_preemption(world: PureEngines) -> None:
     prompts = [tuple(3 + (at * k) % 9 for at in range(60 + k)) for k in range(1, 6)]
     for method, retention in (("suffix", 0.5), ("compressed_kv", 1.0)):
         layout = world.engine(method, retention, drafts=False).admission.retentions[0].layout

@@ -47,7 +47,7 @@ print(long / cost())
 """
 
 
-class Clock:
+class WaitingClock:
     """Seconds that pass when told to."""
 
     now_s = 0.0
@@ -60,7 +60,7 @@ class Machine:
     """What Linux would tell of one thread, and a policy that believes it."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self._stat, self._waited_ns, self._clock = folder / "7" / "schedstat", 0, Clock()
+        self._stat, self._waited_ns, self._clock = folder / "7" / "schedstat", 0, WaitingClock()
         self._stat.parent.mkdir()
         self._pass(0.0, 0.0)
         self.policy, self._teams = WaitPolicy(folder, self._clock, environment), teams()
@@ -125,7 +125,7 @@ def test_the_users_own_policy_stays(name: str, tmp_path: Path, two_threads: None
 
 
 def test_a_system_that_tells_nothing_of_threads_is_left_alone(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = WaitingClock()
     policy, before = WaitPolicy(tmp_path / "absent", clock, {}), teams()
     clock.now_s = 10.0
     policy.adjust()

@@ -23,7 +23,7 @@ from tangram.watch import (
     SequenceState,
     StepDone,
 )
-from tests.cpu.test_purity import TINY, C, World
+from tests.cpu.test_purity import TINY, C, LonePrompts
 from tests.small_engines import drain, run, small_engine
 
 WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
@@ -60,15 +60,15 @@ class Diary:
 @pytest.fixture(scope="module")
 def world(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> World:
-    return World(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
+) -> LonePrompts:
+    return LonePrompts(adopt_tiny(TINY), tmp_path_factory.mktemp("profiles"), "keydiff")
 
 
 def states(changes: list[SequenceChange]) -> list[SequenceState]:
     return [change.state for change in changes]
 
 
-def test_a_crowd_is_told_of_as_it_is_counted(world: World) -> None:
+def test_a_crowd_is_told_of_as_it_is_counted(world: LonePrompts) -> None:
     """A pool that is too small for all: some are preempted, and wait and run again."""
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
@@ -103,7 +103,7 @@ def test_a_crowd_is_told_of_as_it_is_counted(world: World) -> None:
     assert again == stats.preemptions
 
 
-def test_every_map_of_pages_equals_the_books(world: World) -> None:
+def test_every_map_of_pages_equals_the_books(world: LonePrompts) -> None:
     engine = world.engine(max_num_seqs=3)
     diary = Diary(engine)
     run(engine, PROMPTS, ANSWER)
@@ -120,7 +120,7 @@ def test_every_map_of_pages_equals_the_books(world: World) -> None:
     assert last.promised == 0 and (last.holders == -1).all()
 
 
-def test_whoever_follows_the_links_knows_which_chunks_are_cached(world: World) -> None:
+def test_whoever_follows_the_links_knows_which_chunks_are_cached(world: LonePrompts) -> None:
     """Over a pool that is too small, with host memory behind it, and after all is forgotten."""
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
@@ -154,7 +154,7 @@ def test_whoever_follows_the_links_knows_which_chunks_are_cached(world: World) -
     assert not any(follow().values())
 
 
-def test_an_answer_of_one_token_lives_a_whole_life(world: World) -> None:
+def test_an_answer_of_one_token_lives_a_whole_life(world: LonePrompts) -> None:
     engine = world.engine()
     diary = Diary(engine)
     run(engine, [PROMPTS[0]], SamplingParams(temperature=0.0, max_tokens=1))
@@ -162,7 +162,7 @@ def test_an_answer_of_one_token_lives_a_whole_life(world: World) -> None:
     assert len(diary.changes["0", 0][-1].reading.tokens) == len(PROMPTS[0]) + 1
 
 
-def test_a_sequence_is_told_of_before_its_first_step_runs(world: World) -> None:
+def test_a_sequence_is_told_of_before_its_first_step_runs(world: LonePrompts) -> None:
     engine = world.engine()
     diary = Diary(engine)
     told_first: list[bool] = []
@@ -177,7 +177,7 @@ def test_a_sequence_is_told_of_before_its_first_step_runs(world: World) -> None:
     assert told_first[0]
 
 
-def test_completions_of_a_request_and_aborted_ones(world: World) -> None:
+def test_completions_of_a_request_and_aborted_ones(world: LonePrompts) -> None:
     engine = world.engine()
     diary, events = Diary(engine), list[Event]()
     several = SamplingParams(temperature=1.0, max_tokens=30, n=3, seed=1, ignore_eos=True)
@@ -193,7 +193,7 @@ def test_completions_of_a_request_and_aborted_ones(world: World) -> None:
     assert found["many", 2][-1].reading.usage.cached_tokens >= C
 
 
-def test_requests_that_end_before_their_first_token_are_forgotten(world: World) -> None:
+def test_requests_that_end_before_their_first_token_are_forgotten(world: LonePrompts) -> None:
     engine = world.engine(max_num_batched_tokens=C + 8)
     diary, events = Diary(engine), list[Event]()
     engine.submit(Request("0", PROMPTS[0], ANSWER, events.append))
@@ -204,7 +204,7 @@ def test_requests_that_end_before_their_first_token_are_forgotten(world: World) 
     assert not diary.watched._tokenless
 
 
-def test_drafts_are_counted_by_step(world: World) -> None:
+def test_drafts_are_counted_by_step(world: LonePrompts) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     engine = small_engine(world.loaded, speculative_config=drafts)
     diary = Diary(engine)
@@ -217,7 +217,7 @@ def test_drafts_are_counted_by_step(world: World) -> None:
     assert last is not None and last.accepted + last.rejected == stats.drafted
 
 
-def test_moved_pages_are_counted(world: World) -> None:
+def test_moved_pages_are_counted(world: LonePrompts) -> None:
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) * 1.2
     gib = pages * layout.page_bytes(4) / 2**30
@@ -233,7 +233,7 @@ def test_moved_pages_are_counted(world: World) -> None:
     assert diary.pools[-1].host_used == stats.host_pages_used > 0
 
 
-def test_the_shape_says_what_is_served(world: World) -> None:
+def test_the_shape_says_what_is_served(world: LonePrompts) -> None:
     shape = Diary(world.engine()).watched.shape
     assert [entry.kv_retention for entry in shape.retentions] == [0.5, 1.0]
     assert shape.retentions[0].scorer == "keydiff" and shape.retentions[1].scorer is None
@@ -244,7 +244,7 @@ def test_the_shape_says_what_is_served(world: World) -> None:
 
 
 def test_an_observer_that_fails_is_told_nothing_more_and_answers_go_on(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: LonePrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
         told = 0

@@ -35,7 +35,7 @@ _TESTS = 0  # its standard input ends with the tests
 
 
 @dataclass(frozen=True)
-class Command:
+class InterpreterCommand:
     """What an interpreter is started with; `streams` are the descriptors of the client."""
 
     arguments: list[str]
@@ -65,7 +65,7 @@ class Child:
         os.close(self.end)
 
 
-def can_fork(command: Command, environment: Mapping[str, str]) -> bool:
+def can_fork(command: InterpreterCommand, environment: Mapping[str, str]) -> bool:
     """Whether a fork is what a start would be: one that was imported with other values is not."""
     read = [
         {name: value for name, value in variables.items() if name not in _FREE}
@@ -74,7 +74,7 @@ def can_fork(command: Command, environment: Mapping[str, str]) -> bool:
     return read[0] == read[1] and command.arguments[:1] in (["-m"], ["-c"])
 
 
-def serve(listener: socket.socket, environment: Mapping[str, str]) -> Command | None:
+def serve(listener: socket.socket, environment: Mapping[str, str]) -> InterpreterCommand | None:
     """Fork until the tests end. A fork returns the command that it is to run.
 
     What was imported was imported in `environment`.
@@ -115,11 +115,11 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> Command | 
                 client.sendall(b"%d\n" % process)
 
 
-def _receive(client: socket.socket) -> Command:
+def _receive(client: socket.socket) -> InterpreterCommand:
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
     with client.makefile("rb") as file:
         told: dict[str, Any] = json.loads(file.read(int.from_bytes(size)))
-    return Command(**told, streams=tuple(streams))
+    return InterpreterCommand(**told, streams=tuple(streams))
 
 
 def _close(numbers: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ def _close(numbers: Sequence[int]) -> None:
         os.close(number)
 
 
-def run(command: Command) -> None:
+def run(command: InterpreterCommand) -> None:
     """Become the process that an interpreter with these arguments would be."""
     for number, stream in enumerate(command.streams):
         os.dup2(stream, number)

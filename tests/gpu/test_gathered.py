@@ -19,7 +19,7 @@ HEADS, GROUP, DIM, PAGE = 3, 2, 64, 8
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-class Requests:
+class AskingRows:
     """Rows of `keys` new tokens, `queries` of which ask, behind `past` [rows, H] entries; page
     tables without order.
 
@@ -79,7 +79,7 @@ class Requests:
         )
 
 
-def attended(asked: Requests, device: torch.device, asking: slice | None = None) -> Tensor:
+def attended(asked: AskingRows, device: torch.device, asking: slice | None = None) -> Tensor:
     """What the gathered parts leave of an output full of NaN."""
     from tangram.kernels import gathered
 
@@ -129,7 +129,9 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.device) -> None:
-    asked = Requests([40, 64, 100, 31], [[0, 0, 0], [128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype)
+    asked = AskingRows(
+        [40, 64, 100, 31], [[0, 0, 0], [128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype
+    )
     out = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(
@@ -139,14 +141,14 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
 
 def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch.device) -> None:
     past = [[10, 70, 0], [5, 5, 5], [42, 128, 16], [9, 6, 5], [74, 130, 32]]
-    asked = Requests([64, 40, 64, 33, 64], past, torch.float16, sequence=[0, 1, 0, 1, 0])
+    asked = AskingRows([64, 40, 64, 33, 64], past, torch.float16, sequence=[0, 1, 0, 1, 0])
     out = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=2e-3, atol=2e-3)
 
 
 def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
-    asked = Requests([90, 50], [[30, 17, 64], [1, 1, 1]], torch.float16, queries=[20, 0])
+    asked = AskingRows([90, 50], [[30, 17, 64], [1, 1, 1]], torch.float16, queries=[20, 0])
     out = attended(asked, device, asking=slice(0, 1))
     torch.testing.assert_close(out[:20], asked.expected(0), rtol=2e-3, atol=2e-3)
     assert out[20:].isnan().all()
@@ -159,7 +161,7 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
     from tangram.kernels import gathered
 
     past = [[90, 5, 33], [128, 3, 64], [10, 0, 200], [100, 69, 40]]
-    asked = Requests([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
+    asked = AskingRows([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
     together = attended(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         assert torch.equal(
@@ -178,7 +180,7 @@ def test_every_cell_is_computed_once_and_every_past_copied_once(
 
     monkeypatch.setattr(gathered, "MOST_BYTES", most_entries * 256)
     past = [[9, 80, 200], [9, 80, 200], [1, 2, 3], [4, 4, 4], [50, 80, 210]]
-    asked = Requests([40, 5, 64, 29, 33], past, torch.float16, sequence=[0, 1, 2, 3, 0])
+    asked = AskingRows([40, 5, 64, 29, 33], past, torch.float16, sequence=[0, 1, 2, 3, 0])
     rows = asked.rows(slice(0, 5))
     cells = gathered.PrefillOrder.of(rows, 256, gathers=True)
     runs = [cells.order[0, part.cells] for part in cells.gathered]

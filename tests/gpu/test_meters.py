@@ -61,23 +61,23 @@ def test_sampled_chunks_wish_what_they_wish_on_torch(
     assert np.abs(figures[0] - figures[1]).max() <= 2
 
 
-class Event:
+class PassingEvent:
     """An event that the test lets pass."""
 
     passed: set[int] = set()  # noqa: RUF012 (the test's own)
     made = 0
 
     def __init__(self, external: bool) -> None:
-        Event.made += 1
-        self.number = Event.made
+        PassingEvent.made += 1
+        self.number = PassingEvent.made
 
     def record(self, stream: Any) -> None:
-        Event.passed.discard(self.number)
+        PassingEvent.passed.discard(self.number)
 
     def query(self) -> bool:
-        return self.number in Event.passed
+        return self.number in PassingEvent.passed
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: PassingEvent) -> float:
         assert self.query() and end.query(), "it would wait"
         return 250.0
 
@@ -85,11 +85,11 @@ class Event:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     """Of a GPU whose events pass when the test says so."""
-    monkeypatch.setattr(stopwatch, "_event", Event)
+    monkeypatch.setattr(stopwatch, "_event", PassingEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Event, "passed", set())
-    monkeypatch.setattr(Event, "made", 0)
+    monkeypatch.setattr(PassingEvent, "passed", set())
+    monkeypatch.setattr(PassingEvent, "made", 0)
     return Stopwatch(torch.device("cuda"))
 
 
@@ -108,7 +108,7 @@ def test_a_stopwatch_counts_every_replay_of_a_graph(
         watch.count_replay(blocks)
     watch.collect()
     assert watch.seconds == 0, "the last one is not through"
-    Event.passed |= set(range(1, Event.made + 1))
+    PassingEvent.passed |= set(range(1, PassingEvent.made + 1))
     watch.collect()
     assert watch.seconds == 3 * 2 * 0.25
     watch.collect()
@@ -122,13 +122,13 @@ def test_a_stopwatch_reads_events_when_they_have_passed(watch: Stopwatch) -> Non
             pass
     watch.collect()
     assert watch.seconds == 0, "nothing has passed yet"
-    Event.passed |= {1, 2}
+    PassingEvent.passed |= {1, 2}
     watch.collect()
     assert watch.seconds == 0.25
     with watch.timing():
         pass
-    assert Event.made == 4, "events that have passed are used again"
-    Event.passed |= {1, 2, 3, 4}
+    assert PassingEvent.made == 4, "events that have passed are used again"
+    PassingEvent.passed |= {1, 2, 3, 4}
     watch.collect()
     assert watch.seconds == 0.75
 

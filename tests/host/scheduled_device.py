@@ -23,7 +23,7 @@ MAX_TOKENS = 48
 
 
 @dataclass
-class Drafts:
+class DeviceDrafts:
     """Drafts of up to `most` tokens, of which each is right with probability `sure`.
 
     With `on_device` the scheduler sees zeros; `offered` are the drafts themselves.
@@ -76,7 +76,7 @@ class ScheduledDevice:
         ahead: bool = False,
         host_pages: int = 0,
         patience: int = 16,
-        drafts: Drafts | None = None,
+        drafts: DeviceDrafts | None = None,
         kept: Sequence[Retention] = (),
     ) -> None:
         self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)

@@ -12,7 +12,7 @@ from tests.host.device_double import layout_sets
 from tests.host.test_cache import admit, manager, tokens_of
 
 
-class Copy:
+class TableCopy:
     """The tables of a manager, copied where it says."""
 
     def __init__(self, cache: CacheManager) -> None:
@@ -31,7 +31,7 @@ class Copy:
 @given(layout_sets(), st.integers(2, 40), st.integers(0, 40))
 def test_every_write_is_told(layouts: list[Layout], length: int, common: int) -> None:
     cache = manager(*layouts)
-    copy, one = Copy(cache), tokens_of(length)
+    copy, one = TableCopy(cache), tokens_of(length)
     for tokens in (one, one[: max(1, common)], one):
         seq = admit(cache, tokens)
         copy.check()

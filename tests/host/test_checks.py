@@ -39,7 +39,7 @@ COMMANDS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandEnd:
     """How a command ended, and what had been imported by then."""
 
     code: int
@@ -48,7 +48,7 @@ class Outcome:
     cpu_s: float
 
 
-def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
+def tangram(folder: Path, *arguments: str, **variables: str) -> CommandEnd:
     ended = subprocess.run(
         [sys.executable, "-c", RUN, *arguments],
         cwd=folder,
@@ -57,7 +57,7 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> Outcome:
         text=True,
         timeout=120,
     )
-    return Outcome(
+    return CommandEnd(
         ended.returncode, ended.stderr.splitlines(), **json.loads(ended.stdout.splitlines()[-1])
     )
 

@@ -25,7 +25,7 @@ from tests.host.test_locomo import asked, document
 BOS, USER, END, ASSISTANT = 1, 2, 3, 4
 
 
-class Letters:
+class CharacterTokenizer:
     """A token a character, and pairs of line ends as one, in a template of a few tokens."""
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def _pairs(text: str) -> list[str]:
     return found
 
 
-CODEC = Letters()
+CODEC = CharacterTokenizer()
 SAMPLE = sample("ruler", "niah_multikey_1", 600)
 
 

@@ -16,7 +16,8 @@ SHIPPED = [path for path in FILES if not path.is_relative_to(ROOT / "tests")]
 MOST_LINES = 60
 # A kernel of Triton is one function: its calls are inlined, and what they return is copied.
 COMPILERS = {"triton.jit"}
-PROPERTIES = {"property", "cached_property"}
+# Their names stand for values.
+NOUNS = {"property", "cached_property", "pytest.fixture"}
 NOT_PARTICIPLES = {"embed", "feed", "seed", "speed"}
 PARTICIPLES = {
     "begun",
@@ -106,17 +107,17 @@ def test_functions_fit_on_a_screen() -> None:
 def test_a_function_is_named_by_a_verb_or_by_what_it_returns() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {one.name}"
-        for path in SHIPPED
+        for path in FILES
         for one in functions(path)
-        if is_participle(one.name) and not decorators(one) & PROPERTIES
+        if is_participle(one.name) and not decorators(one) & NOUNS
     ]
     assert wrong == []
 
 
 def test_one_name_is_one_class() -> None:
     places = defaultdict(list)
-    for path in SHIPPED:
-        for node in tree(path).body:
+    for path in FILES:
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

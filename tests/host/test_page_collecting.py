@@ -135,7 +135,7 @@ def reading(
     return SequenceReading(request_id, index, ratio, "keydiff", 8, tokens, (), 0, 0, usage, None)
 
 
-class World:
+class ToldRequests:
     """Requests, and what an engine tells of them."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class World:
 
 
 def test_a_turn_continues_the_conversation_whose_prompt_it_begins_with() -> None:
-    world = World()
+    world = ToldRequests()
     system = [1, 2, 3]
     first = world.begin([*system, 4, 5])
     world.end(first, [6, 7])
@@ -175,7 +175,7 @@ def test_a_turn_continues_the_conversation_whose_prompt_it_begins_with() -> None
 
 
 def test_a_request_is_found_by_both_names_and_each_completion_by_its_number() -> None:
-    world = World()
+    world = ToldRequests()
     one = world.begin([1, 2], index=0)
     two = world.tell(SequenceState.WAITING, reading("req-1", [1, 2], [], index=1))
     assert world.requests.find("chatcmpl-1", 0) is world.requests.find("req-1", 0) is one
@@ -185,13 +185,13 @@ def test_a_request_is_found_by_both_names_and_each_completion_by_its_number() ->
 
 
 def test_sequences_of_no_request_are_not_kept() -> None:
-    world = World()
+    world = ToldRequests()
     assert world.tell(SequenceState.WAITING, reading("batch", [1], [])) is None
     assert world.requests.read(reading("batch", [1], [])) is None
 
 
 def test_a_reading_that_is_older_than_the_end_changes_nothing() -> None:
-    world = World()
+    world = ToldRequests()
     one = world.begin([1, 2])
     world.end(one, [3, 4])
     late = reading("req-1", [1, 2], [3])
@@ -201,7 +201,7 @@ def test_a_reading_that_is_older_than_the_end_changes_nothing() -> None:
 
 def test_the_oldest_ended_requests_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_requests, "MOST_REQUESTS", 3)
-    world = World()
+    world = ToldRequests()
     running = world.begin([0])
     for number in range(1, 6):
         world.end(world.begin([number]), [7])
@@ -217,7 +217,7 @@ def test_the_oldest_ended_requests_are_forgotten_first(monkeypatch: pytest.Monke
 
 
 def test_a_question_about_the_pool_waits_for_a_reading_of_what_has_happened() -> None:
-    class Readings:
+    class PoolReadings:
         def pool(self) -> PoolReading:
             return PoolReading(states, holders, [], 0, 0, 0)
 
@@ -227,11 +227,11 @@ def test_a_question_about_the_pool_waits_for_a_reading_of_what_has_happened() ->
     async def ask() -> None:
         collector = Collector(4)
         collector.start()
-        collector.observe(News(step, [], idle=False), Readings())
+        collector.observe(News(step, [], idle=False), PoolReadings())
         asking = asyncio.create_task(collector.freshen())
         await asyncio.sleep(0)
         assert not asking.done()
-        collector.observe(News(None, [], idle=True), Readings())
+        collector.observe(News(None, [], idle=True), PoolReadings())
         await asyncio.wait_for(asking, timeout=30)
         assert (collector.pool.states == PageState.CACHED).all()
 

@@ -59,7 +59,7 @@ def check_slots(manager: CacheManager) -> None:
         assert used <= seq.held_pages * layout.page_slots
 
 
-class Watched(ScheduledDevice):
+class WatchedDevice(ScheduledDevice):
     """Looks at the states while a step is scheduled and not yet committed, too."""
 
     promises = 0
@@ -76,13 +76,13 @@ def test_states_add_up_to_the_pool_at_any_time(data: st.DataObject, layouts: lis
         check_states(manager)
         check_slots(manager)
 
-    service = run_any_schedule(data, layouts, Watched, check)
+    service = run_any_schedule(data, layouts, WatchedDevice, check)
     assert check_states(service.manager).held == check_states(service.manager).promised == 0
 
 
 def test_a_growing_sequence_is_promised_pages_that_others_hold_nothing_of() -> None:
     """One chunk's worth: what it does not hold yet is promised, and no longer once it has ended."""
-    service = Watched(
+    service = WatchedDevice(
         [
             Layout.lay_out_uncompressed(
                 geometry(), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=96

@@ -20,7 +20,7 @@ from tests.host.test_scheduler import prompt_of
 from tests.host.test_speculative_schedule import drafts_of
 
 
-class Copy:
+class PartTableCopy:
     """The draft tables, copied where they say that they were written."""
 
     def __init__(self, drafts: PartTables) -> None:
@@ -31,7 +31,7 @@ class Copy:
         self.tables[slot, places] = self._drafts.tables[slot, places]
 
 
-def check_tables(cache: CacheManager, copy: Copy) -> int:
+def check_tables(cache: CacheManager, copy: PartTableCopy) -> int:
     """Compare every sequence's row with its pages; returns how many pages drafts do not read."""
     assert cache.drafts is not None
     left_out = 0
@@ -74,7 +74,7 @@ def test_tables_follow_whatever_happens_to_sequences(
         kept=[kept_first(entry, str(at)) for at, entry in enumerate(layouts)],
     )
     assert service.manager.drafts is not None
-    copy = Copy(service.manager.drafts)
+    copy = PartTableCopy(service.manager.drafts)
     for _ in range(6):
         prompt = prompt_of(rng.randrange(2), rng.randrange(40), [rng.randrange(3)])
         service.submit(prompt, rng.randrange(1, 12), layout=rng.randrange(2))
@@ -91,7 +91,7 @@ def test_equal_prompts_in_one_step_end_on_one_copy_of_what_drafts_read(tail: int
     kept = [kept_first(layout(2), "only")]
     cache = CacheManager(kept, total_pages=200, max_sequences=2, prefix_caching=True)
     assert cache.drafts is not None
-    copy = Copy(cache.drafts)
+    copy = PartTableCopy(cache.drafts)
     tokens, keys = np.asarray(prompt_of(1, 30, [1])), ChunkKeys(kept[0], "")
     seqs = [cache.admit(keys, tokens, 40) for _ in range(2)]
     for seq in seqs:
@@ -115,7 +115,7 @@ def test_restored_chunks_are_entered_again() -> None:
         [layout(4)], slack_pages=8, max_num_seqs=2, host_pages=1000, kept=kept
     )
     assert service.manager.drafts is not None
-    copy = Copy(service.manager.drafts)
+    copy = PartTableCopy(service.manager.drafts)
     for start in (1, 2, 3, 4, 1, 2):
         service.submit([start] * 28, 3)
         while service.step() is not None:

@@ -18,14 +18,14 @@ from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int64
 from tests.examples import examples
 from tests.host.device_double import geometry, kept_first, layout, layout_sets, recount
-from tests.host.scheduled_device import MAX_TOKENS, Drafts, ScheduledDevice
+from tests.host.scheduled_device import MAX_TOKENS, DeviceDrafts, ScheduledDevice
 from tests.host.test_scheduler import Traffic, prompt_of
 
 
 def drafts_of(
     seed: int = 0, *, most: int = 6, sure: float = 0.8, on_device: bool = False
-) -> Drafts:
-    return Drafts(most, sure, on_device, random.Random(seed))
+) -> DeviceDrafts:
+    return DeviceDrafts(most, sure, on_device, random.Random(seed))
 
 
 class DraftedTraffic(Traffic):
@@ -64,7 +64,7 @@ TestDraftedTraffic.settings = settings(
 )
 
 
-def crowd(seed: int, drafts: Drafts | None, **options: object) -> ScheduledDevice:
+def crowd(seed: int, drafts: DeviceDrafts | None, **options: object) -> ScheduledDevice:
     """A service after a random day of traffic; with compressed, whole and window groups."""
     model = geometry(3, 2, (None, 11, None))
     layouts = [layout(2, model=model), layout(4, model=model)]
@@ -109,7 +109,7 @@ def test_answers_are_those_without_drafts(seed: int) -> None:
 
 
 def test_right_drafts_save_steps() -> None:
-    def steps(drafts: Drafts | None) -> int:
+    def steps(drafts: DeviceDrafts | None) -> int:
         service = ScheduledDevice([layout(2)], slack_pages=100, max_num_seqs=2, drafts=drafts)
         service.submit([1] * 3, 40)
         service.drain()

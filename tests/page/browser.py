@@ -24,7 +24,7 @@ SERIOUS = ("serious", "critical")
 
 
 @dataclass
-class Watched:
+class WatchedPage:
     """A browser's page, with all that it logged and asked for."""
 
     page: Any
@@ -35,14 +35,14 @@ class Watched:
 @contextmanager
 def open_page(
     browser: Any, url: str, ignores: tuple[str, ...] = (), **options: Any
-) -> Iterator[Watched]:
+) -> Iterator[WatchedPage]:
     """A fresh browser profile at `url`. At its end: no error in the console but those with one of
     `ignores`, and no other host was asked.
     """
     context = browser.new_context(**{**DESKTOP, "accept_downloads": True, **options})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     context.set_default_timeout(15_000)
-    watched = Watched(context.new_page())
+    watched = WatchedPage(context.new_page())
     watched.page.on("console", lambda message: _note(watched, message))
     watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
     context.on("request", lambda request: watched.hosts.add(urlsplit(request.url).netloc))
@@ -56,7 +56,7 @@ def open_page(
         context.close()
 
 
-def _note(watched: Watched, message: Any) -> None:
+def _note(watched: WatchedPage, message: Any) -> None:
     if message.type in ("error", "warning"):
         watched.errors.append(f"{message.text} ({message.location.get('url', '')})")
 

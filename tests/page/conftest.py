@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser import CHROMIUM, NO_CHROMIUM, Watched, open_page
+from tests.page.browser import CHROMIUM, NO_CHROMIUM, WatchedPage, open_page
 from tests.page.fake_server import FakeServer, run_fake_page
 
 
@@ -35,12 +35,12 @@ def fake() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def watched(browser: Any, fake: FakeServer) -> Iterator[Watched]:
+def watched(browser: Any, fake: FakeServer) -> Iterator[WatchedPage]:
     """The page in a fresh profile; at its end it has logged no error and asked no other host."""
     with open_page(browser, fake.url) as opened:
         yield opened
 
 
 @pytest.fixture
-def page(watched: Watched) -> Any:
+def page(watched: WatchedPage) -> Any:
     return watched.page

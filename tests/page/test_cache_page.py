@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.page.browser import Watched, answers, ask, open_page, open_view, paste, send
+from tests.page.browser import WatchedPage, answers, ask, open_page, open_view, paste, send
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
     DRAFT_RETENTION,
@@ -581,7 +581,7 @@ def test_the_server_view_shows_the_last_hour(page: Any) -> None:
     assert page.locator('[data-field="queue"]').inner_text() == "0"
 
 
-def test_the_server_view_begins_without_numbers(watched: Watched, fake: FakeServer) -> None:
+def test_the_server_view_begins_without_numbers(watched: WatchedPage, fake: FakeServer) -> None:
     page = watched.page
     fields = httpx.get(f"{fake.url}/v1/kv/history?seconds=600").json()
     empty = {name: [] if isinstance(value, list) else value for name, value in fields.items()}

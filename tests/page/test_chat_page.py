@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser import Watched, answers, ask, open_page, open_view, paste, questions, send
+from tests.page.browser import (
+    WatchedPage,
+    answers,
+    ask,
+    open_page,
+    open_view,
+    paste,
+    questions,
+    send,
+)
 from tests.page.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
@@ -270,7 +279,7 @@ def test_a_key_is_required_and_stays_in_this_tab(browser: Any) -> None:
         context.close()
 
 
-def test_a_failure_is_told_and_asked_again(watched: Watched) -> None:
+def test_a_failure_is_told_and_asked_again(watched: WatchedPage) -> None:
     page = watched.page
     page.route("**/v1/chat/completions", lambda route: route.abort())
     send(page, "Anyone?")
@@ -285,7 +294,7 @@ def test_a_failure_is_told_and_asked_again(watched: Watched) -> None:
 
 
 def test_a_server_that_comes_back_with_another_model_is_asked_for_that(
-    watched: Watched, fake: FakeServer
+    watched: WatchedPage, fake: FakeServer
 ) -> None:
     page = watched.page
     fake.model = "another-model"

@@ -29,7 +29,7 @@ from tangram.page.files import HEADERS, add_files
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weight_size import Weights
-from tests.page.browser import DESKTOP, PHONE, ROOT, Watched, faults, open_page
+from tests.page.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
 from tests.running import run_app
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.browser
 CHAPTERS = 11
 
 
-class Handler(SimpleHTTPRequestHandler):
+class PlainHostHandler(SimpleHTTPRequestHandler):
     """A plain web host, with the headers of the engine's own server."""
 
     def end_headers(self) -> None:
@@ -53,7 +53,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def web_host(folder: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PlainHostHandler, directory=str(folder)))
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -77,7 +77,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Any, site: str) -> Iterator[Watched]:
+def opened(browser: Any, site: str) -> Iterator[WatchedPage]:
     """The page with all widgets ready; at its end it has logged no error and asked no other host.
 
     Tests of a module share it, each in its own chapter.
@@ -88,7 +88,7 @@ def opened(browser: Any, site: str) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def page(opened: Watched) -> Any:
+def page(opened: WatchedPage) -> Any:
     return opened.page
 
 

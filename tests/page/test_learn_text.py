@@ -53,7 +53,7 @@ class Chapter:
     sources: list[str] = field(default_factory=list)
 
 
-class Reader(HTMLParser):
+class ChapterReader(HTMLParser):
     """Reads the chapters, and fails at a tag that is not closed."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Reader(HTMLParser):
 
 
 def read() -> list[Chapter]:
-    reader = Reader()
+    reader = ChapterReader()
     reader.feed(PAGE.read_text())
     assert not reader.open
     return reader.chapters

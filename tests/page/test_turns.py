@@ -45,7 +45,7 @@ COPIES = """
 
 
 @dataclass
-class Conversation:
+class ShownTurns:
     """The page after three turns, and what the server answered to each."""
 
     page: Any
@@ -79,7 +79,7 @@ class Conversation:
 )
 def talked(
     browser: Any, python: Sequence[str], request: pytest.FixtureRequest
-) -> Iterator[Conversation]:
+) -> Iterator[ShownTurns]:
     # Three chunks look better on pictures.
     characters, tokens = LONG if request.config.getoption("pictures") else request.param
     with (
@@ -97,7 +97,7 @@ def talked(
         page.get_by_label("Repetition penalty").fill("1.1")
         page.get_by_label("Most tokens of an answer").fill("24")
         page.get_by_text("Settings of this conversation").click()
-        talked = Conversation(page, url, TEXT[:characters], tokens)
+        talked = ShownTurns(page, url, TEXT[:characters], tokens)
         paste(page, talked.document)
         for question in QUESTIONS:
             ask(page, question)
@@ -113,7 +113,7 @@ def give_key(page: Any) -> None:
     page.get_by_text(", connected").wait_for(state="attached")
 
 
-def test_reuse_shown_equals_usage(talked: Conversation) -> None:
+def test_reuse_shown_equals_usage(talked: ShownTurns) -> None:
     rows = talked.page.locator(".turns tbody tr")
     assert rows.count() == len(QUESTIONS) == len(answers(talked.page))
     for at, usage in enumerate(talked.usages):
@@ -133,7 +133,7 @@ def test_reuse_shown_equals_usage(talked: Conversation) -> None:
     assert first == 0 and all(reused > talked.least_tokens for reused in later)
 
 
-def test_time_and_memory_of_a_turn_are_shown(talked: Conversation) -> None:
+def test_time_and_memory_of_a_turn_are_shown(talked: ShownTurns) -> None:
     rows = talked.page.locator(".turns tbody tr")
     for at, usage in enumerate(talked.usages):
         shown = {
@@ -147,7 +147,7 @@ def test_time_and_memory_of_a_turn_are_shown(talked: Conversation) -> None:
         assert float(number) > 0 and unit in ("ms", "s") and float(shown["rate"]) > 0
 
 
-def kept_shares(talked: Conversation, name: str, told: dict[str, Any]) -> dict[int, float]:
+def kept_shares(talked: ShownTurns, name: str, told: dict[str, Any]) -> dict[int, float]:
     """Position → share of the heads that hold its token, as the API says."""
     shares = dict.fromkeys(range(told["raw"]["begin"], told["raw"]["end"]), 1.0)
     for chunk in told["chunks"]:
@@ -159,7 +159,7 @@ def kept_shares(talked: Conversation, name: str, told: dict[str, Any]) -> dict[i
     return shares
 
 
-def test_painted_tokens_are_those_that_heads_keep(talked: Conversation) -> None:
+def test_painted_tokens_are_those_that_heads_keep(talked: ShownTurns) -> None:
     name = talked.ids[-1]
     told = talked.get(f"requests/{name}")
     tokens = [token["text"] for token in told["tokens"]]
@@ -173,7 +173,7 @@ def test_painted_tokens_are_those_that_heads_keep(talked: Conversation) -> None:
     assert all(painted[at] is None for at in range(len(tokens)) if at not in shares)
 
 
-def test_a_head_shows_the_tokens_it_keeps(talked: Conversation) -> None:
+def test_a_head_shows_the_tokens_it_keeps(talked: ShownTurns) -> None:
     page, name = talked.page, talked.ids[-1]
     page.get_by_label("KV heads by layer").focus()
     page.keyboard.press("ArrowRight")
@@ -187,7 +187,7 @@ def test_a_head_shows_the_tokens_it_keeps(talked: Conversation) -> None:
     page.get_by_label("Question", exact=True).focus()
 
 
-def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> None:
+def test_reload_keeps_the_conversation_and_its_cache(talked: ShownTurns) -> None:
     before = answers(talked.page)
     talked.page.reload()
     talked.page.get_by_text(", connected").wait_for(state="attached")
@@ -197,7 +197,7 @@ def test_reload_keeps_the_conversation_and_its_cache(talked: Conversation) -> No
 
 
 def test_an_answer_written_again_and_an_edited_question_reuse_the_document(
-    talked: Conversation,
+    talked: ShownTurns,
 ) -> None:
     """The last question is asked twice more, in branches beside the first answer."""
     page, computed = talked.page, []
@@ -217,7 +217,7 @@ def test_an_answer_written_again_and_an_edited_question_reuse_the_document(
     assert page.locator(".turns tbody tr").count() == len(QUESTIONS)
 
 
-def check_last_turn(talked: Conversation) -> int:
+def check_last_turn(talked: ShownTurns) -> int:
     """The row of the newest turn says what the server answered; the tokens it computed."""
     talked.page.wait_for_function("() => window.copies.length > 0")
     talked.note(talked.page.evaluate("() => window.copies.pop()"))
@@ -233,7 +233,7 @@ def check_last_turn(talked: Conversation) -> int:
 
 
 @pytest.fixture(scope="module")
-def streaming(talked: Conversation) -> Any:
+def streaming(talked: ShownTurns) -> Any:
     """The page while a long answer is being written."""
     page = talked.page
     page.get_by_text("Settings of this conversation").click()
@@ -270,7 +270,7 @@ def test_stop_ends_the_request(streaming: Any) -> None:
     assert "stopped" in page.locator(".message.assistant .run").last.inner_text()
 
 
-def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> None:
+def test_two_retentions_are_compared(talked: ShownTurns, tmp_path: Path) -> None:
     page = talked.page
     open_view(page, "Compare")
     document = tmp_path / "document.md"
@@ -287,7 +287,7 @@ def test_two_retentions_are_compared(talked: Conversation, tmp_path: Path) -> No
     assert held[0] >= 100 > held[1], "the left drops nothing, the right something"
 
 
-def test_the_server_view_has_the_engine_s_numbers(talked: Conversation) -> None:
+def test_the_server_view_has_the_engine_s_numbers(talked: ShownTurns) -> None:
     page = talked.page
     open_view(page, "Server")
     page.locator(".plot canvas").first.wait_for()

@@ -39,7 +39,7 @@ REAL_START_S = 180.0
 
 
 @dataclass
-class FakeServer:
+class EngineServer:
     """A server on the loopback and the engine behind it."""
 
     url: str
@@ -83,7 +83,7 @@ def run_fake_server(
     let_unknown_by: bool = False,
     engine: FakeEngine | None = None,
     page: Extension | None = None,
-) -> Iterator[FakeServer]:
+) -> Iterator[EngineServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = engine or FakeEngine()
     protection = Protection(api_keys, max_body_mb, allowed_origins)
@@ -97,7 +97,7 @@ def run_fake_server(
         page=page,
     )
     with run_app(app, **transport_options()) as running:
-        yield FakeServer(running.url, engine, running.stop)
+        yield EngineServer(running.url, engine, running.stop)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def run_page_server(
     visibility: Visibility = Visibility.auto,
     host: str = "127.0.0.1",
     change: Callable[[CachePage], object] = lambda page: None,
-) -> Iterator[FakeServer]:
+) -> Iterator[EngineServer]:
     """A server with the page, over the engine without a model."""
     engine = WatchedEngine()
     page = CachePage(engine, MODEL, Access(visibility, host))
@@ -116,20 +116,20 @@ def run_page_server(
 
 
 @pytest.fixture
-def fake_server() -> Iterator[FakeServer]:
+def fake_server() -> Iterator[EngineServer]:
     with run_fake_server() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def shared_server() -> Iterator[FakeServer]:
+def shared_server() -> Iterator[EngineServer]:
     """One for many tests, which must not mind what the others did."""
     with run_fake_server() as server:
         yield server
 
 
 @pytest.fixture
-def locked_server() -> Iterator[FakeServer]:
+def locked_server() -> Iterator[EngineServer]:
     """A server whose API keys are 'sesame' and 'poppy'."""
     with run_fake_server("sesame", "poppy") as server:
         yield server

@@ -41,7 +41,7 @@ OPTIONS = (
 )
 
 
-class Watched:
+class WatchedServer:
     """A real server and every reading of its metrics."""
 
     def __init__(self, url: str) -> None:
@@ -133,10 +133,10 @@ def load(url: str) -> None:
 
 
 @contextmanager
-def loaded_server(python: Sequence[str]) -> Iterator[Watched]:
+def loaded_server(python: Sequence[str]) -> Iterator[WatchedServer]:
     """The server after that load."""
     with run_real_server(*OPTIONS, python=python) as url:
-        watched = Watched(url)
+        watched = WatchedServer(url)
         with watched.watching():
             load(url)
         yield watched

@@ -203,7 +203,7 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
     second.output.close()
 
 
-class Full(io.FileIO):
+class FullFile(io.FileIO):
     """A file on a disk with room for 700 bytes."""
 
     def write(self, data: Any) -> int:
@@ -218,7 +218,7 @@ def test_a_full_disk_costs_one_answer_at_most(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     files.output.close()
-    files.output = Full(files.target, "a+")
+    files.output = FullFile(files.target, "a+")
     with pytest.raises(TangramError, match=r"cannot be written.*No space left"):
         answer_all(Service(FakeEngine(), MODEL), files, at_once=1, on_line=lambda: None)
     assert (tmp_path / "out.jsonl").stat().st_size == 700

@@ -123,7 +123,7 @@ def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
         Protection(allowed_origins=("https://fine.example:8443", "http://[::1]:80", origin))
 
 
-class Page(HTMLParser):
+class AddressReader(HTMLParser):
     """The addresses that a page names, its tags and its words."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Page(HTMLParser):
         self.words += data
 
 
-def read_page(server: FakeServer, **headers: str) -> tuple[Page, Any]:
+def read_page(server: FakeServer, **headers: str) -> tuple[AddressReader, Any]:
     with server.http() as client:
         answer, document = (
             client.get("/docs", headers=headers),
@@ -150,7 +150,7 @@ def read_page(server: FakeServer, **headers: str) -> tuple[Page, Any]:
         )
     assert answer.headers["content-type"].startswith("text/html")
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
-    page = Page()
+    page = AddressReader()
     page.feed(answer.text)
     return page, document.json()
 

@@ -64,7 +64,7 @@ def lines() -> Iterator[Lines]:
     logger.setLevel(before)
 
 
-class Full(io.StringIO):
+class FullLog(io.StringIO):
     """A log on a full disk."""
 
     def flush(self) -> None:
@@ -73,7 +73,7 @@ class Full(io.StringIO):
 
 def test_a_log_without_room_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Not once a request, with a traceback each."""
-    handler = LogLines(Full())
+    handler = LogLines(FullLog())
     for number in range(3):
         handler.handle(logging.LogRecord("a", logging.INFO, "a.py", 1, "%d", (number,), None))
     (said,) = capsys.readouterr().err.splitlines()

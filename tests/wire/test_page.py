@@ -22,7 +22,7 @@ from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
 from tangram.page.collector import READ_EVERY_S
 from tangram.page.history import History, Line
-from tests.wire.conftest import CHAT, USER, FakeServer, chat_body, run_page_server, wait_until
+from tests.wire.conftest import CHAT, USER, EngineServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
 EVENTS = "/v1/kv/events"
@@ -33,13 +33,13 @@ ENDLESS = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server() -> Iterator[EngineServer]:
     with run_page_server() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def locked() -> Iterator[FakeServer]:
+def locked() -> Iterator[EngineServer]:
     with run_page_server("sesame", "poppy") as found:
         yield found
 
@@ -63,7 +63,7 @@ class Stream:
 
 
 @contextmanager
-def watching(server: FakeServer, headers: dict[str, str] | None = None) -> Iterator[Stream]:
+def watching(server: EngineServer, headers: dict[str, str] | None = None) -> Iterator[Stream]:
     with server.http() as client, client.stream("GET", EVENTS, headers=headers) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -71,7 +71,7 @@ def watching(server: FakeServer, headers: dict[str, str] | None = None) -> Itera
 
 
 def ask(
-    server: FakeServer, content: str, headers: dict[str, str] | None = None, **fields: Any
+    server: EngineServer, content: str, headers: dict[str, str] | None = None, **fields: Any
 ) -> Any:
     with server.http() as client:
         body = chat_body(messages=[USER | {"content": content}], **fields)
@@ -79,7 +79,7 @@ def ask(
         return response.json() | {"request_id": response.headers["x-request-id"]}
 
 
-def test_a_request_shows_its_tokens_chunks_and_use(server: FakeServer) -> None:
+def test_a_request_shows_its_tokens_chunks_and_use(server: EngineServer) -> None:
     answer = ask(server, "say all of it: é")
     with server.http() as client:
         told = client.get(f"/v1/kv/requests/{answer['id']}").json()
@@ -111,7 +111,7 @@ def test_a_request_shows_its_tokens_chunks_and_use(server: FakeServer) -> None:
     assert 0 < times["queued"] <= times["first_token"] <= times["ended"]
 
 
-def test_kept_positions_are_bits_of_layers_heads_and_tokens(server: FakeServer) -> None:
+def test_kept_positions_are_bits_of_layers_heads_and_tokens(server: EngineServer) -> None:
     answer = ask(server, "something of a few chunks")
     with server.http() as client:
         told = client.get(f"/v1/kv/requests/{answer['id']}/kept?chunk=1").json()
@@ -124,7 +124,7 @@ def test_kept_positions_are_bits_of_layers_heads_and_tokens(server: FakeServer) 
     assert missing.json()["error"]["code"] == "no_such_chunk"
 
 
-def test_a_lossless_request_tells_what_its_drafts_read(server: FakeServer) -> None:
+def test_a_lossless_request_tells_what_its_drafts_read(server: EngineServer) -> None:
     answer = ask(server, "something of a few chunks", kv_retention=1.0)
     with server.http() as client:
         told = client.get(f"/v1/kv/requests/{answer['id']}").json()
@@ -137,7 +137,7 @@ def test_a_lossless_request_tells_what_its_drafts_read(server: FakeServer) -> No
     assert held.all() and (drafted.reshape(LAYERS, HEADS, CHUNK) == CHOSEN).all()
 
 
-def test_the_pool_numbers_conversations(server: FakeServer) -> None:
+def test_the_pool_numbers_conversations(server: EngineServer) -> None:
     with server.http() as client, client.stream("POST", CHAT, json=ENDLESS) as response:
         lines = response.iter_lines()  # once it is forgotten, the connection is closed
         next(lines)
@@ -163,7 +163,7 @@ def test_the_pool_is_told_before_anything_runs() -> None:
     assert not any(b64decode(told["states"]))
 
 
-def test_events_come_within_a_tenth_of_a_second(server: FakeServer) -> None:
+def test_events_come_within_a_tenth_of_a_second(server: EngineServer) -> None:
     late: list[float] = []
     body = ENDLESS | {"messages": [USER | {"content": "its own, and endless"}]}
     with watching(server) as stream:
@@ -186,7 +186,7 @@ def test_events_come_within_a_tenth_of_a_second(server: FakeServer) -> None:
     assert came["step"]["n"] > 0 and came["step"]["decode_rows"] == 1
 
 
-def test_the_last_steps_are_told_first(server: FakeServer) -> None:
+def test_the_last_steps_are_told_first(server: EngineServer) -> None:
     ask(server, "a few steps")
     with watching(server) as stream:
         _, hello = stream.next("hello")
@@ -197,7 +197,7 @@ def test_the_last_steps_are_told_first(server: FakeServer) -> None:
 # -- who sees what ---------------------------------------------------------------------------------
 
 
-def test_another_key_sees_neither_request_nor_text(locked: FakeServer) -> None:
+def test_another_key_sees_neither_request_nor_text(locked: EngineServer) -> None:
     with watching(locked, SESAME) as mine, watching(locked, POPPY) as theirs:
         answer = ask(locked, "the secret word is rosebud", SESAME)
         _, told = mine.next("request")
@@ -219,7 +219,7 @@ def test_another_key_sees_neither_request_nor_text(locked: FakeServer) -> None:
                 assert refused.json() == never.json(), "an id of another key says nothing"
 
 
-def test_the_pool_names_only_own_conversations(locked: FakeServer) -> None:
+def test_the_pool_names_only_own_conversations(locked: EngineServer) -> None:
     with (
         locked.http() as client,
         client.stream("POST", CHAT, json=ENDLESS, headers=SESAME) as response,
@@ -234,7 +234,7 @@ def test_the_pool_names_only_own_conversations(locked: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("path", [*OURS, EVENTS, "/v1/kv/requests/chatcmpl-1"])
-def test_data_need_a_key_and_files_do_not(path: str, locked: FakeServer) -> None:
+def test_data_need_a_key_and_files_do_not(path: str, locked: EngineServer) -> None:
     with locked.http() as client:
         assert client.get(path).status_code == 401
         assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -246,7 +246,7 @@ def test_data_need_a_key_and_files_do_not(path: str, locked: FakeServer) -> None
         assert raw_get(locked, other, "Host: localhost") == 404
 
 
-def raw_get(server: FakeServer, path: str, *headers: str) -> int:
+def raw_get(server: EngineServer, path: str, *headers: str) -> int:
     """The status for a request with exactly these headers."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -276,7 +276,7 @@ def raw_get(server: FakeServer, path: str, *headers: str) -> int:
     ],
 )
 def test_without_keys_the_host_must_be_ours(
-    headers: list[str], status: int, server: FakeServer
+    headers: list[str], status: int, server: EngineServer
 ) -> None:
     for path in (*OURS, *FILES):
         assert raw_get(server, path, *headers) == status
@@ -309,7 +309,7 @@ def test_clients_of_other_machines_see_it_if_it_is_open_or_they_have_a_key(
 # -- files, limits, the end ------------------------------------------------------------------------
 
 
-def test_files_load_nothing_from_elsewhere(server: FakeServer) -> None:
+def test_files_load_nothing_from_elsewhere(server: EngineServer) -> None:
     with server.http() as client:
         for path in FILES:
             response = client.get(path)
@@ -337,14 +337,14 @@ def test_files_load_nothing_from_elsewhere(server: FakeServer) -> None:
         ("requests/a/kept", "chunk"),
     ],
 )
-def test_wrong_parameters_are_named(query: str, param: str, server: FakeServer) -> None:
+def test_wrong_parameters_are_named(query: str, param: str, server: EngineServer) -> None:
     with server.http() as client:
         response = client.get(f"/v1/kv/{query}")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
-def test_the_endpoints_are_described(server: FakeServer, locked: FakeServer) -> None:
+def test_the_endpoints_are_described(server: EngineServer, locked: EngineServer) -> None:
     with server.http() as client:
         document = client.get("/openapi.json").json()
     paths = {path for path in document["paths"] if path.startswith("/v1/kv/")}
@@ -365,7 +365,7 @@ def schema_of(document: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", [*OURS, "/v1/kv/requests/{id}", "/v1/kv/requests/{id}/kept"])
-def test_answers_have_the_fields_that_are_described(path: str, server: FakeServer) -> None:
+def test_answers_have_the_fields_that_are_described(path: str, server: EngineServer) -> None:
     """All of them, each of its type, and no others."""
     answers = [ask(server, "of some chunks", kv_retention=ratio) for ratio in (0.5, 1.0)]
     with server.http() as client:
@@ -383,7 +383,7 @@ def test_answers_have_the_fields_that_are_described(path: str, server: FakeServe
                 jsonschema_rs.validate(schema, answer | {name: {"another": "type"}})
 
 
-def test_a_line_of_the_history_has_the_types_that_are_described(server: FakeServer) -> None:
+def test_a_line_of_the_history_has_the_types_that_are_described(server: EngineServer) -> None:
     """The first comes after ten seconds, so one is made."""
     history = History(0.0)
     for now_s in (0.0, 10.0):
@@ -399,7 +399,7 @@ def test_a_line_of_the_history_has_the_types_that_are_described(server: FakeServ
                 jsonschema_rs.validate(schema, answer | {name: ["a word"]})
 
 
-def test_the_fields_of_events_and_of_the_history_are_documented(server: FakeServer) -> None:
+def test_the_fields_of_events_and_of_the_history_are_documented(server: EngineServer) -> None:
     text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     section = text.split("\n## The cache in detail\n")[1].split("\n## ")[0]
     told: dict[str, Any] = {}
@@ -458,14 +458,14 @@ def test_a_server_that_is_to_end_begins_no_stream() -> None:
             assert client.get(EVENTS).text.startswith("event: hello")
 
 
-def test_head_of_the_stream_ends(server: FakeServer) -> None:
+def test_head_of_the_stream_ends(server: EngineServer) -> None:
     with server.http() as client:
         response = client.head(EVENTS)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
 
 
-def test_without_the_page_there_is_nothing(fake_server: FakeServer) -> None:
+def test_without_the_page_there_is_nothing(fake_server: EngineServer) -> None:
     with fake_server.http() as client:
         for path in (*FILES, *OURS):
             assert client.get(path).status_code == 404

@@ -37,7 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Gate:
+class TokenizerBarrier:
     """Where the work of the tokenizer waits until it may go on. `begun` counts it."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Gate:
 
 
 @contextmanager
-def gated(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gated(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenizerBarrier]:
     """Nothing is tokenized, or made into text, until the gate is open."""
-    gate, codec = Gate(), server.engine.codec
+    gate, codec = TokenizerBarrier(), server.engine.codec
     monkeypatch.setattr(codec, "chat_prompt", gate.before(lambda *arguments: (97,)))
     for name in ("encode", "verbatim"):
         monkeypatch.setattr(codec, name, gate.before(getattr(codec, name)))

@@ -19,7 +19,7 @@ from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, stream_data
 SMOL = "smollm2"
 
 
-class Visit(BaseModel):
+class PlaceVisit(BaseModel):
     model_config = ConfigDict(extra="forbid")
     place: Literal["museum", "beach", "market"]
     hours: int = Field(ge=1, le=12)
@@ -28,7 +28,7 @@ class Visit(BaseModel):
 class Trip(BaseModel):
     model_config = ConfigDict(extra="forbid")
     city: str = Field(max_length=20)
-    visits: list[Visit] = Field(min_length=1, max_length=2)
+    visits: list[PlaceVisit] = Field(min_length=1, max_length=2)
     note: str | None = Field(max_length=10)
 
 

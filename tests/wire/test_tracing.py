@@ -189,7 +189,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
     """An OTLP collector over HTTP, and what it was sent."""
     sent: list[ExportTraceServiceRequest] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class TraceHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.path == "/v1/traces":
@@ -200,7 +200,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), TraceHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -34,7 +34,7 @@ Place = tuple[str, int]
 
 
 @dataclass
-class WatchedEngine(FakeEngine):
+class ObservedFakeEngine(FakeEngine):
     """Tells an observer of each token as a step of its own. Requests hold pages in order."""
 
     observer: Observer | None = None
