@@ -32,7 +32,7 @@ def refusal(**fields: Any) -> dict[str, Any]:
     return {}
 
 
-def streamed(**fields: Any) -> dict[str, Any]:
+def stream(**fields: Any) -> dict[str, Any]:
     chunks = list(litellm.completion(**{**asked, "stream": True, **fields}))
     whole = litellm.stream_chunk_builder(chunks, messages=messages)
     usage = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
@@ -68,7 +68,7 @@ print(
         {
             "text": whole.choices[0].message.content,
             "usage": whole.usage.model_dump(),
-            "streamed": streamed(stream_options={"include_usage": True}),
+            "streamed": stream(stream_options={"include_usage": True}),
             "labelled": litellm.completion(**asked, user="me", metadata={"trace": "7"})
             .choices[0]
             .finish_reason,

@@ -44,7 +44,7 @@ def profile(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str
 
 
 @contextmanager
-def poisoned(model: LoadedModel, value: float = torch.nan) -> Iterator[None]:
+def poison(model: LoadedModel, value: float = torch.nan) -> Iterator[None]:
     """Within, the embedding of token BAD is `value`."""
 
     def hook(
@@ -89,13 +89,13 @@ def build(
     ahead, retention = request.param
     profiles: dict[str, Any] = {"profile": (profile,)} if retention < 1 else {}
 
-    def made(**options: Any) -> Engine:
+    def make(**options: Any) -> Engine:
         engine = small_engine(model, kv_retention=retention, **profiles, **options)
         engine.ahead = ahead
         engine._runner.pool.fill_(torch.nan)  # what memory happens to hold must not matter
         return engine
 
-    return made
+    return make
 
 
 @pytest.mark.parametrize("bad_at", [5, C + 3, 2 * C + 6])
@@ -105,7 +105,7 @@ def test_one_request_ends_and_the_others_answer_as_if_it_had_not_been_there(
     others = [prompt(2 * C + 7, 2), prompt(C + 9, 5), prompt(3 * C, 3)[:-4]]
     expected = run(build(), others, ANSWER)
     engine = build()
-    with poisoned(model):
+    with poison(model):
         *events, failed = submit(engine, [*others, prompt(2 * C + 7, 7, bad_at)])
         drain(engine)
     assert [tokens_of(each) for each in events] == expected
@@ -121,7 +121,7 @@ def test_of_a_request_that_failed_nothing_is_found_again(
     asked = prompt(3 * C + 5, 7, C + 3)
     (expected,) = run(build(), [asked], ANSWER)
     engine = build(kv_offload_gib=0.01)
-    with poisoned(model):
+    with poison(model):
         run(engine, [asked], ANSWER)
     assert engine.stats().pages_cached == engine.stats().host_pages_used == 0
     assert run(engine, [asked], ANSWER) == [expected]
@@ -132,7 +132,7 @@ def test_other_prefixes_stay_cached(build: Callable[..., Engine], model: LoadedM
     good = prompt(2 * C + 5, 2)
     engine = build()
     (expected,) = run(engine, [good], ANSWER)
-    with poisoned(model):
+    with poison(model):
         run(engine, [prompt(2 * C + 5, 7, 1)], ANSWER)
     assert run(engine, [good], ANSWER) == [expected]
     assert engine.stats().cached_tokens >= 2 * C
@@ -146,7 +146,7 @@ def test_who_shares_a_broken_chunk_is_computed_anew(
     expected = run(build(), asked, ANSWER)[1]
     engine = build(max_num_batched_tokens=C + 8)
     broken, shared = submit(engine, asked)
-    with poisoned(model):
+    with poison(model):
         engine.step()  # seals the chunk that both begin with
     drain(engine)
     assert broken[-1].finish_reason is FinishReason.ABORT
@@ -163,7 +163,7 @@ def test_what_breaks_while_decoding_ends_after_the_tokens_before_it(
     assert bad not in untouched and bad not in expected[:3]
     engine = build()
     events, others = submit(engine, [asked, other])
-    with pytest.MonkeyPatch.context() as patch, poisoned(model):
+    with pytest.MonkeyPatch.context() as patch, poison(model):
         patch.setitem(globals(), "BAD", bad)
         drain(engine)
     assert tokens_of(events) == expected[:4]
@@ -175,7 +175,7 @@ def test_all_answers_of_a_request_end_with_it(
     build: Callable[..., Engine], model: LoadedModel
 ) -> None:
     engine = build()
-    with poisoned(model):
+    with poison(model):
         (events,) = submit(engine, [prompt(C + 5, 7, C + 2)], SamplingParams(n=3, max_tokens=4))
         drain(engine)
     assert sorted(event.index for event in events if event.finish_reason is FinishReason.ABORT) == [

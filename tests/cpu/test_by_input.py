@@ -121,7 +121,7 @@ class Masked:
         self.hidden = torch.cat([self.hidden, dropped], dim=2)
         return torch.as_tensor(output.logits[0, -1])
 
-    def kept(self, scores: Tensor, start: int) -> Tensor:
+    def find_kept(self, scores: Tensor, start: int) -> Tensor:
         """[L, H, C] of scores [L, H, C], by one sort of each pool."""
         forced = scores.clone()
         forced[..., : SINKS if start == 0 else 0] = forced[..., CHUNK - WINDOW :] = torch.inf
@@ -152,7 +152,7 @@ def reference(
     return found
 
 
-def answered(
+def answer(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[list[tuple[int, float]]]:
     events: list[list[Event]] = [[] for _ in prompts]
@@ -172,14 +172,13 @@ def test_answers_are_those_of_a_cache_in_which_the_dropped_are_hidden(
     loaded = adopt_tiny(LLAMA)
     # No chunk is filled by decode
     few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
-    found = answered(engine_of(loaded, scope), PROMPTS, few)
+    found = answer(engine_of(loaded, scope), PROMPTS, few)
     for prompt, own in zip(PROMPTS, found, strict=True):
         expected = reference(loaded, prompt, scope, 2)
         assert [token for token, _ in own] == [token for token, _ in expected]
         assert np.allclose([value for _, value in own], [value for _, value in expected], atol=1e-4)
     scopes = [
-        answered(engine_of(loaded, other), PROMPTS[2:], few)[0][0][1]
-        for other in ("layer", "model")
+        answer(engine_of(loaded, other), PROMPTS[2:], few)[0][0][1] for other in ("layer", "model")
     ]
     assert abs(scopes[0] - scopes[1]) > 1e-6, (
         "the scope makes no difference here: the test would pass without it"
@@ -202,7 +201,7 @@ def test_the_triton_kernels_answer_alike(adopt_tiny: Adopt) -> None:
     loaded = adopt_tiny(LLAMA)
     few = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
     found, expected = (
-        answered(engine_of(loaded, kernels=kernels), PROMPTS[1:2], few)
+        answer(engine_of(loaded, kernels=kernels), PROMPTS[1:2], few)
         for kernels in (TritonKernels, None)
     )
     assert [token for token, _ in found[0]] == [token for token, _ in expected[0]]
@@ -219,12 +218,12 @@ def test_heads_keep_what_their_scores_give_them(adopt_tiny: Adopt) -> None:
     assert reclaim is not None
     select = type(reclaim)._select
 
-    def looked(self: Any, sealer: Any) -> Tensor:
+    def look(self: Any, sealer: Any) -> Tensor:
         seen.append(torch.stack([sealer.deferred[layer] for layer in sorted(sealer.deferred)]))
         return select(self, sealer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(reclaim), "_select", looked)
+        patch.setattr(type(reclaim), "_select", look)
         engine.submit(Request("a", tuple(PROMPTS[2]), ANSWER, lambda event: None))
         while len(seen) < 2:
             engine.step()

@@ -120,11 +120,11 @@ def run(**changes: Any) -> list[Profile]:
 def test_profiles_of_every_rho_come_from_one_pass() -> None:
     calls: list[int] = []
 
-    def counted(sample: Sequence[int]) -> Iterator[Scores]:
+    def count(sample: Sequence[int]) -> Iterator[Scores]:
         calls.append(sample[0])
         return score_source(sample)
 
-    profiles = run(score_source=counted)
+    profiles = run(score_source=count)
     assert calls == list(range(6))
     assert [profile.kv_retention for profile in profiles] == [0.3, 0.5]
     for profile in profiles:

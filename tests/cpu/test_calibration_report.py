@@ -27,7 +27,7 @@ from tangram.types import Geometry
 CHUNK = 16
 
 
-def calibrated(
+def calibrate_samples(
     needs: Sequence[np.ndarray[Any, Any]],
     kinds: Sequence[str],
     retentions: Sequence[float] = (0.5,),
@@ -87,7 +87,7 @@ def random_needs(samples: int, seed: int, spread: int) -> list[np.ndarray[Any, A
 
 def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
     needs = random_needs(4, 0, 5)
-    (evidence,) = calibrated(needs, "abab")
+    (evidence,) = calibrate_samples(needs, "abab")
     for wishes, needed in zip(evidence.wishes, needs, strict=True):
         np.testing.assert_array_equal(wishes, needed / CHUNK)
     np.testing.assert_allclose(evidence.profile.mean, evidence.fractions.mean(axis=0), atol=1e-5)
@@ -95,7 +95,7 @@ def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
 
 
 def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
-    (evidence,) = calibrated(two_heads(12, 12, 12), "aaa")
+    (evidence,) = calibrate_samples(two_heads(12, 12, 12), "aaa")
     np.testing.assert_array_equal(reserved_fractions(evidence.profile), [[0.75, 0.25]])
     found = measure_held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 1", "alpha 2", "own", "fitted", "unscaled"):
@@ -114,7 +114,7 @@ def test_overflow_is_what_one_counts_by_hand() -> None:
     """Each sample meets the budgets of the other: (12, 4) entries wished, room for (4, 12), so 8 of
     16 find none.
     """
-    (evidence,) = calibrated(two_heads(12, 4), "ab")
+    (evidence,) = calibrate_samples(two_heads(12, 4), "ab")
     found = measure_held_out_overflow(evidence)
     for way in ("alpha 0", "alpha 2", "fitted", "unscaled"):
         assert (found[way]["exceeded"], found[way]["lost"]) == (0.5, 0.5)
@@ -126,7 +126,7 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
     """Others (16, 0) and (8, 8): μ (12, 4) and σ 4, so B is (12, 4) at α 0 and (16, 12) at α 2, of
     16 entries.
     """
-    (evidence,) = calibrated(two_heads(12, 16, 8), "aaa", page_tokens=2)
+    (evidence,) = calibrate_samples(two_heads(12, 16, 8), "aaa", page_tokens=2)
     assert evidence.profile_of([1, 2], 0.0).sealed_pages == (6, 2)
     assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
     # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4)
@@ -137,7 +137,7 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
 
 
 def test_a_profile_of_one_kind_serves_its_own_and_not_the_other() -> None:
-    (evidence,) = calibrated(two_heads(12, 4, 12, 4), "abab")
+    (evidence,) = calibrate_samples(two_heads(12, 4, 12, 4), "abab")
     found = transfer(evidence, 0.0)
     assert found["a"] == {"a": 0.0, "b": 0.5}
     assert found["b"] == {"a": 0.5, "b": 0.0}
@@ -145,13 +145,13 @@ def test_a_profile_of_one_kind_serves_its_own_and_not_the_other() -> None:
     assert found["all"] == {"a": 0.25, "b": 0.25}, (
         "(12, 4), (4, 12), (4, 12) share out as two pages each"
     )
-    assert transfer(calibrated(two_heads(12, 4), "aa")[0], 0.0) == {}
-    lonely = transfer(calibrated(two_heads(12, 4), "ab")[0], 0.0)
+    assert transfer(calibrate_samples(two_heads(12, 4), "aa")[0], 0.0) == {}
+    lonely = transfer(calibrate_samples(two_heads(12, 4), "ab")[0], 0.0)
     assert lonely["a"] == {"b": 0.5}, "one sample cannot be held out of itself"
 
 
 def test_where_every_group_needs_the_whole_chunk_nothing_is_left_to_fit() -> None:
-    (evidence,) = calibrated(two_heads(8, 8), "aa", page_tokens=8)
+    (evidence,) = calibrate_samples(two_heads(8, 8), "aa", page_tokens=8)
     found = measure_held_out_overflow(evidence)
     assert (found["fitted"]["footprint"], found["fitted"]["lost"]) == (0.5, 0.0)
 
@@ -176,7 +176,7 @@ def test_more_room_never_loses_more(seed: int, shape: tuple[int, int, int], grow
 def test_fitted_counts_lose_least_of_all_that_reserve_as_much(seed: int, spread: int) -> None:
     """All samples are alike, so what is fitted to the others is fitted to the one left out."""
     sample = random_needs(1, seed, spread)[0]
-    (evidence,) = calibrated([sample] * 3, "aaa", page_tokens=2)
+    (evidence,) = calibrate_samples([sample] * 3, "aaa", page_tokens=2)
     found = measure_held_out_overflow(evidence)
     for way in ("uniform", "alpha 0", "alpha 1", "alpha 2", "own"):
         assert found["fitted"]["footprint"] == found[way]["footprint"]
@@ -200,7 +200,7 @@ def test_kinds_that_are_alike_correlate_fully_and_those_reversed_inversely() -> 
 
 
 def test_more_samples_come_closer_to_all() -> None:
-    (evidence,) = calibrated(random_needs(60, 1, 12), ["a", "b", "c"] * 20, page_tokens=1)
+    (evidence,) = calibrate_samples(random_needs(60, 1, 12), ["a", "b", "c"] * 20, page_tokens=1)
     found = samples_needed(evidence, draws=40)
     assert list(found) == [5, 10, 25, 50], "100 is more than there are"
     for name in ("mean", "budget", "pages"):
@@ -217,7 +217,7 @@ def test_more_samples_come_closer_to_all() -> None:
 
 def test_draws_take_kinds_in_proportion() -> None:
     """With two kinds, alike within and unlike each other, any even draw has the means of all."""
-    (evidence,) = calibrated(two_heads(*[12, 4] * 6), "ab" * 6)
+    (evidence,) = calibrate_samples(two_heads(*[12, 4] * 6), "ab" * 6)
     assert samples_needed(evidence, sizes=[2, 4, 10])[4]["mean"] == {
         "median": 0.0,
         "p5": 0.0,
@@ -227,7 +227,7 @@ def test_draws_take_kinds_in_proportion() -> None:
 
 def test_a_report_covers_every_rho_and_survives_json() -> None:
     needs = random_needs(6, 3, 8)
-    evidence = calibrated(needs, ["a", "b"] * 3, retentions=(0.5, 0.4))
+    evidence = calibrate_samples(needs, ["a", "b"] * 3, retentions=(0.5, 0.4))
     found = report(evidence)
     assert json.loads(json.dumps(found)) == found
     assert list(found["retentions"]) == ["0.5", "0.4"]
@@ -253,16 +253,16 @@ def test_a_report_covers_every_rho_and_survives_json() -> None:
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"samples is 1.*at least 2"):
-        report(calibrated(two_heads(12), "a"))
+        report(calibrate_samples(two_heads(12), "a"))
     with pytest.raises(ConfigError, match="kinds has 1 names for 2 samples"):
-        calibrated(two_heads(12, 4), "a")
+        calibrate_samples(two_heads(12, 4), "a")
 
 
 def test_the_picture_is_a_png_with_a_box_for_each_head(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tangram.cli.retention_plot import plot_retention
 
-    evidence = calibrated(random_needs(4, 0, 5), "abab", retentions=(0.5, 0.4))
+    evidence = calibrate_samples(random_needs(4, 0, 5), "abab", retentions=(0.5, 0.4))
     picture = plot_retention(evidence, "six heads")
     picture.savefig(tmp_path / "heads.png")
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -281,5 +281,5 @@ def test_many_heads_are_drawn_in_several_rows() -> None:
     from tangram.cli.retention_plot import plot_retention
 
     needs = [np.full((1, 50, 5), 8)] * 2
-    picture = plot_retention(calibrated(needs, "aa"), "250 heads")
+    picture = plot_retention(calibrate_samples(needs, "aa"), "250 heads")
     assert [len(axes.patches) - 1 for axes in picture.axes] == [84, 83, 83]

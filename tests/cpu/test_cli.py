@@ -176,13 +176,13 @@ def test_chunks_that_fill_a_step_are_calibrated(
     no such steps.
     """
 
-    def told(*given: object, texts: list[str], **_: object) -> list[Profile]:
+    def read_told(*given: object, texts: list[str], **_: object) -> list[Profile]:
         (config,) = (entry for entry in given if isinstance(entry, EngineConfig))
         raise ConfigError(f"{len(texts)} texts, {config.chunk_tokens} tokens a chunk")
 
     model = SimpleNamespace(fingerprint=None, geometry=SimpleNamespace(max_positions=8192))
     monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: model)
-    monkeypatch.setattr("tangram.engine.profiles.calibrate_model", told)
+    monkeypatch.setattr("tangram.engine.profiles.calibrate_model", read_told)
     command = [
         "calibrate",
         "smollm2",

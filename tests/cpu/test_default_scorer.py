@@ -34,7 +34,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def served(loaded: LoadedModel, **options: object) -> Engine:
+def serve(loaded: LoadedModel, **options: object) -> Engine:
     return engine_of(EngineConfig(kv_cache_gib=0.2, max_model_len=1024, **options), loaded)  # type: ignore[arg-type]
 
 
@@ -43,7 +43,7 @@ def test_the_embedded_model_is_served_by_its_gate_and_never_calibrated(
     loaded: LoadedModel, retention: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiles, "calibrate_model", None)
-    engine = served(loaded, kv_retention=retention)
+    engine = serve(loaded, kv_retention=retention)
     profile = Profile.load(
         find_shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{retention:g}.json"
     )
@@ -71,15 +71,15 @@ def test_weights_without_a_gate_are_served_by_keydiff(
 
 
 def test_a_profile_says_its_scorer(loaded: LoadedModel) -> None:
-    assert served(loaded, profile=(KEYDIFF,)).config.scorer == "keydiff"
+    assert serve(loaded, profile=(KEYDIFF,)).config.scorer == "keydiff"
 
 
 def test_a_scorer_that_is_named_is_taken(loaded: LoadedModel) -> None:
-    assert served(loaded, scorer="keydiff").config.scorer == "keydiff"
+    assert serve(loaded, scorer="keydiff").config.scorer == "keydiff"
     with pytest.raises(
         ProfileError, match="scorer is 'keydiff' in the profile, 'fastkvzip' was requested"
     ):
-        served(loaded, scorer="fastkvzip", profile=(KEYDIFF,))
+        serve(loaded, scorer="fastkvzip", profile=(KEYDIFF,))
 
 
 def test_a_gate_that_is_given_is_used(loaded: LoadedModel) -> None:
@@ -92,13 +92,13 @@ def test_profiles_of_several_scorers_are_served_and_the_default_ratio_says_which
 ) -> None:
     gated = KEYDIFF.replace("keydiff", "fastkvzip").replace("r0.5", "r0.25")
     for ratio, scorer in ((0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, "keydiff")):
-        engine = served(loaded, profile=(KEYDIFF, gated), kv_retention=ratio)
+        engine = serve(loaded, profile=(KEYDIFF, gated), kv_retention=ratio)
         assert engine.config.scorer == scorer
         ways = {(entry.kv_retention, entry.scorer) for entry in engine.admission.retentions}
         assert ways == {(0.5, "keydiff"), (0.25, "fastkvzip"), (1.0, None)}
     with pytest.raises(ConfigError, match="scorer keydiff takes none"):
-        served(loaded, profile=(KEYDIFF,), gate=GATE)
-    assert served(loaded, profile=(KEYDIFF, gated), gate=GATE).config.scorer == "keydiff"
+        serve(loaded, profile=(KEYDIFF,), gate=GATE)
+    assert serve(loaded, profile=(KEYDIFF, gated), gate=GATE).config.scorer == "keydiff"
 
 
 def test_heads_of_the_whole_model_compete_unless_scores_mean_nothing_across_layers() -> None:

@@ -41,7 +41,9 @@ class WrittenPattern(Pattern):
         self.told[-1][1].append(None)
 
 
-def told(engine: Engine, *counts: int, prompt: list[int]) -> list[tuple[int, list[int | None]]]:
+def read_times(
+    engine: Engine, *counts: int, prompt: list[int]
+) -> list[tuple[int, list[int | None]]]:
     pattern = WrittenPattern(*counts)
     assert engine._speculation is not None
     engine._speculation._pace = pattern  # type: ignore[assignment]
@@ -61,7 +63,7 @@ def test_a_step_after_one_of_the_other_kind_is_not_told(
         profile=(profile_file(loaded, tmp_path, chunk_tokens=CHUNK),),
         speculative_config=METHODS["compressed_kv"],
     )
-    found = told(engine, 3, 2, 0, prompt=[5, 6, 7])
+    found = read_times(engine, 3, 2, 0, prompt=[5, 6, 7])
     assert len(found) > 9
     before = 0  # the prompt
     for chosen, steps in found:
@@ -82,6 +84,6 @@ def test_steps_that_find_nothing_to_draft_are_told_as_such(
         max_num_batched_tokens=2 * CHUNK,
         speculative_config=METHODS["ngram"] | {"prompt_lookup_min": 64, "prompt_lookup_max": 64},
     )
-    found = told(engine, 4, prompt=[5, 6, 7])
+    found = read_times(engine, 4, prompt=[5, 6, 7])
     assert len(found) > 50
     assert all(steps == [None] for _, steps in found[1:])

@@ -183,14 +183,14 @@ class CheckedPages:
         assert draft is not None and self.cache.drafts is not None
         sealed = [CHUNK // PAGE * seq.sealed_chunks] * len(seq.layout.groups)
         read = (draft.layout.sealed_pages * seq.sealed_chunks).tolist()
-        own = _entered(self.cache.tables[seq.slot], seq.layout, sealed, raw)
-        drafted = _entered(self.cache.drafts.tables[seq.slot], draft.layout, read, raw)
+        own = _find_entered(self.cache.tables[seq.slot], seq.layout, sealed, raw)
+        drafted = _find_entered(self.cache.drafts.tables[seq.slot], draft.layout, read, raw)
         assert len(own) == seq.held_pages and set(drafted) <= set(own)
         assert seq.sealed_chunks == 0 or len(drafted) < len(own)
         return own
 
 
-def _entered(table: Int32, layout: Layout, sealed: Sequence[int], raw: int) -> list[int]:
+def _find_entered(table: Int32, layout: Layout, sealed: Sequence[int], raw: int) -> list[int]:
     """The pages of a row of block tables: of each group those of sealed chunks, and `raw` more."""
     return [
         int(table[layout.group_offset[group] + place])

@@ -190,18 +190,18 @@ def test_uniform_heads_keep_alike(loaded: LoadedModel) -> None:
 def test_what_no_engine_could_do_is_refused_before_anything_is_measured(
     loaded: LoadedModel,
 ) -> None:
-    def refused(method: Method, said: str, base: EngineConfig = BASE, samples: int = 2) -> None:
+    def refuse(method: Method, said: str, base: EngineConfig = BASE, samples: int = 2) -> None:
         with pytest.raises(ConfigError, match=said):
             ModelBench.of(base, loaded, [method], calibration_samples=samples)
 
-    refused(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention")
-    refused(Method("dynamic", 0.5, "best", CHUNK, "model"), "scorer is 'best'")
-    refused(
+    refuse(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention")
+    refuse(Method("dynamic", 0.5, "best", CHUNK, "model"), "scorer is 'best'")
+    refuse(
         Method("dynamic", 0.5, "keydiff", 100, "model"),
         "chunk_tokens is 100, .*multiple of page_tokens",
     )
-    refused(METHODS[0], "calibration_samples is 0", samples=0)
-    refused(METHODS[2], "gate is 'g', but no method scores by fastkvzip", EngineConfig(gate="g"))
+    refuse(METHODS[0], "calibration_samples is 0", samples=0)
+    refuse(METHODS[2], "gate is 'g', but no method scores by fastkvzip", EngineConfig(gate="g"))
     bench = ModelBench.of(BASE, loaded, METHODS[:1], calibration_samples=2)
     long = Questions("ruler", ("niah_single_1",), 1, 1000).prompts(bench.codec, None)
     with pytest.raises(ConfigError, match=r"context_tokens is too large: .* was made for 1024"):
@@ -274,13 +274,13 @@ def test_the_command_goes_on_where_it_was_interrupted(
     options = ["eval", str(model), *FLAGS, "-o", str(kept), "--report", str(tables)]
     asking, calls = ask_questions, []
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupt(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return asking(*arguments)
 
-    monkeypatch.setattr(engines, "ask_questions", interrupted)
+    monkeypatch.setattr(engines, "ask_questions", interrupt)
     assert CliRunner().invoke(app, options).exit_code != 0
     assert len(json.loads(kept.read_text())["cells"]) == 2 and not tables.exists()
     result = CliRunner().invoke(app, options, catch_exceptions=False)
@@ -383,13 +383,13 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     reads: list[str] = []
     reading = ModelBench._read_expected
 
-    def interrupted(bench: ModelBench, method: Method, passages: Any) -> Any:
+    def interrupt(bench: ModelBench, method: Method, passages: Any) -> Any:
         reads.append(method.title)
         if len(reads) == 3:
             raise KeyboardInterrupt
         return reading(bench, method, passages)
 
-    monkeypatch.setattr(ModelBench, "_read_expected", interrupted)
+    monkeypatch.setattr(ModelBench, "_read_expected", interrupt)
     assert CliRunner().invoke(app, options).exit_code != 0
     assert len(Results.load(kept).cells) == 2
     result = CliRunner().invoke(app, options, catch_exceptions=False)

@@ -41,7 +41,7 @@ from tangram.lab.accuracy.sample_prompts import Alignment, Questions, evidence_t
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Request
 from tests.cpu.test_eval import BASE, LLAMA
-from tests.host.test_locomo import asked, document
+from tests.host.test_locomo import document, make_question
 from tests.small_engines import GREEDY, profile_file, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
@@ -53,9 +53,11 @@ DYNAMIC = Method("dynamic", 0.5, "keydiff", CHUNK, "model")
 @pytest.fixture
 def locomo(tmp_path: Path) -> Path:
     """A file of one conversation, asked about turns all over it."""
-    questions = [asked(4, f"D{number}:1") for number in range(1, 7)]
+    questions = [make_question(4, f"D{number}:1") for number in range(1, 7)]
     path = tmp_path / "7.json"
-    path.write_text(json.dumps(document(*questions, asked(1, "D1:2", "D1:4"))), encoding="utf-8")
+    path.write_text(
+        json.dumps(document(*questions, make_question(1, "D1:2", "D1:4"))), encoding="utf-8"
+    )
     return path
 
 
@@ -166,11 +168,11 @@ def test_an_engine_keeps_the_same_positions_of_the_first_chunk(
     assert reclaim is not None
     select = type(reclaim)._select
 
-    def looked(self: Any, sealer: Any) -> Tensor:
+    def look(self: Any, sealer: Any) -> Tensor:
         seen.append(select(self, sealer))
         return seen[-1]
 
-    monkeypatch.setattr(type(reclaim), "_select", looked)
+    monkeypatch.setattr(type(reclaim), "_select", look)
     engine.submit(Request("a", tuple(prompt), GREEDY, lambda event: None))
     while engine.busy:
         engine.step()

@@ -45,11 +45,11 @@ def test_what_was_made_or_refused_before_is_tried_no_more(
     tried = list[bytes]()
     run = subprocess.run
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def count_calls(*args: Any, **options: Any) -> Any:
         tried.append(options["input"])
         return run(*args, **options)
 
-    monkeypatch.setattr("tangram.engine.grammar.subprocess.run", counted)
+    monkeypatch.setattr("tangram.engine.grammar.subprocess.run", count_calls)
     monkeypatch.setattr("tangram.engine.grammar._KEPT_GRAMMARS", 2)
     monkeypatch.setattr("tangram.engine.grammar._KEPT_REFUSALS", 2)
     grammars = small_engine(tiny).grammars

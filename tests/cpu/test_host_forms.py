@@ -14,7 +14,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.dispatch import host_memory
 from tangram.kernels.host_forms import GROUP, HOST_FORMS, FormName
 from tangram.types import PageMove, SamplingParams
-from tests.cpu.test_offload import HISTORIES, C, small, told
+from tests.cpu.test_offload import HISTORIES, C, collect_events, small
 from tests.cpu.test_offload import world as world  # the fixture
 from tests.cpu.test_purity import LonePrompts
 from tests.small_engines import run, sealed_state
@@ -100,7 +100,7 @@ def test_a_prefix_that_came_back_is_that_which_was_never_away(
     for turn in range(2):
         for history in HISTORIES:
             prompt = history + turn * (7, 8, 9)
-            found, expected = told(engine, prompt), told(roomy, prompt)
+            found, expected = collect_events(engine, prompt), collect_events(roomy, prompt)
             assert [event.token_ids for event in found] == [event.token_ids for event in expected]
     stats = engine.stats()
     assert stats.restored_tokens >= len(HISTORIES) * 2 * C
@@ -138,7 +138,7 @@ def test_more_pages_fit_and_are_counted_in_their_bytes(world: LonePrompts) -> No
         assert 0.009 * 2**30 < stats.host_pool_bytes <= 0.01 * 2**30
     engine = small(world, 1.2, kv_offload_dtype="int4")
     for history in HISTORIES[:2]:
-        told(engine, history)
+        collect_events(engine, history)
     stats = engine.stats()
     assert stats.host_bytes_out == stats.host_pages_used * stats.host_page_bytes > 0
 

@@ -44,13 +44,13 @@ class Ends:
     def keys(self) -> set[bytes]:
         return {key for reading in self.readings for key in reading.chunk_keys}
 
-    def kept(self, key: bytes) -> KeptPositions:
+    def find_kept(self, key: bytes) -> KeptPositions:
         found = self.watched.find_kept(key)
         assert found is not None
         return found
 
 
-def seen(engine: Engine) -> Chunks:
+def watch_sealing(engine: Engine) -> Chunks:
     """What sealing sees from now on: a chunk and its scores by (layer, first position)."""
     chunks: Chunks = {}
 
@@ -80,7 +80,7 @@ def check_scores(engine: Engine, ends: Ends, chunks: Chunks) -> None:
     reading, geometry = ends.readings[0], engine.geometry
     assert reading.sealed_chunks == len(reading.chunk_keys) > 0
     for number, key in enumerate(reading.chunk_keys):
-        chosen = ends.kept(key).chosen
+        chosen = ends.find_kept(key).chosen
         for layer in range(geometry.layers):
             if geometry.windows[layer] is not None:
                 assert chosen[layer].all(), "a window keeps all"
@@ -102,7 +102,7 @@ def check_pool(engine: Engine, ends: Ends, chunks: Chunks) -> None:
             own = pages[layout.span_group[: len(pages)] == layout.head_group[layer, head]]
             stored = engine._runner.pool[own, layout.head_column[layer, head], 0]
             view = chunks[layer, number * reading.chunk_tokens][0]
-            kept = torch.from_numpy(ends.kept(key).chosen[layer, head])
+            kept = torch.from_numpy(ends.find_kept(key).chosen[layer, head])
             assert torch.equal(stored.flatten(0, 1), view.keys[head][kept])
 
 
@@ -112,7 +112,7 @@ def test_notes_of_the_embedded_model_are_what_its_scores_select(
 ) -> None:
     config = EngineConfig(kv_retention=0.25, scorer=scorer, scope="model", kv_cache_gib=0.25)
     engine = engine_of(config, loaded, records=True)
-    ends, chunks = Ends(engine), seen(engine)
+    ends, chunks = Ends(engine), watch_sealing(engine)
     text = Path(__file__).parents[2].joinpath("docs/architecture.md").read_text()
     prompt = engine.codec.encode(text)[:1100]
     run(engine, [prompt], SamplingParams(max_tokens=2, temperature=0.0))
@@ -129,7 +129,7 @@ def test_notes_of_every_scorer_are_what_it_selects(
     size = 48  # SnapKV's window takes 32
     world = LonePrompts(adopt_tiny(WORDS if scorer == "kvzip" else TINY), tmp_path, scorer, size)
     engine = world.engine(records=True)
-    ends, chunks = Ends(engine), seen(engine)
+    ends, chunks = Ends(engine), watch_sealing(engine)
     run(engine, [tuple(3 + (i * i) % 9 for i in range(size + 15))], ANSWER)
     assert ends.readings[0].sealed_chunks == 2
     check_scores(engine, ends, chunks)
@@ -140,7 +140,7 @@ def test_layers_with_windows_keep_all(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:
     engine = LonePrompts(adopt_tiny(SLIDING), tmp_path, "keydiff").engine(records=True)
-    ends, chunks = Ends(engine), seen(engine)
+    ends, chunks = Ends(engine), watch_sealing(engine)
     run(engine, [HISTORIES[0]], ANSWER)
     check_scores(engine, ends, chunks)
     check_pool(engine, ends, chunks)
@@ -160,11 +160,11 @@ def alone(world: LonePrompts, prompts: Sequence[tuple[int, ...]]) -> dict[bytes,
         engine = world.engine(records=True)
         ends = Ends(engine)
         run(engine, [prompt], ANSWER)
-        found |= {key: ends.kept(key) for key in ends.keys}
+        found |= {key: ends.find_kept(key) for key in ends.keys}
     return found
 
 
-def crowded(world: LonePrompts, **options: object) -> Engine:
+def make_crowded_engine(world: LonePrompts, **options: object) -> Engine:
     """An engine that must preempt if it answers all of `FORKS` at once."""
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
@@ -177,7 +177,7 @@ def test_notes_are_the_same_after_hits_preemption_and_host_memory(
     offload_gib: float, world: LonePrompts
 ) -> None:
     expected = alone(world, FORKS)
-    engine = crowded(world, kv_offload_gib=offload_gib)
+    engine = make_crowded_engine(world, kv_offload_gib=offload_gib)
     engine._runner.recorder.store.limit_bytes = 1 << 20
     ends = Ends(engine)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_notes_are_the_same_after_hits_preemption_and_host_memory(
     assert bool(stats.restored_tokens) == bool(offload_gib)
     assert ends.keys == expected.keys()
     for key in ends.keys:
-        assert (ends.kept(key).bits == expected[key].bits).all()
+        assert (ends.find_kept(key).bits == expected[key].bits).all()
     places = {use.place for use in ends.watched.uses(sorted(ends.keys))}
     assert ChunkPlace.DEVICE in places
     assert places - {ChunkPlace.DEVICE} == {ChunkPlace.HOST if offload_gib else ChunkPlace.GONE}
@@ -197,12 +197,14 @@ def test_a_hit_finds_what_the_first_request_noted(world: LonePrompts) -> None:
     engine = world.engine(records=True)
     ends, history = Ends(engine), HISTORIES[0]
     first = run(engine, [history], ANSWER)[0]
-    known = {key: ends.kept(key) for key in ends.keys}
+    known = {key: ends.find_kept(key) for key in ends.keys}
     run(engine, [(*history, *first, 7, 8, 9)], ANSWER)
     one, two = ends.readings
     assert two.usage.cached_tokens >= one.sealed_chunks * C > 0
     assert two.chunk_keys[: one.sealed_chunks] == one.chunk_keys
-    assert all(ends.kept(key) is known[key] for key in one.chunk_keys), "nothing is noted twice"
+    assert all(ends.find_kept(key) is known[key] for key in one.chunk_keys), (
+        "nothing is noted twice"
+    )
 
 
 def test_without_prefix_caching_chunks_are_noted_too(world: LonePrompts) -> None:
@@ -210,7 +212,7 @@ def test_without_prefix_caching_chunks_are_noted_too(world: LonePrompts) -> None
     ends = Ends(engine)
     run(engine, HISTORIES[:1], ANSWER)
     assert len(ends.keys) == ends.readings[0].sealed_chunks > 0
-    assert all(ends.kept(key) for key in ends.keys)
+    assert all(ends.find_kept(key) for key in ends.keys)
 
 
 def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: LonePrompts) -> None:
@@ -218,12 +220,12 @@ def test_what_drafts_read_is_noted_where_a_chunk_keeps_all(world: LonePrompts) -
     engine = small_engine(
         world.loaded, records=True, speculative_config=drafts, profile=(world.profile,)
     )
-    ends, chunks = Ends(engine), seen(engine)
+    ends, chunks = Ends(engine), watch_sealing(engine)
     run(engine, HISTORIES[:1], ANSWER)
     draft = engine.admission.retentions[0].draft
     assert draft is not None
     for number, key in enumerate(ends.readings[0].chunk_keys):
-        kept = ends.kept(key)
+        kept = ends.find_kept(key)
         assert not kept.rest_dropped
         assert (kept.chosen.sum(axis=2) == draft.layout.head_kept_tokens).all()
         for layer in range(engine.geometry.layers):

@@ -63,7 +63,9 @@ def small(world: LonePrompts, sequences: float, **options: object) -> Engine:
     )
 
 
-def told(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = ANSWER) -> list[Event]:
+def collect_events(
+    engine: Engine, prompt: tuple[int, ...], params: SamplingParams = ANSWER
+) -> list[Event]:
     """The events of one request on its own."""
     events: list[Event] = []
     engine.submit(Request("one", prompt, params, events.append))
@@ -76,7 +78,7 @@ def test_second_turns_come_back_from_host_memory_and_answer_the_same(world: Lone
     for turn in range(2):
         for history in HISTORIES:
             prompt = history + turn * (7, 8, 9)
-            found, expected = told(engine, prompt), told(roomy, prompt)
+            found, expected = collect_events(engine, prompt), collect_events(roomy, prompt)
             assert [event.token_ids for event in found] == [event.token_ids for event in expected]
             ours, theirs = (
                 [log.top for event in each for log in event.logprobs] for each in (found, expected)
@@ -111,12 +113,12 @@ def test_a_crowd_over_a_small_pool_and_a_small_host_memory_answers_the_same(
 def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: LonePrompts) -> None:
     engine = small(world, 1.2)
     for history in HISTORIES[:2]:
-        told(engine, history)
+        collect_events(engine, history)
     assert engine.stats().host_pages_used > 0
     engine.clear_cache()
     engine.check_accounting()
     assert engine.stats().host_pages_used == 0
-    assert told(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
+    assert collect_events(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
 
 
 def test_what_cannot_be_had_is_refused_with_the_limits(world: LonePrompts) -> None:

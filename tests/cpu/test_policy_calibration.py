@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 SCHEDULES = ("workqueue", "packing:measured")
 
 
-def told(name: str, case: Case) -> float:
+def tell_time(name: str, case: Case) -> float:
     """Packing is twice as fast where prefixes are shared, half as fast elsewhere;
     FlashInfer never.
     """
@@ -54,7 +54,7 @@ class Told:
 
 
 def told_measure(contender: Told, *rest: Any, **options: Any) -> Measurement:
-    us = told(contender.name, contender.case)
+    us = tell_time(contender.name, contender.case)
     library = contender.name == FLASHINFER
     return Measurement(
         contender.name, us, us, us, [us], True, library, 0.0, True, 20.0, us + 5, us + 2

@@ -52,7 +52,7 @@ def rounded() -> Callable[[str], LoadedModel]:
     return load
 
 
-def widened(weight: Tensor, form: str) -> Tensor:
+def widen_rounded(weight: Tensor, form: str) -> Tensor:
     """The numbers that the rounded weights stand for, computed apart from the products."""
     if form == "int8":
         scale = weight.abs().amax(1, keepdim=True) / 127
@@ -70,7 +70,7 @@ def twin(loaded: LoadedModel, form: str) -> nn.Module:
     head.weight = nn.Parameter(head.weight.data.clone(), requires_grad=False)
     for part in model.modules():
         if type(part) is nn.Linear:
-            part.weight.data = widened(part.weight.data, "int8" if part is head else form)
+            part.weight.data = widen_rounded(part.weight.data, "int8" if part is head else form)
     return model
 
 
@@ -82,7 +82,7 @@ def test_a_product_is_that_of_the_rounded_weights(form: str, bias: bool) -> None
     source = nn.Linear(128, 48, bias=bias).requires_grad_(False)
     x = torch.randn(2, 5, 128)
     product = {"int8": Int8Linear, "int4": Int4Linear}[form](source)(x)
-    expected = nn.functional.linear(x, widened(source.weight.data, form), source.bias)
+    expected = nn.functional.linear(x, widen_rounded(source.weight.data, form), source.bias)
     assert product.shape == (2, 5, 48) and product.dtype == torch.float32
     # What is left is the rounding of x: 8 bits of the row's largest, or 8 bits of each number.
     assert (product - expected).norm() < 0.01 * expected.norm()

@@ -84,7 +84,7 @@ def certain(sequences: Sequence[Growing]) -> Tensor:
     return torch.tensor([[3, 1]]).expand(len(sequences), 2)
 
 
-def drawn(sequences: Sequence[Growing]) -> Tensor:
+def draw_drafts(sequences: Sequence[Growing]) -> Tensor:
     """A model that draws from its own distribution, with the numbers of the sequence."""
     drafts: list[Tensor] = []
     newest = torch.tensor([one.tokens[-1] if one.tokens else FIRST for one in sequences])
@@ -99,7 +99,7 @@ def drawn(sequences: Sequence[Growing]) -> Tensor:
     return torch.stack(drafts, dim=1)
 
 
-DRAFTERS = {"certain": certain, "drawn": drawn}
+DRAFTERS = {"certain": certain, "drawn": draw_drafts}
 
 # -- who verifies ----------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def test_a_draft_is_accepted_as_often_as_the_coupling_promises(name: str) -> Non
     row = [row_of(params, 0)]
     own, drafted = (probabilities(table[FIRST][None], row)[0] for table in (MODEL, DRAFTING))
     overlap = float(torch.minimum(own, drafted).sum())
-    drafts = drawn(sequences)
+    drafts = draw_drafts(sequences)
     first = torch.tensor(choose_for(sequences, drafts, 0))[:, 0]
     accepted = float((drafts[:, 0] == first).double().mean())
     print(f"{name}: accepted {accepted:.3f}, sum of min(p, q) {overlap:.3f}")

@@ -121,11 +121,11 @@ def test_weights_that_cannot_be_kept_are_converted_all_the_same(
     gguf.write_bytes(b"GGUF")
     made = list[Path]()
 
-    def converted(source: Path, target: Path) -> None:
+    def fail_late(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir()
         made.append(target)
 
-    monkeypatch.setattr(convert, "_convert", converted)
+    monkeypatch.setattr(convert, "_convert", fail_late)
     assert convert.convert_gguf(gguf) == made[0] and made[0].is_dir()
     shutil.rmtree(made[0].parent)

@@ -54,7 +54,7 @@ def byte_fallback_codec() -> TextCodec:
     return TextCodec(wrapped)
 
 
-def streamed(
+def stream(
     codec: TextCodec, tokens: Sequence[int], stop: Sequence[str] = (), prompt: Sequence[int] = ()
 ) -> tuple[list[str], bool]:
     """All pieces of text a client would get, and whether a stop string ended it."""
@@ -93,7 +93,7 @@ def test_any_tokens_stream_to_what_decoding_them_all_gives(
     codec: TextCodec, broken: list[int], drawn: list[int]
 ) -> None:
     tokens = resolve(drawn, broken)
-    pieces, stopped = streamed(codec, tokens)
+    pieces, stopped = stream(codec, tokens)
     assert "".join(pieces) == codec.decode(tokens)
     assert not stopped
 
@@ -102,7 +102,7 @@ def test_any_tokens_stream_to_what_decoding_them_all_gives(
 @given(text=st.text(max_size=60), prompt=st.sampled_from(["", "Hello", "日本", "a b "]))
 def test_text_streams_whole_characters_only(codec: TextCodec, text: str, prompt: str) -> None:
     tokens = codec.encode(text)
-    pieces, _ = streamed(codec, tokens, prompt=codec.encode(prompt))
+    pieces, _ = stream(codec, tokens, prompt=codec.encode(prompt))
     assert "".join(pieces) == codec.decode(tokens)
     if "\ufffd" not in codec.decode(tokens):  # the vocabulary lacks a few bytes
         assert not any("\ufffd" in piece for piece in pieces)
@@ -114,7 +114,7 @@ def test_byte_fallback_text_streams_whole_characters_only(
     byte_fallback_codec: TextCodec, text: str
 ) -> None:
     tokens = byte_fallback_codec.encode(text)
-    pieces, _ = streamed(byte_fallback_codec, tokens)
+    pieces, _ = stream(byte_fallback_codec, tokens)
     assert "".join(pieces) == byte_fallback_codec.decode(tokens)
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -126,7 +126,7 @@ def test_byte_fallback_text_streams_whole_characters_only(
 def test_invalid_utf8_of_a_byte_fallback_vocabulary_harms_no_other_text(
     byte_fallback_codec: TextCodec, tokens: list[int]
 ) -> None:
-    pieces, _ = streamed(byte_fallback_codec, tokens)
+    pieces, _ = stream(byte_fallback_codec, tokens)
     readable = byte_fallback_codec.tokenizer.convert_ids_to_tokens(
         [token for token in tokens if token >= 260]
     )
@@ -137,25 +137,25 @@ def test_invalid_utf8_of_a_byte_fallback_vocabulary_harms_no_other_text(
 
 def test_the_space_between_prompt_and_answer_is_kept(byte_fallback_codec: TextCodec) -> None:
     hello = byte_fallback_codec.encode("hello")
-    assert "".join(streamed(byte_fallback_codec, hello)[0]) == "hello"
+    assert "".join(stream(byte_fallback_codec, hello)[0]) == "hello"
     assert (
-        "".join(streamed(byte_fallback_codec, hello, prompt=byte_fallback_codec.encode("a"))[0])
+        "".join(stream(byte_fallback_codec, hello, prompt=byte_fallback_codec.encode("a"))[0])
         == " hello"
     )
     end = byte_fallback_codec.tokenizer.eos_token_id
     after_specials = [*hello, *([end] * 100), *hello]
-    assert "".join(streamed(byte_fallback_codec, after_specials)[0]) == "hello hello"
+    assert "".join(stream(byte_fallback_codec, after_specials)[0]) == "hello hello"
 
 
 def test_text_is_not_held_back_without_reason(codec: TextCodec) -> None:
     tokens = codec.encode("The quick brown fox")
-    pieces, _ = streamed(codec, tokens)
+    pieces, _ = stream(codec, tokens)
     assert pieces == [codec.decode([token]) for token in tokens] + [""]
 
 
 def test_a_character_cut_off_by_the_end_is_not_lost(codec: TextCodec) -> None:
     tokens = codec.encode("ok 🤖")[:-1]
-    pieces, _ = streamed(codec, tokens)
+    pieces, _ = stream(codec, tokens)
     assert "".join(pieces[:-1]) == "ok "
     assert "".join(pieces) == codec.decode(tokens) == "ok \ufffd"
 
@@ -166,7 +166,7 @@ def test_stop_strings_cut_where_the_full_text_says(codec: TextCodec, data: st.Da
     sentence = data.draw(st.text(alphabet="ab ab\n.é🤖", max_size=40))
     tokens = codec.encode(sentence)
     stop = data.draw(st.lists(st.text(alphabet="ab\n.é🤖 ", min_size=1, max_size=5), max_size=4))
-    pieces, stopped = streamed(codec, tokens, stop)
+    pieces, stopped = stream(codec, tokens, stop)
     expected, expected_stop = sentence, False
     for count in range(1, len(tokens) + 1):
         text = codec.decode(tokens[:count])
@@ -209,7 +209,7 @@ def test_each_token_costs_a_bounded_amount_of_work(codec: TextCodec, broken: lis
         *(broken[:1] * 300),
         *codec.encode("a b c" * 50),
     ]
-    pieces, _ = streamed(Counting(codec.tokenizer), tokens, stop=["never"])
+    pieces, _ = stream(Counting(codec.tokenizer), tokens, stop=["never"])
     assert "".join(pieces) == codec.decode(tokens)
     assert longest <= 64
 
@@ -336,7 +336,7 @@ def test_a_codec_serves_several_threads(codec: TextCodec) -> None:
     def work(number: int) -> bool:
         text = f"{number} {EMOJI}" * 20
         asked = codec.chat_prompt([{"role": "user", "content": text}])
-        return bool(asked) and "".join(streamed(codec, codec.encode(text))[0]) == text
+        return bool(asked) and "".join(stream(codec, codec.encode(text))[0]) == text
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))

@@ -58,7 +58,7 @@ def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
     return adopt_tiny(config())
 
 
-def trained(loaded: LoadedModel, **changes: int) -> tuple[Gate, list[list[int]]]:
+def train_here(loaded: LoadedModel, **changes: int) -> tuple[Gate, list[list[int]]]:
     recipe = replace(RECIPE, **changes)
     return train_gate_on_texts(
         loaded, TEXTS, chunk_tokens=CHUNK, source="calibration texts", recipe=recipe
@@ -67,7 +67,7 @@ def trained(loaded: LoadedModel, **changes: int) -> tuple[Gate, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def taught(tiny: LoadedModel) -> tuple[Gate, list[list[int]]]:
-    return trained(tiny)
+    return train_here(tiny)
 
 
 def test_a_trained_gate_keeps_what_kvzip_would_keep(
@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(
 ) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in ("first", "again", "other")]
     for path, gate in zip(
-        paths, (taught[0], trained(tiny)[0], trained(tiny, seed=1)[0]), strict=True
+        paths, (taught[0], train_here(tiny)[0], train_here(tiny, seed=1)[0]), strict=True
     ):
         save_gate(path, gate)
     first, again, other = (path.read_bytes() for path in paths)
@@ -197,7 +197,7 @@ def test_texts_that_are_not_enough_are_refused(
 
 def test_a_batch_must_fill(tiny: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="give 2688 tokens to train on, a batch takes 2689"):
-        trained(tiny, batch_tokens=2_689)
+        train_here(tiny, batch_tokens=2_689)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class Compiled:
     spilled_bytes: int
 
 
-def recorded(capability: int, variant: Variant, folder: Path) -> list[Launch]:
+def record_launches(capability: int, variant: Variant, folder: Path) -> list[Launch]:
     """What an engine of `variant` launches on that card in its rehearsal."""
     driver.set_active(Absent(capability))
     found: dict[tuple[str, str], Launch] = {}
@@ -220,7 +220,7 @@ def _score_by_gate(variant: Variant) -> None:
     gate.score(weights, hidden, 1, NORM_EPSILON)
 
 
-def compiled(capability: int, variant: Variant, launch: Launch) -> Compiled:
+def compile_launch(capability: int, variant: Variant, launch: Launch) -> Compiled:
     """Compile one launch; Triton's errors pass."""
     driver.set_active(Absent(capability))
     log = io.StringIO()
@@ -252,7 +252,7 @@ def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, La
     for number, capability in enumerate(cards):
         variant = SHORT[capability]
         launches: dict[str, list[Launch]] = {}
-        for launch in recorded(capability, variant, folder):
+        for launch in record_launches(capability, variant, folder):
             launches.setdefault(launch.name, []).append(launch)
         for name, own in launches.items():
             if name.endswith(ATTENTION) or name not in seen:
@@ -266,7 +266,7 @@ def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Lau
     for capability in cards:
         found: dict[tuple[str, str], tuple[int, Variant, Launch]] = {}
         for variant in LONG:  # before any is compiled: what is compiled would be launched
-            for launch in recorded(capability, variant, folder):
+            for launch in record_launches(capability, variant, folder):
                 found.setdefault((launch.name, launch.data), (capability, variant, launch))
         yield from found.values()
 
@@ -278,7 +278,7 @@ def main(form: str, target: str, *cards: str) -> None:
     with tempfile.TemporaryDirectory() as folder, Path(target).open("w") as file:
         choose = {"short": short, "long": long}[form]
         for capability, variant, launch in choose(Path(folder), map(int, cards)):
-            line = asdict(compiled(capability, variant, launch))
+            line = asdict(compile_launch(capability, variant, launch))
             file.write(json.dumps(line) + "\n")
             file.flush()
 

@@ -26,7 +26,7 @@ from tests.gpu.test_engine import (
     both,
     log_probabilities,
     options_of,
-    submitted,
+    submit_all,
 )
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.small_engines import drain, tiny_model
@@ -56,7 +56,7 @@ def kernels_in(package: Path) -> set[str]:
     return set(re.findall(r"^ +(\w+)\[(?:grid|\()", code, re.M))
 
 
-def compiled(form: str, folder: Path, *cards: str) -> list[dict[str, Any]]:
+def compile_launches(form: str, folder: Path, *cards: str) -> list[dict[str, Any]]:
     """`tests.gpu.compiled_launches` in a process where nothing is interpreted or cached."""
     lines = folder / "compiled.jsonl"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -85,7 +85,7 @@ def check(kernel: dict[str, Any]) -> None:
 )
 def test_a_sample_of_all_kernels_compiles_for_cards(cards: tuple[int, ...], tmp_path: Path) -> None:
     """For one whose kernels follow pages and one where they gather; nightly for every card."""
-    kernels = compiled("short", tmp_path, *map(str, cards))
+    kernels = compile_launches("short", tmp_path, *map(str, cards))
     assert kernels_in(ROOT / "tangram/kernels") == KERNELS
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
     for card in cards:
@@ -98,7 +98,7 @@ def test_a_sample_of_all_kernels_compiles_for_cards(cards: tuple[int, ...], tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("card", CARDS)
 def test_every_variant_compiles(card: int, tmp_path: Path) -> None:
-    kernels = compiled("long", tmp_path, str(card))
+    kernels = compile_launches("long", tmp_path, str(card))
     gathers = {"attend_segments", "gather_chunks", "gather_pasts"} if card < 90 else set[str]()
     assert {kernel["kernel"] for kernel in kernels} == KERNELS - gathers
     for kernel in kernels:
@@ -198,7 +198,7 @@ def test_an_engine_on_an_older_card_answers_what_torch_answers(
     loaded = tiny_model(LLAMA, load_tokenizer("smollm2"), device)
     options = options_of("llama", loaded, tmp_path) | {"kv_cache_dtype": cache}
     engines = both(loaded, options, on_ampere)
-    expected, found = (submitted(engine, PROMPTS) for engine in engines)
+    expected, found = (submit_all(engine, PROMPTS) for engine in engines)
     for engine in engines:
         drain(engine)
     for ours, theirs in zip(found, expected, strict=True):

@@ -206,7 +206,7 @@ def shared_batch(rows: int, group: int, prefix: int) -> tuple[Batch, WorkPlan]:
     shared = replace(
         batch, rows=layout, pool=pool, tables=torch.from_numpy(tables), lengths=lengths, kv=kv
     )
-    return shared, _packed(layout, prefix)
+    return shared, _pack_plan(layout, prefix)
 
 
 def _read(
@@ -222,7 +222,7 @@ def _read(
     return pool[places, column].transpose(0, 1).flatten(1, 2)[:, :length].clone()
 
 
-def _packed(rows: DecodeRows, prefix: int) -> WorkPlan:
+def _pack_plan(rows: DecodeRows, prefix: int) -> WorkPlan:
     count, layers, heads = rows.table.shape
     cells = [(layer, head) for layer in range(layers) for head in range(heads)]
     fields: list[tuple[int, ...]] = [

@@ -109,7 +109,7 @@ def both(
     return engines
 
 
-def submitted(
+def submit_all(
     engine: Engine, prompts: Sequence[list[int]], scorers: Sequence[str | None] = ()
 ) -> list[list[Event]]:
     """The events of each prompt, as they will come; `scorers` are theirs, if not the default."""
@@ -176,7 +176,7 @@ def in_step(
     engines: Sequence[Engine], prompts: Sequence[list[int]], scorers: Sequence[str | None] = ()
 ) -> None:
     """Both engines answer, and are compared after every step."""
-    expected, found = (submitted(engine, prompts, scorers) for engine in engines)
+    expected, found = (submit_all(engine, prompts, scorers) for engine in engines)
     while engines[0].busy:
         worked = [engine.step() for engine in engines]
         assert worked[0] == worked[1]
@@ -242,11 +242,11 @@ def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
 
     layers, attend = list[int](), gathered.attend
 
-    def counted(*arguments: Any, **options: Any) -> None:
+    def count_calls(*arguments: Any, **options: Any) -> None:
         layers.append(options["layer"])
         attend(*arguments, **options)
 
-    monkeypatch.setattr(gathered, "attend", counted)
+    monkeypatch.setattr(gathered, "attend", count_calls)
     monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
     monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
     loaded = models[id(CASES[case][0])]
@@ -266,12 +266,12 @@ def test_rows_that_share_a_prefix_read_it_together(
     served: list[int] = []
     packed = Schedule.plan
 
-    def seen(schedule: Schedule, *arguments: Any) -> WorkPlan:
+    def see_plan(schedule: Schedule, *arguments: Any) -> WorkPlan:
         plan = packed(schedule, *arguments)
         served.append(int((plan.row_end - plan.row_begin).max()))
         return plan
 
-    monkeypatch.setattr(Schedule, "plan", seen)
+    monkeypatch.setattr(Schedule, "plan", see_plan)
     packing = partial(on_triton, schedule="packing:naive+ctas=8+tile=16+min=16")
     options = options_of(case, loaded, tmp_path) | {"page_tokens": 4}
     engines = both(loaded, options, packing)
@@ -306,7 +306,7 @@ def test_an_fp8_cache_holds_what_the_specification_holds(
     options = options_of(case, loaded, tmp_path) | {"kv_cache_dtype": "fp8"}
     engines = both(loaded, options)
     for engine in engines:
-        submitted(engine, PROMPTS[2:])
+        submit_all(engine, PROMPTS[2:])
     for _ in range(3):
         for engine in engines:
             engine.step()
@@ -356,7 +356,7 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(
         loaded, choose, **options_of("llama", loaded, tmp_path) | {"max_num_batched_tokens": 100}
     )
     shapes.clear()  # a GPU's engine has rehearsed
-    submitted(engine, [PROMPTS[2], PROMPTS[2][::-1]])
+    submit_all(engine, [PROMPTS[2], PROMPTS[2][::-1]])
     engine.step()
     assert shapes == [(4, 2, CHUNK, 16)] * 2, "all chunks of a step together"
 
@@ -375,7 +375,7 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
     histories = [[(i * i * k + i) % 90 + 3 for i in range(35 + k)] for k in range(1, 4)]
     for turn in range(2):
         prompts = [history + turn * [5, 9] for history in histories]
-        found, expected = submitted(tight_engine, prompts), submitted(roomy, prompts)
+        found, expected = submit_all(tight_engine, prompts), submit_all(roomy, prompts)
         for engine in (tight_engine, roomy):
             drain(engine)
         for ours, theirs in zip(found, expected, strict=True):
@@ -402,7 +402,7 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
     found = []
     for reclamation in ("reserved", "dynamic"):
         engine = small_engine(loaded, triton, reclamation=reclamation, **options)
-        found.append(submitted(engine, PROMPTS))
+        found.append(submit_all(engine, PROMPTS))
         while engine.busy:
             engine.step()
             engine.check_accounting()

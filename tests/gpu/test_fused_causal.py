@@ -97,12 +97,12 @@ def test_engines_answer_the_same_with_it(
 ) -> None:
     taken, attend = list[int](), fused_causal.attend
 
-    def counted(*arguments: Any, **options: Any) -> None:
+    def count_calls(*arguments: Any, **options: Any) -> None:
         taken.append(arguments[4].tokens.stop - arguments[4].tokens.start)
         attend(*arguments, **options)
 
     monkeypatch.setattr(fused_causal, "serves", lambda pool, card: True)
-    monkeypatch.setattr(fused_causal, "attend", counted)
+    monkeypatch.setattr(fused_causal, "attend", count_calls)
     # On a GPU so few chunks would be passes of their own, which graphs replay (test_rows_apart.py).
     monkeypatch.setattr(Batcher, "apart", lambda batcher, rows: not rows)
     loaded = tiny_model(CASES[case][0], load_tokenizer("smollm2"), device)

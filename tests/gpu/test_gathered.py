@@ -62,7 +62,7 @@ class AskingRows:
         kept = np.ascontiguousarray(kept, np.int32)
         return PrefillRows(self.address[None], self.spans, kept, kept, asking)
 
-    def expected(self, row: int) -> Tensor:
+    def expect(self, row: int) -> Tensor:
         begin, end, first, last, _ = self.spans[row]
         table, column, past = self.address[row].T
         return reference.prefill(
@@ -79,7 +79,7 @@ class AskingRows:
         )
 
 
-def attended(asked: AskingRows, device: torch.device, asking: slice | None = None) -> Tensor:
+def attend_rows(asked: AskingRows, device: torch.device, asking: slice | None = None) -> Tensor:
     """What the gathered parts leave of an output full of NaN."""
     from tangram.kernels import gathered
 
@@ -132,7 +132,7 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
     asked = AskingRows(
         [40, 64, 100, 31], [[0, 0, 0], [128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype
     )
-    out = attended(asked, device)
+    out = attend_rows(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(
             out[begin:end], asked.expected(row), rtol=LIMIT[dtype], atol=LIMIT[dtype]
@@ -142,14 +142,14 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
 def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch.device) -> None:
     past = [[10, 70, 0], [5, 5, 5], [42, 128, 16], [9, 6, 5], [74, 130, 32]]
     asked = AskingRows([64, 40, 64, 33, 64], past, torch.float16, sequence=[0, 1, 0, 1, 0])
-    out = attended(asked, device)
+    out = attend_rows(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=2e-3, atol=2e-3)
 
 
 def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
     asked = AskingRows([90, 50], [[30, 17, 64], [1, 1, 1]], torch.float16, queries=[20, 0])
-    out = attended(asked, device, asking=slice(0, 1))
+    out = attend_rows(asked, device, asking=slice(0, 1))
     torch.testing.assert_close(out[:20], asked.expected(0), rtol=2e-3, atol=2e-3)
     assert out[20:].isnan().all()
 
@@ -162,13 +162,13 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
 
     past = [[90, 5, 33], [128, 3, 64], [10, 0, 200], [100, 69, 40]]
     asked = AskingRows([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
-    together = attended(asked, device)
+    together = attend_rows(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         assert torch.equal(
-            attended(asked, device, asking=slice(row, row + 1))[begin:end], together[begin:end]
+            attend_rows(asked, device, asking=slice(row, row + 1))[begin:end], together[begin:end]
         )
     monkeypatch.setattr(gathered, "MOST_BYTES", 1)
-    assert torch.equal(attended(asked, device), together)
+    assert torch.equal(attend_rows(asked, device), together)
 
 
 @pytest.mark.parametrize("most_entries", [1 << 20, 600, 1])

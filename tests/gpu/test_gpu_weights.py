@@ -34,7 +34,7 @@ SIZES = {"int8": ((1152, 640), (200, 24)), "int4": ((1152, 640), (200, 21))}
 CASES = [(form, sizes) for form in FORMS for sizes in SIZES[form]]
 
 
-def rounded(form: str, sizes: tuple[int, int], device: torch.device) -> nn.Module:
+def round_weights(form: str, sizes: tuple[int, int], device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     source = nn.Linear(*sizes, dtype=torch.bfloat16, device=device).requires_grad_(False)
     if form == "int8":
@@ -78,7 +78,7 @@ def check_near(product: Tensor, expected: Tensor) -> None:
 def test_products_are_those_of_the_rounded_weights(
     form: str, sizes: tuple[int, int], rows: int, device: torch.device
 ) -> None:
-    part = rounded(form, sizes, device)
+    part = round_weights(form, sizes, device)
     x = some_rows(rows, sizes[0], device)
     check_near(part(x), exact(part, x))
 
@@ -88,7 +88,7 @@ def test_compiled_products_are_the_same(
     form: str, sizes: tuple[int, int], device: torch.device
 ) -> None:
     """One after the other, as graphs for any number of rows are met."""
-    part = rounded(form, sizes, device)
+    part = round_weights(form, sizes, device)
     torch._dynamo.reset()
     compiled = torch.compile(part.forward, dynamic=True)
     for rows in (300, *ROWS, FEW_ROWS, FEW_ROWS + 1):
@@ -100,7 +100,7 @@ def test_compiled_products_are_the_same(
 def test_widened_weights_are_those_of_the_packed_product(
     sizes: tuple[int, int], device: torch.device
 ) -> None:
-    part = rounded("int4", sizes, device)
+    part = round_weights("int4", sizes, device)
     assert isinstance(part, Int4GpuLinear)
     whole = part.widen()
     torch.testing.assert_close(whole, packed_weights(part), rtol=2**-7, atol=1e-6)
@@ -118,7 +118,7 @@ def test_a_row_alone_is_that_among_others(
     form: str, sizes: tuple[int, int], device: torch.device
 ) -> None:
     """Of 4 bits up to as many rows as are multiplied with packed weights."""
-    part = rounded(form, sizes, device)
+    part = round_weights(form, sizes, device)
     most = 300 if form == "int8" else FEW_ROWS
     x = some_rows(most, sizes[0], device)
     whole = part(x)
@@ -130,7 +130,7 @@ def test_a_row_alone_is_that_among_others(
 def test_what_the_rows_beside_it_hold_changes_no_row(
     form: str, sizes: tuple[int, int], device: torch.device
 ) -> None:
-    part = rounded(form, sizes, device)
+    part = round_weights(form, sizes, device)
     x = some_rows(300, sizes[0], device)
     other = x.clone()
     other[50:] *= 1000
@@ -141,7 +141,7 @@ def test_what_the_rows_beside_it_hold_changes_no_row(
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_replays_products(form: str, rows: int, device: torch.device) -> None:
     """The head of a model that is not compiled is captured like this."""
-    part = rounded(form, SIZES[form][0], device)
+    part = round_weights(form, SIZES[form][0], device)
     x = some_rows(rows, SIZES[form][0][0], device)
     part(x)
     graph, given = torch.cuda.CUDAGraph(), torch.zeros_like(x)

@@ -10,7 +10,7 @@ from tangram.compress.scorers import ChunkView
 from tangram.compress.scorers.keydiff import KeyDiff
 
 
-def expected(keys: Tensor) -> Tensor:
+def expect(keys: Tensor) -> Tensor:
     return KeyDiff().score(ChunkView(keys, keys, keys, start=0, layer=0, scaling=1.0))
 
 
@@ -34,7 +34,7 @@ def test_scores_are_the_scorers(
     from tangram.kernels import keydiff
 
     keys = keys_in_a_batch(heads, tokens, dim, dtype).to(device)
-    torch.testing.assert_close(keydiff.score(keys[None])[0], expected(keys), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(keydiff.score(keys[None])[0], expect(keys), rtol=1e-5, atol=1e-6)
 
 
 def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> None:
@@ -44,7 +44,7 @@ def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> No
     keys[0, 3], keys[1], keys[0, 5] = 0.0, 0.0, keys[0, 5] * 1e-14
     scores = keydiff.score(keys.to(device)[None])[0].cpu()
     assert scores[0, 3] == 0.0 and not scores[1].any()
-    torch.testing.assert_close(scores, expected(keys), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores, expect(keys), rtol=1e-5, atol=1e-6)
 
 
 def test_equal_keys_tie_and_strides_do_not_matter(device: torch.device) -> None:

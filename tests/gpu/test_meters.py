@@ -14,7 +14,7 @@ import torch
 from tangram.kernels import stopwatch
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
-from tests.gpu.test_engine import CASES, PROMPTS, both, models, options_of, submitted
+from tests.gpu.test_engine import CASES, PROMPTS, both, models, options_of, submit_all
 from tests.interpreter import interpreter_few
 from tests.small_engines import drain
 
@@ -46,7 +46,7 @@ def test_sampled_chunks_wish_what_they_wish_on_torch(
     engines = both(loaded, options_of(case, loaded, tmp_path) | {"overflow_every": every})
     figures = []
     for engine in engines:
-        submitted(engine, PROMPTS)
+        submit_all(engine, PROMPTS)
         drain(engine)
         if engine.device.type == "cuda":
             torch.cuda.synchronize()

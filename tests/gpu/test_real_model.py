@@ -57,7 +57,7 @@ def test_greedy_answers_are_those_of_the_cpu(
             assert max(likely.values()) - likely[ours.token_ids[first]] < NEAR[dtype]
 
 
-def sealed(llm: LLM) -> dict[bytes, Tensor]:
+def read_sealed(llm: LLM) -> dict[bytes, Tensor]:
     """What heads hold of sealed chunks, by the key of their tokens: [heads of pages, 2, P, D]."""
     layout, pool = llm.engine.admission.retentions[0].layout, llm.engine._runner.pool
     # A group of fewer heads than a page has room for leaves the rest of its pages as they were.
@@ -89,7 +89,7 @@ def test_sealed_pages_do_not_depend_on_the_batch() -> None:
     together.generate(texts, short)
     alone = LLM(**options)  # type: ignore[arg-type]
     alone.generate(texts[2], short)
-    expected, found = sealed(alone), sealed(together)
+    expected, found = read_sealed(alone), read_sealed(together)
     shared = expected.keys() & found.keys()
     assert len(shared) >= 2
     for key in shared:

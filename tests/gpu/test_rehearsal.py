@@ -21,7 +21,7 @@ from tests.gpu.test_engine import (
     in_step,
     on_triton,
     options_of,
-    submitted,
+    submit_all,
 )
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.interpreter import interpreter_few
@@ -89,7 +89,7 @@ def test_nothing_is_compiled_once_an_engine_serves(
     assert compiled, "the hook hears of kernels"
     compiled.clear()
     for prompts in (PROMPTS, [[*PROMPTS[2][:38], number] for number in range(3, 9)]):
-        submitted(engine, prompts)
+        submit_all(engine, prompts)
         while engine.busy:
             engine.step()
     assert compiled == []

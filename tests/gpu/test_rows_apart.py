@@ -29,11 +29,11 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     passes.graphs = PassGraphs(passes.forward, engine.device)
     begin = TritonKernels.begin_row
 
-    def begun(kernels: TritonKernels, *arguments: Any) -> bool:
+    def count_begin(kernels: TritonKernels, *arguments: Any) -> bool:
         had_room.append(begin(kernels, *arguments))
         return had_room[-1]
 
-    monkeypatch.setattr(TritonKernels, "begin_row", begun)
+    monkeypatch.setattr(TritonKernels, "begin_row", count_begin)
     return had_room
 
 

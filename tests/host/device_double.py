@@ -218,7 +218,7 @@ class Device:
         for group, members in enumerate(layout.groups):
             kept = int(layout.sealed_pages[group]) * layout.page_tokens
 
-            def packed(chunk: int, group: int = group, kept: int = kept) -> dict[int, Label]:
+            def pack_labels(chunk: int, group: int = group, kept: int = kept) -> dict[int, Label]:
                 mark = (*owner, group, chunk, hash(tuple(tokens[: (chunk + 1) * size])))
                 return {
                     self._at(row, group, chunk * kept + entry): (*mark, entry)
@@ -232,13 +232,13 @@ class Device:
             seen = _first_seen(layout, members[0][0], row.start)
             for chunk in range(sealed):
                 if group < layout.full_groups:
-                    reads |= packed(chunk)
+                    reads |= pack_labels(chunk)
                 else:
-                    labels = list(packed(chunk).items())
+                    labels = list(pack_labels(chunk).items())
                     reads |= dict(labels[max(0, seen - chunk * size) :])
             reads |= dict(raw(position) for position in range(max(seen, sealed * size), row.start))
             if row.kind is RowKind.SEAL:
-                writes |= packed(sealed)
+                writes |= pack_labels(sealed)
             else:
                 writes |= dict(raw(position) for position in range(row.start, len(tokens)))
         return reads, writes

@@ -27,7 +27,7 @@ KEYS = list_keys("profile", "", C, TOKENS)
 PRIVATE = list_keys("profile", "salt", C, TOKENS)
 
 
-def stored(
+def store_chunk(
     chunk: int, *, keys: Sequence[bytes] = KEYS, ratio: float = 0.25, salted: bool = False
 ) -> ChunkStored:
     parent = keys[chunk - 1] if chunk else None
@@ -36,11 +36,11 @@ def stored(
 
 
 STORY: Sequence[Sequence[LinkChange]] = (
-    (stored(0), stored(1)),
-    (stored(0, keys=PRIVATE, salted=True),),  # nothing is told of it
+    (store_chunk(0), store_chunk(1)),
+    (store_chunk(0, keys=PRIVATE, salted=True),),  # nothing is told of it
     (LinkOffloaded(KEYS[1]), LinkDropped(KEYS[1], ChunkPlace.DEVICE)),
     (LinkOffloaded(b"the window part of a chunk"),),  # nor of this
-    (stored(1), LinkDropped(KEYS[1], ChunkPlace.HOST)),
+    (store_chunk(1), LinkDropped(KEYS[1], ChunkPlace.HOST)),
     (LinkDropped(KEYS[1], ChunkPlace.DEVICE), LinkDropped(KEYS[0], ChunkPlace.DEVICE)),
     (LinkDropped(PRIVATE[0], ChunkPlace.DEVICE),),
 )

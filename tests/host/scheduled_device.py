@@ -385,7 +385,7 @@ class ScheduledDevice:
             return
         head = waiting[0]
         if any(
-            self._spent(step, row, by_slot[row.slot])
+            self._lacks_room(step, row, by_slot[row.slot])
             for row in {row.slot: row for row in step.rows}.values()
         ):
             return
@@ -402,7 +402,7 @@ class ScheduledDevice:
                 or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
             )
 
-    def _spent(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
+    def _lacks_room(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
         """Whether there was no room in `step` for what follows on the `last` row of a sequence."""
         left = self.config.max_num_batched_tokens - sum(len(row.tokens) for row in step.rows)
         rest = sequence.known - last.start - len(last.tokens)

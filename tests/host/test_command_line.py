@@ -42,7 +42,7 @@ def names(command: Any) -> set[str]:
     return {name for param in options(command) for name in (*param.opts, *param.secondary_opts)}
 
 
-def shown(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
+def show_help(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
     """The lines of a command's help, and its text without boxes and line breaks."""
     result = CLI.invoke(
         app, [*path, "--help"], env={"COLUMNS": str(columns)}, catch_exceptions=False
@@ -55,7 +55,7 @@ def shown(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
 @pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
 def test_help_shows_every_option_and_its_default_whole(path: tuple[str, ...], columns: int) -> None:
-    lines, text = shown(path, columns)
+    lines, text = show_help(path, columns)
     assert "…" not in text and max(map(len, lines)) <= columns
     for param in options(ALL[path]):
         for name in (*param.opts, *param.secondary_opts):
@@ -73,7 +73,7 @@ def test_help_shows_every_option_and_its_default_whole(path: tuple[str, ...], co
 
 @pytest.mark.parametrize("command", ["serve", "deploy", "chat", "generate", "eval"])
 def test_the_options_of_an_engine_stand_in_panels(command: str) -> None:
-    lines, _ = shown((command,), 100)
+    lines, _ = show_help((command,), 100)
     titles = [line.strip(" ╭─╮") for line in lines if line.startswith("╭─")]
     absent = {"serve": {Panel.replicas}, "deploy": set()}.get(
         command, {Panel.replicas, Panel.server}

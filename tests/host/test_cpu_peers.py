@@ -31,7 +31,7 @@ from tangram.lab.load.clock import TimedAnswer
 TEXTS = [[number * 10_000 + place for place in range(9_000)] for number in range(8)]
 
 
-def answered(*times_s: float, tokens: Sequence[int] = ()) -> TimedAnswer:
+def make_answer(*times_s: float, tokens: Sequence[int] = ()) -> TimedAnswer:
     return TimedAnswer(0.0, 10, list(times_s), list(tokens or range(len(times_s))))
 
 
@@ -55,16 +55,16 @@ class Echo:
 
 
 def test_decode_is_counted_while_all_requests_decode() -> None:
-    early, late = answered(1.0, 2.0, 3.0, 4.0, 5.0), answered(2.5, 3.5, 4.5, 5.5, 6.5)
+    early, late = make_answer(1.0, 2.0, 3.0, 4.0, 5.0), make_answer(2.5, 3.5, 4.5, 5.5, 6.5)
     # After 2.5 s and up to 5 s: the tokens at 3, 4 and 5 s, and those at 3.5 and 4.5 s.
     assert decode_rate([early, late]) == pytest.approx(5 / 2.5)
     with pytest.raises(ValueError, match="ask for more tokens"):
-        decode_rate([answered(1.0, 2.0), answered(3.0, 4.0)])
+        decode_rate([make_answer(1.0, 2.0), make_answer(3.0, 4.0)])
 
 
 def test_a_row_gives_the_figures_of_its_load() -> None:
     row = PeerRow(
-        "x", ("first_token_s", "prefill_tokens_per_s", "total_s"), (), [answered(2.0, 3.0)]
+        "x", ("first_token_s", "prefill_tokens_per_s", "total_s"), (), [make_answer(2.0, 3.0)]
     )
     assert row.figures() == {"first_token_s": 2.0, "prefill_tokens_per_s": 5.0, "total_s": 3.0}
 
@@ -94,8 +94,8 @@ def test_every_cell_fits_into_the_model_and_its_memory() -> None:
 
 
 def test_answers_are_compared_where_the_prompts_are_equal() -> None:
-    ours = PeerRow("x", (), [Ask((1, 2), 3)], [answered(1, 2, 3, tokens=(5, 6, 7))])
-    theirs = replace(ours, answers=[answered(1, 2, 3, tokens=(5, 6, 8))])
+    ours = PeerRow("x", (), [Ask((1, 2), 3)], [make_answer(1, 2, 3, tokens=(5, 6, 7))])
+    theirs = replace(ours, answers=[make_answer(1, 2, 3, tokens=(5, 6, 8))])
     assert count_same(ours, ours) == 3 and count_same(ours, theirs) == 2
     assert count_same(ours, replace(theirs, asks=[Ask((1, 3), 3)])) is None
 

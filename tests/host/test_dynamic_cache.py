@@ -19,7 +19,7 @@ class NumberedDynamicCache(NumberedCache, DynamicCache):
     """A dynamic cache whose tests name retentions by their number."""
 
 
-def kept(entry: Layout) -> Int64:
+def find_kept(entry: Layout) -> Int64:
     return entry.head_kept_tokens[list(entry.geometry.full_layers)].ravel().astype(np.int64)
 
 
@@ -48,7 +48,7 @@ def test_a_pool_that_holds_the_promise_holds_every_chunk_whole(
         cache.seal(seq)
         assert free(cache) == room - entry.max_raw_pages and cache.spare_pages >= spare
         if not entry.keeps_everything:
-            cache.reclaim(seq.slot, kept(entry))
+            cache.reclaim(seq.slot, find_kept(entry))
         assert free(cache) == room - entry.span_pages
         cache.commit(seq, tokens)
         check_accounting(cache)
@@ -64,7 +64,7 @@ def test_counts_that_no_layout_promised_are_refused() -> None:
     assert seq is not None
     cache.seal(seq)
     with pytest.raises(IntegrityError, match="kept other counts than its layout says"):
-        cache.reclaim(seq.slot, kept(entry) + 1)
+        cache.reclaim(seq.slot, find_kept(entry) + 1)
 
 
 def test_what_is_not_given_back_is_missed() -> None:

@@ -20,7 +20,7 @@ from tangram.lab.accuracy.sample_prompts import (
     prompts_of,
 )
 from tests.host.asking import sample
-from tests.host.test_locomo import asked, document
+from tests.host.test_locomo import document, make_question
 
 BOS, USER, END, ASSISTANT = 1, 2, 3, 4
 
@@ -105,7 +105,9 @@ def test_contexts_with_the_template_keep_within_what_was_asked_for() -> None:
 
 
 def test_conversations_are_filled_up_to_the_next_chunk_only(tmp_path: Path) -> None:
-    (tmp_path / "7.json").write_text(json.dumps(document(asked(2, "D1:1"), asked(4, "D5:2"))))
+    (tmp_path / "7.json").write_text(
+        json.dumps(document(make_question(2, "D1:1"), make_question(4, "D5:2")))
+    )
     questions = Questions("locomo", None, 1, 6_000, path=tmp_path)
     (one,) = questions.prompts(CODEC, Alignment(512, filler_token(CODEC))).samples
     assert one.shared_tokens % 512 == 0 and one.filler_tokens < 512 and one.shared_tokens < 6_000

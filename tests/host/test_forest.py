@@ -23,7 +23,7 @@ def forest_of(paths: list[list[int]], padding: int = 0) -> Forest:
     )
 
 
-def described(forest: Forest) -> set[tuple[frozenset[int], int, int]]:
+def describe_nodes(forest: Forest) -> set[tuple[frozenset[int], int, int]]:
     """(rows, first unit, last unit) of each node."""
     return {
         (frozenset(forest.order[begin:end].tolist()), int(first), int(last))
@@ -54,8 +54,8 @@ paths = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=1
 @given(paths, st.integers(0, 2))
 def test_the_forest_is_the_brute_force_one(paths: list[list[int]], padding: int) -> None:
     forest = forest_of(paths, padding)
-    assert described(forest) == brute_force(paths)
-    assert len(described(forest)) == forest.nodes
+    assert describe_nodes(forest) == brute_force(paths)
+    assert len(describe_nodes(forest)) == forest.nodes
     assert sorted(forest.order.tolist()) == list(range(len(paths)))
 
 
@@ -89,12 +89,12 @@ def test_the_deepest_node_of_a_row_ends_where_its_own_tail_begins(paths: list[li
 
 def test_the_worked_example() -> None:
     forest = forest_of([[7, 8, 9], [5, 6], [7, 8, 4], [5, 6, 2]])
-    assert described(forest) == {(frozenset({0, 2}), 0, 2), (frozenset({1, 3}), 0, 2)}
+    assert describe_nodes(forest) == {(frozenset({0, 2}), 0, 2), (frozenset({1, 3}), 0, 2)}
     assert forest.parent.tolist() == [0, 1] and forest.depth.tolist() == [0, 0]
 
 
 def test_equal_rows_share_everything_and_a_chain_is_as_deep_as_it_is_long() -> None:
-    assert described(forest_of([[1, 2], [1, 2], [1, 2]])) == {(frozenset({0, 1, 2}), 0, 2)}
+    assert describe_nodes(forest_of([[1, 2], [1, 2], [1, 2]])) == {(frozenset({0, 1, 2}), 0, 2)}
     chain = forest_of([[*range(length)] for length in range(1, 40)])
     assert chain.nodes == 38 and chain.depth.tolist() == list(range(38))
 

@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
 
-def refused(intake: Intake, waiting: int) -> OverloadError:
+def read_refusal(intake: Intake, waiting: int) -> OverloadError:
     with pytest.raises(OverloadError) as caught:
         intake.take(waiting, 1, "n")
     return caught.value
@@ -28,7 +28,7 @@ def refused(intake: Intake, waiting: int) -> OverloadError:
 def test_the_queue_takes_in_as_many_as_it_may_hold_and_no_more() -> None:
     intake = Intake(3, places=2)
     intake.take(2, 5, "prompt")
-    assert "max_queue is 3" in str(refused(intake, 3))
+    assert "max_queue is 3" in str(read_refusal(intake, 3))
     Intake(None, places=1).take(10**9, 10**9, "n")
 
 
@@ -52,19 +52,19 @@ def test_who_is_refused_hears_how_long_the_queue_takes(
     for _ in range(200):
         intake.count_start()
         clock.now_s += 1 / starts_per_s
-    assert refused(intake, 40).retry_after_s == expected_s
+    assert read_refusal(intake, 40).retry_after_s == expected_s
 
 
 def test_a_queue_that_stands_still_sends_people_away_for_longer() -> None:
     clock = Clock()
     intake = Intake(4, 8, clock)
-    assert refused(intake, 4).retry_after_s == 1
+    assert read_refusal(intake, 4).retry_after_s == 1
     for _ in range(10):
         intake.count_start()
         clock.now_s += 1
-    before = refused(intake, 4).retry_after_s
+    before = read_refusal(intake, 4).retry_after_s
     clock.now_s += 30
-    assert refused(intake, 4).retry_after_s > before
+    assert read_refusal(intake, 4).retry_after_s > before
 
 
 def waiting(scheduler: Scheduler) -> list[int]:

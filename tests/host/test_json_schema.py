@@ -10,7 +10,7 @@ from tangram.errors import RequestError
 from tangram.serve.json_schema import SchemaBounds
 
 
-def nested(depth: int) -> dict[str, Any]:
+def nest(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -29,7 +29,7 @@ def check(schema: dict[str, Any]) -> None:
     "schema",
     [
         {},
-        nested(30),
+        nest(30),
         properties(1000),
         {"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"const": {"not": [1]}}}},
         {"properties": {"not": {"type": "string"}, "if": True}, "additionalProperties": False},
@@ -55,8 +55,8 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("schema", "field", "words"),
     [
-        (nested(200), "f", "64"),
-        (nested(5_000), "f", "64"),
+        (nest(200), "f", "64"),
+        (nest(5_000), "f", "64"),
         ({"const": [[1]] * 100_000}, "f", "65536"),
         ({"description": "a" * 70_000}, "f", "65536"),
         ({"description": "\ud800"}, "f", "surrogate"),

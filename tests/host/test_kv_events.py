@@ -19,7 +19,7 @@ from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.kv_events.events import AllBlocksCleared, BlockRemoved, EventBatch, hash_of
 from tangram.kv_events.publisher import EventPublisher, publish_beside_others
-from tests.host.kv_story import KEYS, STORY, STREAM, TOKENS, C, batches_of, payloads_of, stored
+from tests.host.kv_story import KEYS, STORY, STREAM, TOKENS, C, batches_of, payloads_of, store_chunk
 
 FREE = "tcp://127.0.0.1:*"
 WAIT_MS = 60_000
@@ -43,23 +43,23 @@ def test_vllm_reads_our_events() -> None:
             "lora_name": None,
         }
 
-    def gone(key: int, medium: str) -> dict[str, object]:
+    def tell_removed(key: int, medium: str) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": [key], "medium": medium}
 
     tokens = TOKENS.tolist()
     expected = [
         [{"type": "AllBlocksCleared"}],
         [block(first, None, tokens[:C], "GPU"), block(second, first, tokens[C : 2 * C], "GPU")],
-        [block(second, None, [], "CPU"), gone(second, "GPU")],
-        [block(second, first, tokens[C : 2 * C], "GPU"), gone(second, "CPU")],
-        [gone(second, "GPU"), gone(first, "GPU")],
+        [block(second, None, [], "CPU"), tell_removed(second, "GPU")],
+        [block(second, first, tokens[C : 2 * C], "GPU"), tell_removed(second, "CPU")],
+        [tell_removed(second, "GPU"), tell_removed(first, "GPU")],
     ]
     assert [batch["events"] for batch in stream["decoded"]] == expected
     assert [batch["ts"] for batch in stream["decoded"]] == [float(at) for at in range(5)]
 
 
 def test_chunks_of_another_ratio_are_not_told_of() -> None:
-    assert batches_of([[stored(0, ratio=0.5)]]) == [[AllBlocksCleared()]]
+    assert batches_of([[store_chunk(0, ratio=0.5)]]) == [[AllBlocksCleared()]]
 
 
 @pytest.fixture

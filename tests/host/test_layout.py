@@ -33,14 +33,14 @@ class Walk:
         raw = sum(at % self.layout.page_tokens == 0 for at in range(self.raw_tokens)) * len(
             self.counts
         )
-        return self._sealed(self.layout.window_chunks) + raw
+        return self._count_sealed(self.layout.window_chunks) + raw
 
     def seal(self) -> int:
         """Seal the next chunk; what is held while its queries read the windows before it."""
         self.chunks, self.raw_tokens = self.chunks + 1, 0
-        return self._sealed(self.layout.window_chunks + 1)
+        return self._count_sealed(self.layout.window_chunks + 1)
 
-    def _sealed(self, window_chunks: int) -> int:
+    def _count_sealed(self, window_chunks: int) -> int:
         full, windowed = (
             self.counts[: self.layout.full_groups],
             self.counts[self.layout.full_groups :],
@@ -49,7 +49,7 @@ class Walk:
         return sum(sum(full) for _ in range(self.chunks)) + sum(sum(windowed) for _ in newest)
 
 
-def decoded(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
+def walk_decoding(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
     """What `walk` holds at every moment as it grows to `tokens` tokens one by one."""
     yield walk.pages
     while walk.chunks * layout.chunk_tokens + walk.raw_tokens < tokens:
@@ -60,7 +60,7 @@ def decoded(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
             yield walk.pages
 
 
-def prefilled(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
+def walk_prefill(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
     """What `walk` holds at every moment as the whole chunks of `tokens` tokens are sealed."""
     yield walk.pages
     while (walk.chunks + 1) * layout.chunk_tokens <= tokens:
@@ -72,7 +72,7 @@ def prefilled(layout: Layout, walk: Walk, tokens: int) -> Iterator[int]:
 @given(ONE, st.integers(0, 48))
 def test_held_and_peak_pages_are_what_a_growing_sequence_holds(layout: Layout, tokens: int) -> None:
     walk = Walk(layout)
-    peak = max(decoded(layout, walk, tokens))
+    peak = max(walk_decoding(layout, walk, tokens))
     assert layout.count_held_pages(walk.chunks, walk.raw_tokens) == walk.pages
     assert layout.peak_pages(tokens) == peak
 
@@ -84,7 +84,7 @@ def test_a_promise_is_exactly_what_prefill_and_the_rest_of_the_chunk_need(
 ) -> None:
     tokens, limit = sorted((one, other))
     walk = Walk(layout)
-    most = max(prefilled(layout, walk, tokens))
+    most = max(walk_prefill(layout, walk, tokens))
     chunk_end = min(limit, (walk.chunks + 1) * layout.chunk_tokens)
     while walk.chunks * layout.chunk_tokens + walk.raw_tokens < chunk_end:
         walk.raw_tokens += 1

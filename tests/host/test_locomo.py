@@ -40,7 +40,7 @@ def turn(session: int, number: int) -> dict[str, Any]:
     )
 
 
-def asked(category: int, *evidence: str, **more: Any) -> dict[str, Any]:
+def make_question(category: int, *evidence: str, **more: Any) -> dict[str, Any]:
     question = f"Category {category}, evidence {' '.join(evidence)}?"
     answer = (
         {"adversarial_answer": "a red kite"} if category == 5 else {"answer": "seven kites, a rope"}
@@ -99,8 +99,8 @@ def test_every_question_is_asked_where_its_evidence_is_or_counted(
     folder: Path, evidence: list[list[str]], context_tokens: int
 ) -> None:
     questions = [
-        asked(4, "D1:1"),
-        *(asked(1 + number % 5, *ids) for number, ids in enumerate(evidence)),
+        make_question(4, "D1:1"),
+        *(make_question(1 + number % 5, *ids) for number, ids in enumerate(evidence)),
     ]
     made = read(folder, document(*questions), context_tokens)
     assert sum(len(one.questions) + one.dropped_questions for one in made) == len(questions)
@@ -122,7 +122,7 @@ def test_every_question_is_asked_where_its_evidence_is_or_counted(
 
 
 def test_windows_hold_whole_sessions_once_each_in_order(folder: Path) -> None:
-    questions = [asked(4, f"D{number}:1") for number in range(1, SESSIONS + 1)]
+    questions = [make_question(4, f"D{number}:1") for number in range(1, SESSIONS + 1)]
     made = read(folder, document(*questions), 700)
     assert len(made) > 1
     for number in range(1, SESSIONS + 1):
@@ -139,20 +139,20 @@ def test_windows_hold_whole_sessions_once_each_in_order(folder: Path) -> None:
 
 
 def test_sessions_go_by_number_not_by_name(folder: Path) -> None:
-    content = document(asked(4, "D1:1"))
+    content = document(make_question(4, "D1:1"))
     content["session_10"], content["session_10_date_time"] = [turn(10, 1)], "June"
     (made,) = read(folder, content)
     assert made.context.index("In week 6.4") < made.context.index("In week 10.1")
 
 
 def test_a_turn_is_told_with_its_speaker_and_its_photo(folder: Path) -> None:
-    one = only_question(folder, asked(4, "D3:2"))
+    one = only_question(folder, make_question(4, "D3:2"))
     assert one.evidence == (f'Nils said, "In week 3.2 {LONG}" and shared a photo of a kite.',)
 
 
 @pytest.mark.parametrize("category", [1, 2, 3, 4])
 def test_the_gold_answer_gets_1_and_another_0(folder: Path, category: int) -> None:
-    one = only_question(folder, asked(category, "D1:1"))
+    one = only_question(folder, make_question(category, "D1:1"))
     assert score_reply(one, "seven kites, a rope") == 1
     assert score_reply(one, "It rained") == 0
     assert one.category == locomo.CATEGORIES[category]
@@ -162,23 +162,25 @@ def test_the_gold_answer_gets_1_and_another_0(folder: Path, category: int) -> No
 
 def test_multi_hop_answers_are_graded_part_by_part(folder: Path) -> None:
     for category, expected in ((1, 1 / 2), (4, 2 / 5)):
-        one = only_question(folder, asked(category, "D1:1"))
+        one = only_question(folder, make_question(category, "D1:1"))
         assert score_reply(one, "a rope, a dog") == pytest.approx(expected)
 
 
 def test_the_annotators_reason_is_no_part_of_the_answer(folder: Path) -> None:
-    one = only_question(folder, asked(3, "D1:1", answer="Likely no; since it went badly"))
+    one = only_question(folder, make_question(3, "D1:1", answer="Likely no; since it went badly"))
     assert score_reply(one, "likely no") == 1
 
 
 def test_years_written_as_numbers_are_answers(folder: Path) -> None:
-    assert score_reply(only_question(folder, asked(2, "D1:1", answer=2022)), "In 2022") > 0.6
+    assert (
+        score_reply(only_question(folder, make_question(2, "D1:1", answer=2022)), "In 2022") > 0.6
+    )
 
 
 def test_an_adversarial_question_offers_both_options_in_either_order(folder: Path) -> None:
     letters = Counter()
     for seed in range(20):
-        (made,) = read(folder, document(asked(5, "D1:1")), seed=seed)
+        (made,) = read(folder, document(make_question(5, "D1:1")), seed=seed)
         (one,) = made.questions
         options = (
             one.text.split("Select the correct answer: (a) ")[1]
@@ -196,7 +198,7 @@ def test_an_adversarial_question_offers_both_options_in_either_order(folder: Pat
 
 def test_without_a_wrong_option_the_adversarial_question_is_open(folder: Path) -> None:
     for wrong in (None, "Not mentioned"):
-        one = only_question(folder, asked(5, "D1:1", adversarial_answer=wrong))
+        one = only_question(folder, make_question(5, "D1:1", adversarial_answer=wrong))
         assert "(a)" not in one.text
         assert score_reply(one, "That was not mentioned.") == 1
         assert score_reply(one, "a red kite") == 0
@@ -209,21 +211,27 @@ def test_without_a_wrong_option_the_adversarial_question_is_open(folder: Path) -
 def test_evidence_is_read_as_the_files_have_it(
     folder: Path, evidence: list[str], turns: int
 ) -> None:
-    assert len(only_question(folder, asked(4, *evidence)).evidence) == turns
+    assert len(only_question(folder, make_question(4, *evidence)).evidence) == turns
 
 
 @pytest.mark.parametrize(
-    "lost", [asked(4), asked(4, "D1:1", "D1:99"), asked(4, "D77:1"), asked(4, "D1:1", answer="")]
+    "lost",
+    [
+        make_question(4),
+        make_question(4, "D1:1", "D1:99"),
+        make_question(4, "D77:1"),
+        make_question(4, "D1:1", answer=""),
+    ],
 )
 def test_questions_that_cannot_be_placed_or_graded_are_counted(
     folder: Path, lost: dict[str, Any]
 ) -> None:
-    (made,) = read(folder, document(asked(4, "D1:1"), lost))
+    (made,) = read(folder, document(make_question(4, "D1:1"), lost))
     assert (len(made.questions), made.dropped_questions) == (1, 1)
 
 
 def test_lists_of_conversations_and_their_ids_are_read(folder: Path) -> None:
-    one = document(asked(4, "D1:1"))
+    one = document(make_question(4, "D1:1"))
     nested = {
         "sample_id": "conv-26",
         "conversation": {k: v for k, v in one.items() if k != "qa"},
@@ -260,12 +268,14 @@ def test_missing_files_and_empty_folders_are_refused(folder: Path) -> None:
 
 def test_a_context_shorter_than_any_session_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="context_tokens is 50"):
-        read(folder, document(asked(4, "D1:1")), 50)
+        read(folder, document(make_question(4, "D1:1")), 50)
 
 
 def test_the_suite_picks_samples_categories_and_first_questions(folder: Path) -> None:
     questions = [
-        asked(category, f"D{number}:1") for number in range(1, 7) for category in range(1, 6)
+        make_question(category, f"D{number}:1")
+        for number in range(1, 7)
+        for category in range(1, 6)
     ]
     (folder / "7.json").write_text(json.dumps(document(*questions)), encoding="utf-8")
     everything = SUITES["locomo"](count_words, 700, 3, path=folder)

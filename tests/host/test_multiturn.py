@@ -148,7 +148,7 @@ def definition(context: str, name: str) -> ast.FunctionDef:
     raise AssertionError(f"{name} cannot be parsed")
 
 
-def told(context: str, text: str) -> str:
+def tell_answer(context: str, text: str) -> str:
     """What a reader of the source answers."""
     name = re.findall(r"function (\w+)", text)[0]
     node = definition(context, name)
@@ -168,7 +168,7 @@ def test_functions_are_there_in_full_and_can_be_looked_up(context_tokens: int, n
     if context_tokens > 512:
         assert len(made.questions) == 4
     for question in made.questions:
-        assert score_reply(question, told(made.context, question.text)) == 1
+        assert score_reply(question, tell_answer(made.context, question.text)) == 1
         assert made.context.count(question.evidence[0]) == 1
         assert question.evidence[0].count(question.answers[0]) == 1
 

@@ -39,7 +39,7 @@ def name(case: object) -> str:
     return " ".join(case) if isinstance(case, tuple) else str(getattr(case, "name", case))
 
 
-def needed(path: tuple[str, ...]) -> list[str]:
+def list_needed(path: tuple[str, ...]) -> list[str]:
     """What a command does not start without; none of it is looked at here."""
     required = [param for param in ALL[path].params if param.required]
     return (
@@ -49,9 +49,9 @@ def needed(path: tuple[str, ...]) -> list[str]:
     )
 
 
-def refused(path: tuple[str, ...], *given: str, **options: object) -> str:
+def read_refusal(path: tuple[str, ...], *given: str, **options: object) -> str:
     """The one line that a command says instead of starting."""
-    result: Result = CliRunner().invoke(app, [*path, *needed(path), *given], **options)  # type: ignore[arg-type]
+    result: Result = CliRunner().invoke(app, [*path, *list_needed(path), *given], **options)  # type: ignore[arg-type]
     assert result.exit_code == 2 and not result.stdout, (result.output, result.exception)
     (line,) = result.stderr.splitlines()
     return line
@@ -63,7 +63,7 @@ def test_no_number_is_taken_that_cannot_be_meant(path: tuple[str, ...], param: o
     whole = param.type_descriptor.annotation is int  # type: ignore[attr-defined]
     least, most = (-(10**30), 10**30) if whole else (-1.0, 1e300)
     for value in (least, most, *(() if whole else ("nan", "inf", "-inf"))):
-        line = refused(path, f"{param.opts[0]}={value}")  # type: ignore[attr-defined]
+        line = read_refusal(path, f"{param.opts[0]}={value}")  # type: ignore[attr-defined]
         assert line.startswith(f"error: {param.name} is ") and "it must be " in line  # type: ignore[attr-defined]
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_could_not_be_written_is_told_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make, said = PLACES[place]
-    line = refused(path, f"{param.opts[0]}={make(tmp_path / 'inner')}")  # type: ignore[attr-defined]
+    line = read_refusal(path, f"{param.opts[0]}={make(tmp_path / 'inner')}")  # type: ignore[attr-defined]
     assert line.startswith(f"error: {param.name} is ") and said in line  # type: ignore[attr-defined]
     left = [entry.read_text() for entry in tmp_path.iterdir()]
     assert left == (["precious"] if place == "below a file" else [])
@@ -132,7 +132,7 @@ def test_a_file_that_could_not_be_written_is_told_before_any_work(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
 def test_a_file_of_others_is_not_written(tmp_path: Path) -> None:
-    assert "Permission denied" in refused(("calibrate",), "-o", lock(tmp_path / "p.json"))
+    assert "Permission denied" in read_refusal(("calibrate",), "-o", lock(tmp_path / "p.json"))
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,15 @@ def test_bytes_that_are_no_text_are_refused(given: list[str]) -> None:
 
 @pytest.mark.parametrize("given", ["", " "])
 def test_a_server_needs_a_name_and_an_address(given: str) -> None:
-    assert "it must be a text that is not empty" in refused(
+    assert "it must be a text that is not empty" in read_refusal(
         ("serve",), "--served-model-name", given
     )
-    assert "0.0.0.0 for all interfaces" in refused(("serve",), "--host", given)
+    assert "0.0.0.0 for all interfaces" in read_refusal(("serve",), "--host", given)
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\r", "a\u2028b", "\x85"])
 def test_the_name_of_a_model_is_one_line(given: str) -> None:
-    assert "has no line breaks" in refused(("serve",), "--served-model-name", given)
+    assert "has no line breaks" in read_refusal(("serve",), "--served-model-name", given)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ STATS = EngineStats(
 )
 
 
-def answered(first_s: float, end_s: float, tokens: int) -> Record:
+def make_record(first_s: float, end_s: float, tokens: int) -> Record:
     """The record of a request that began at 100 s."""
     record = Record("req-1", "POST", "/v1/chat/completions", {}, 100.0, 0)
     generation = record.generation = Generation("chatcmpl-1", SamplingParams(), None, True)
@@ -86,7 +86,7 @@ def test_a_line_of_history_has_rates_of_its_time_and_the_state_at_its_end() -> N
     history = History(begin_s=90.0)
     history.sample(replace(STATS, generated_tokens=50, prompt_tokens=7), 100.0)
     for first_s, end_s, tokens in ((100.1, 101.1, 11), (100.3, 101.3, 5), (100.5, 100.5, 1)):
-        history.count(answered(first_s, end_s, tokens))
+        history.count(make_record(first_s, end_s, tokens))
     history.count(Record("req-2", "GET", "/health", {}, 100.0, 0, ended_s=101.0))
     now = replace(
         STATS,

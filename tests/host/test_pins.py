@@ -47,7 +47,7 @@ def name_of(pin: str) -> str:
     return pin.partition("==")[0].lower().replace("_", "-").replace(".", "-")
 
 
-def pinned(*files: Path) -> dict[str, str]:
+def read_pins(*files: Path) -> dict[str, str]:
     lines = [line for file in files for line in file.read_text().splitlines()]
     return {name_of(line): line.partition("==")[2] for line in lines}
 
@@ -58,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("uv")
 
 
-def resolved(
+def resolve_pins(
     cache: Path, python: str, platform: str, *options: str, pins: tuple[Path, ...] = PINS
 ) -> dict[str, str]:
     """All extras, from wheels alone; skips where there is no network."""
@@ -129,8 +129,8 @@ def resolved(
 def test_the_public_index_has_all_that_is_pinned_and_nothing_else_is_needed(
     cache: Path, python: str, platform: str
 ) -> None:
-    found = resolved(cache, python, platform)
-    assert found.items() <= pinned(*PINS).items(), "pin what is left over"
+    found = resolve_pins(cache, python, platform)
+    assert found.items() <= read_pins(*PINS).items(), "pin what is left over"
     assert ("nvidia-cudnn-cu13" in found) == ("triton" in found) == (platform != MACOS)
 
 
@@ -145,13 +145,13 @@ def test_the_public_index_has_all_that_is_pinned_and_nothing_else_is_needed(
 def test_a_cpu_build_that_lies_on_disk_is_taken_without_cuda(
     cache: Path, python: str, platform: str, tmp_path: Path
 ) -> None:
-    torch = pinned(*PINS)["torch"]
+    torch = read_pins(*PINS)["torch"]
     cpu_build(tmp_path, torch)
-    found = resolved(cache, python, platform, "--find-links", str(tmp_path), pins=PINS[:1])
+    found = resolve_pins(cache, python, platform, "--find-links", str(tmp_path), pins=PINS[:1])
     assert found.pop("torch") == f"{torch}+cpu"
-    assert found.items() <= pinned(PINS[0]).items(), "pin what is left over"
+    assert found.items() <= read_pins(PINS[0]).items(), "pin what is left over"
     assert not [name for name in found if name.startswith(("cuda", "nvidia"))]
-    assert found["triton"] == pinned(PINS[0])["triton"]
+    assert found["triton"] == read_pins(PINS[0])["triton"]
 
 
 def cpu_build(folder: Path, version: str) -> None:

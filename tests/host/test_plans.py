@@ -149,7 +149,7 @@ def test_the_check_agrees_with_counting_entries_one_by_one(
         assert covered_once(broken, rows, lengths)
 
 
-def changed(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
+def change_plan(plan: WorkPlan, field: str, index: int, value: int) -> WorkPlan:
     values = getattr(plan, field).copy()
     values[index] = value
     return replace(plan, **{field: values})
@@ -187,7 +187,7 @@ def test_the_check_names_outputs_that_do_not_add_up(field: str, index: int, valu
     plan.check(UNEVEN, LENGTHS)
     assert not plan.direct[0] and plan.direct[-1]
     with pytest.raises(IntegrityError, match="work plan"):
-        changed(plan, field, index, value).check(UNEVEN, LENGTHS)
+        change_plan(plan, field, index, value).check(UNEVEN, LENGTHS)
 
 
 def test_a_missing_task_is_caught() -> None:

@@ -21,7 +21,7 @@ from tests.host.test_scheduler import prompt_of
 RANKS = 3
 
 
-def shared(layouts: list[Layout]) -> list[RankShares]:
+def share_layouts(layouts: list[Layout]) -> list[RankShares]:
     """The shares of all ranks in retentions of `layouts`."""
     whole = retentions(*layouts)
     return [share_retentions(whole, layouts[0].geometry, rank, RANKS) for rank in range(RANKS)]
@@ -51,7 +51,7 @@ def test_ranks_know_the_pages_of_their_heads(
 ) -> None:
     """Prompts of several chunks, decoded tokens, preemption, hits and restored pages."""
     assume(layouts[0].geometry.kv_heads == RANKS)
-    rng, shares = random.Random(seed), shared(layouts)
+    rng, shares = random.Random(seed), share_layouts(layouts)
     service = ScheduledDevice(
         layouts,
         slack_pages=rng.choice([0, 30, 500]),
@@ -87,7 +87,7 @@ def test_ranks_know_the_pages_of_their_heads(
 def test_each_head_keeps_what_the_profile_lets_it_keep(layouts: list[Layout]) -> None:
     """Whatever the number of ranks is, and all ranks count the same page numbers."""
     assume(layouts[0].geometry.kv_heads == RANKS)
-    shares = shared(layouts)
+    shares = share_layouts(layouts)
     for number, layout in enumerate(layouts):
         commons = [share.common[number].layout for share in shares]
         assert len({tuple(common.sealed_pages.tolist()) for common in commons}) == 1

@@ -24,22 +24,22 @@ from bench.render.template_filters import groups, number, short, table
 
 
 @cache
-def rendered(name: str) -> dict[str, str]:
+def render_pages(name: str) -> dict[str, str]:
     return Page(name).blocks()
 
 
 @pytest.mark.parametrize("name", page_names())
 def test_a_page_says_what_the_result_files_say(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    assert stale(text, rendered(name)) == [], "run python -m bench.render"
-    assert rendered(name) and write_blocks(text, rendered(name)) == text
+    assert stale(text, render_pages(name)) == [], "run python -m bench.render"
+    assert render_pages(name) and write_blocks(text, render_pages(name)) == text
 
 
 @pytest.mark.parametrize("name", page_names())
 def test_a_page_and_its_template_have_the_same_blocks(name: str) -> None:
     page, template = (folder / f"{name}.md" for folder in (DOCS, TEMPLATES))
     blocks = {path: set(read_blocks(path.read_text(encoding="utf-8"))) for path in (page, template)}
-    assert blocks[page] == blocks[template] == set(rendered(name))
+    assert blocks[page] == blocks[template] == set(render_pages(name))
 
 
 def test_every_page_with_blocks_has_a_template() -> None:

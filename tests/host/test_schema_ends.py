@@ -19,7 +19,7 @@ def needs(name: str, value: Any, **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {name: value}, "required": [name], **more}
 
 
-def defined(schema: dict[str, Any], **definitions: Any) -> dict[str, Any]:
+def define(schema: dict[str, Any], **definitions: Any) -> dict[str, Any]:
     return schema | {"$defs": definitions}
 
 
@@ -27,15 +27,15 @@ def defined(schema: dict[str, Any], **definitions: Any) -> dict[str, Any]:
     "schema",
     [
         needs("self", ROOT),
-        defined(A, a=needs("b", B), b=needs("a", A)),
-        defined(A, a=A),
-        defined(A, a={"anyOf": [needs("x", A), needs("y", A)]}),
-        defined(A, a={"allOf": [{"type": "string"}, A]}),
+        define(A, a=needs("b", B), b=needs("a", A)),
+        define(A, a=A),
+        define(A, a={"anyOf": [needs("x", A), needs("y", A)]}),
+        define(A, a={"allOf": [{"type": "string"}, A]}),
         {"type": "array", "items": ROOT, "minItems": 1},
         {"type": "array", "prefixItems": [{"type": "null"}, ROOT], "minItems": 2},
         {"type": "object", "additionalProperties": ROOT, "minProperties": 1},
         {"type": "object", "additionalProperties": ROOT, "required": ["any"]},
-        defined(needs("x/y", {"$ref": "#/properties/x~1y"})),
+        define(needs("x/y", {"$ref": "#/properties/x~1y"})),
     ],
 )
 def test_what_always_asks_for_more_is_refused(schema: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def test_what_always_asks_for_more_is_refused(schema: dict[str, Any]) -> None:
         needs("children", {"type": "array", "items": ROOT}),
         needs("self", ROOT) | {"type": ["object", "null"]},
         {"properties": {"a": ROOT}, "required": ["a"]},
-        defined(A, a=needs("b", B), b={"type": "object", "properties": {"a": A}}),
+        define(A, a=needs("b", B), b={"type": "object", "properties": {"a": A}}),
         {"type": "array", "prefixItems": [{"type": "null"}, ROOT], "minItems": 1},
         {
             "type": "object",
@@ -75,8 +75,8 @@ def test_what_can_end_passes(schema: Any) -> None:
 def test_a_long_chain_ends_where_its_last_link_does(order: list[int]) -> None:
     links = {f"l{at}": needs("n", {"$ref": f"#/$defs/l{at + 1}"}) for at in order}
     start = {"$ref": "#/$defs/l0"}
-    assert can_end(defined(start, **links, l60={"type": "null"}))
-    assert not can_end(defined(start, **links, l60=start))
+    assert can_end(define(start, **links, l60={"type": "null"}))
+    assert not can_end(define(start, **links, l60=start))
 
 
 KEYWORDS = [

@@ -66,13 +66,13 @@ def test_published_budgets_reclaim_what_their_authors_report(path: Path) -> None
     always = (0.3 - mean.mean()) / (1 - mean.mean())
     budgets = always + (1 - always) * mean
 
-    def reclaimed(heads_per_page: int, across: Any, ordered: bool) -> float:
+    def measure_reclaimed(heads_per_page: int, across: Any, ordered: bool) -> float:
         groups = cluster(budgets, profile.layers, heads_per_page, across, ordered=ordered)
         return 1.0 - float(group_budgets(budgets, profile.layers, groups).mean())
 
-    monolithic = reclaimed(8, "layer", True)
-    adjacent, clustered = reclaimed(4, "layer", False), reclaimed(4, "layer", True)
-    across_layers = reclaimed(4, "model", True)
+    monolithic = measure_reclaimed(8, "layer", True)
+    adjacent, clustered = measure_reclaimed(4, "layer", False), measure_reclaimed(4, "layer", True)
+    across_layers = measure_reclaimed(4, "model", True)
     assert monolithic < adjacent < clustered < across_layers < 0.7
     assert 0.43 <= adjacent <= 0.67
     assert 0.51 <= clustered <= 0.685

@@ -35,7 +35,7 @@ def test_a_cost_is_the_paired_difference_with_its_error(tmp_path: Path) -> None:
     assert "on multiturn" in multiturn
 
 
-def scored(cell: Cell, *scores: float) -> Cell:
+def make_cell(cell: Cell, *scores: float) -> Cell:
     samples = tuple(
         sample.model_copy(
             update={
@@ -54,13 +54,13 @@ def test_the_words_follow_the_error(tmp_path: Path) -> None:
     full, static = (
         next(cell for cell in cells if cell.method.name == name) for name in ("full", "static")
     )
-    assert "costs 50.0 ± 0.0 points" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
-    assert "more than chance for 3 contexts" in verdict([full, scored(static, 0.5, 0.5, 0.5)])[0]
+    assert "costs 50.0 ± 0.0 points" in verdict([full, make_cell(static, 0.5, 0.5, 0.5)])[0]
+    assert "more than chance for 3 contexts" in verdict([full, make_cell(static, 0.5, 0.5, 0.5)])[0]
     assert (
         "costs -33.3 ± 16.7 points"
-        in verdict([scored(full, 0.5, 0.5, 0.5), scored(static, 1, 0.5, 1)])[0]
+        in verdict([make_cell(full, 0.5, 0.5, 0.5), make_cell(static, 1, 0.5, 1)])[0]
     )
-    nothing = verdict([scored(full, 0, 0, 0), scored(static, 0, 0, 0)])
+    nothing = verdict([make_cell(full, 0, 0, 0), make_cell(static, 0, 0, 0)])
     assert nothing == [
         (
             "ρ 0.5 (static, keydiff) cannot be judged by ruler: even with everything kept the "

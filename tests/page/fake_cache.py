@@ -222,7 +222,8 @@ class FakeCache:
     ) -> FakeRequest:
         scorer = scorer or next(own for ratio, own in self.ways if ratio == retention)
         shared = max(
-            (self._shared(prompt, each, retention) for each in self.requests.values()), default=0
+            (self._count_shared(prompt, each, retention) for each in self.requests.values()),
+            default=0,
         )
         number = len(self.requests) + 1
         request = FakeRequest(
@@ -234,7 +235,7 @@ class FakeCache:
         return request
 
     @staticmethod
-    def _shared(prompt: list[str], other: FakeRequest, retention: float) -> int:
+    def _count_shared(prompt: list[str], other: FakeRequest, retention: float) -> int:
         if other.retention != retention:
             return 0
         both = zip(prompt, other.tokens, strict=False)

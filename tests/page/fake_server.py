@@ -203,7 +203,7 @@ def _add_cache(app: FastAPI, server: FakeServer) -> None:
         return find(name).describe(tokens_from)
 
     @app.get("/v1/kv/requests/{name}/kept")
-    def kept(name: str, chunk: int) -> Any:
+    def tell_kept(name: str, chunk: int) -> Any:
         found = find(name)
         held, read = (
             encode(np.packbits(kept_of(chunk, retention), bitorder="little"))

@@ -269,7 +269,7 @@ def test_tokens_in_the_cache(page: Any) -> None:
     check_harmless(page)
 
 
-def fenced(language: str) -> str:
+def fence(language: str) -> str:
     return f"```{language}\n{HOSTILE}\n```"
 
 
@@ -278,7 +278,7 @@ LANGUAGES = ('"><img src=x onerror="window.pwned=1">', "constructor", "__proto__
 
 def test_languages_of_code(page: Any) -> None:
     for language in LANGUAGES:
-        says(page, fenced(language))
+        says(page, fence(language))
         ask(page, "Write code please")
         assert page.locator(".markdown pre").last.inner_text().strip() == HOSTILE, language
     check_harmless(page)

@@ -27,7 +27,7 @@ PARTS = {"forestOf", "choosePacking", "countEntries", "fillShare"}
 HINT = "run python -m tools.learn_page"
 
 
-def recorded() -> dict[str, Any]:
+def read_cases() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(CASES.read_text())
     return found
 
@@ -46,7 +46,7 @@ def agrees(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def test_the_python_still_gives_the_recorded_results() -> None:
-    now, then = json.loads(json.dumps(cases())), recorded()
+    now, then = json.loads(json.dumps(cases())), read_cases()
     assert now.keys() == then.keys(), HINT
     wrong = [
         name
@@ -76,15 +76,15 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_javascript_gives_the_recorded_results(checked: dict[str, Any]) -> None:
     assert checked["wrong"] == []
-    assert checked["checked"] == sum(len(one["cases"]) for one in recorded().values()) > 500
+    assert checked["checked"] == sum(len(one["cases"]) for one in read_cases().values()) > 500
 
 
 def test_every_formula_has_cases(checked: dict[str, Any]) -> None:
-    assert set(checked["exported"]) - PARTS == set(recorded())
+    assert set(checked["exported"]) - PARTS == set(read_cases())
 
 
 def results(name: str) -> list[tuple[list[Any], Any]]:
-    return [(one["arguments"], one["result"]) for one in recorded()[name]["cases"]]
+    return [(one["arguments"], one["result"]) for one in read_cases()[name]["cases"]]
 
 
 def test_the_positions_of_naive_decoding() -> None:

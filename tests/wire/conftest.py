@@ -30,7 +30,7 @@ from tangram.serve.http import Telemetry, build_app, transport_options
 from tests.running import run_app
 
 from .fake_engine import FakeEngine
-from .watched_engine import WatchedEngine
+from .watched_engine import ObservedFakeEngine
 
 MODEL = "fake-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -108,7 +108,7 @@ def run_page_server(
     change: Callable[[CachePage], object] = lambda page: None,
 ) -> Iterator[EngineServer]:
     """A server with the page, over the engine without a model."""
-    engine = WatchedEngine()
+    engine = ObservedFakeEngine()
     page = CachePage(engine, MODEL, Access(visibility, host))
     change(page)
     with run_fake_server(*api_keys, engine=engine, page=page) as server:

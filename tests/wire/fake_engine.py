@@ -159,7 +159,7 @@ class FakeEngine:
 
     def _take(self, request: Request) -> None:
         prompt = request.prompt_token_ids
-        cached = max((_shared(prompt, seen) for seen in self._seen), default=0)
+        cached = max((_count_shared(prompt, seen) for seen in self._seen), default=0)
         answer = "".join(reversed("".join(map(chr, prompt)).split("<assistant>")[-1][-60:]))
         now_s = time.monotonic()
         self._running += [
@@ -279,7 +279,7 @@ class FakeEngine:
         )
 
 
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common prefix, never the whole of `left`: the last token must be computed."""
     common = next(
         (at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]),

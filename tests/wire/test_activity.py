@@ -66,7 +66,7 @@ def test_a_server_tells_what_it_does_and_then_is_silent(
         wait_until(lambda: server.engine.stats().running == 0, "it still runs")
         wait_until(lambda: says_nothing(caplog, 0.8), "an idle server is silent", timeout_s=30)
         # A late look, on a busy machine, counts as if it came in time
-        assert 0 < generated(caplog) <= 60 * 1.3
+        assert 0 < read_generated(caplog) <= 60 * 1.3
     assert any((line["reused_share"] or 0) > 0 for line in lines(caplog))
 
 
@@ -88,5 +88,5 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, float]]:
     return found
 
 
-def generated(caplog: pytest.LogCaptureFixture) -> float:
+def read_generated(caplog: pytest.LogCaptureFixture) -> float:
     return sum(line["generated_tokens_per_s"] for line in lines(caplog)) * activity.EVERY_S

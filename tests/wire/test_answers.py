@@ -13,10 +13,10 @@ from tangram.serve.chunks import Content
 from tangram.serve.completion_writer import CompletionWriter
 from tangram.types import TokenLogprob
 
-from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, scrape, stream_data
+from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, scrape, stream_data
 
 
-def test_chat_answer_and_usage(fake_server: FakeServer) -> None:
+def test_chat_answer_and_usage(fake_server: EngineServer) -> None:
     answer = fake_server.chat(max_tokens=200)
     assert answer.object == "chat.completion"
     assert answer.model == MODEL
@@ -28,7 +28,7 @@ def test_chat_answer_and_usage(fake_server: FakeServer) -> None:
     assert usage.model_extra == {"kv_bytes": 4 * 24, "kv_bytes_uncompressed": 8 * 24}
 
 
-def test_second_turn_reports_reused_tokens(fake_server: FakeServer) -> None:
+def test_second_turn_reports_reused_tokens(fake_server: EngineServer) -> None:
     first = fake_server.chat()
     history = [USER, {"role": "assistant", "content": first.choices[0].message.content}, USER]
     second = fake_server.chat(messages=history)
@@ -36,7 +36,7 @@ def test_second_turn_reports_reused_tokens(fake_server: FakeServer) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens
 
 
-def test_stream_says_the_same_as_the_whole_answer(fake_server: FakeServer) -> None:
+def test_stream_says_the_same_as_the_whole_answer(fake_server: EngineServer) -> None:
     whole = fake_server.chat()
     *chunks, last = fake_server.chat(stream=True, stream_options={"include_usage": True})
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (
@@ -54,7 +54,7 @@ def test_stream_says_the_same_as_the_whole_answer(fake_server: FakeServer) -> No
     assert {chunk.id for chunk in chunks} == {last.id}
 
 
-def test_a_stream_tells_what_each_choice_has_used_so_far(fake_server: FakeServer) -> None:
+def test_a_stream_tells_what_each_choice_has_used_so_far(fake_server: EngineServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = fake_server.chat(stream=True, n=2, stream_options=options)
     for index in (0, 1):
@@ -70,7 +70,7 @@ def test_a_stream_tells_what_each_choice_has_used_so_far(fake_server: FakeServer
     )
 
 
-def test_stream_on_the_wire(fake_server: FakeServer) -> None:
+def test_stream_on_the_wire(fake_server: EngineServer) -> None:
     body = chat_body(stream=True, max_tokens=3)
     with fake_server.http() as client, client.stream("POST", CHAT, json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -82,7 +82,7 @@ def test_stream_on_the_wire(fake_server: FakeServer) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_n_gives_n_choices_and_counts_the_prompt_once(fake_server: FakeServer) -> None:
+def test_n_gives_n_choices_and_counts_the_prompt_once(fake_server: EngineServer) -> None:
     answer = fake_server.chat(n=3, max_tokens=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (12, 6)
@@ -102,7 +102,7 @@ def test_n_gives_n_choices_and_counts_the_prompt_once(fake_server: FakeServer) -
         ([[97, 98], [99]], ["ba", "c"]),
     ],
 )
-def test_all_prompt_forms(fake_server: FakeServer, prompt: Any, answers: list[str]) -> None:
+def test_all_prompt_forms(fake_server: EngineServer, prompt: Any, answers: list[str]) -> None:
     whole = fake_server.complete(prompt=prompt)
     assert [choice.text for choice in whole.choices] == answers
     assert [choice.index for choice in whole.choices] == list(range(len(answers)))
@@ -113,13 +113,13 @@ def test_all_prompt_forms(fake_server: FakeServer, prompt: Any, answers: list[st
     assert texts == answers
 
 
-def test_two_prompts_with_n_keep_their_order(fake_server: FakeServer) -> None:
+def test_two_prompts_with_n_keep_their_order(fake_server: EngineServer) -> None:
     answer = fake_server.complete(prompt=["abc", "de"], n=2)
     assert [choice.text for choice in answer.choices] == ["cba", "cba", "ed", "ed"]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 10)
 
 
-def test_content_parts_and_the_developer_role(fake_server: FakeServer) -> None:
+def test_content_parts_and_the_developer_role(fake_server: EngineServer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     fake_server.chat(
         messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
@@ -128,13 +128,13 @@ def test_content_parts_and_the_developer_role(fake_server: FakeServer) -> None:
     assert prompt == "<system>be brief<user>one\ntwo"
 
 
-def test_text_beyond_ascii_arrives_whole(fake_server: FakeServer) -> None:
+def test_text_beyond_ascii_arrives_whole(fake_server: EngineServer) -> None:
     assert fake_server.complete(prompt="🐈é\n\u2028x").choices[0].text == "x\u2028\né🐈"
     stream = fake_server.complete(prompt="🐈é\n\u2028x", stream=True)
     assert [chunk.choices[0].text for chunk in stream] == ["x", "\u2028", "\n", "é", "🐈"]
 
 
-def test_chat_logprobs(fake_server: FakeServer) -> None:
+def test_chat_logprobs(fake_server: EngineServer) -> None:
     fields = {
         "messages": [USER | {"content": "a!"}],
         "max_tokens": 2,
@@ -157,7 +157,7 @@ def test_chat_logprobs(fake_server: FakeServer) -> None:
     assert fake_server.chat().choices[0].logprobs is None
 
 
-def test_completion_logprobs(fake_server: FakeServer) -> None:
+def test_completion_logprobs(fake_server: EngineServer) -> None:
     logprobs = fake_server.complete(prompt="abc", logprobs=1).choices[0].logprobs
     assert logprobs.tokens == ["c", "b", "a"]
     assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
@@ -170,7 +170,7 @@ def test_completion_logprobs(fake_server: FakeServer) -> None:
     assert fake_server.complete(prompt="abc").choices[0].logprobs is None
 
 
-def test_models(fake_server: FakeServer) -> None:
+def test_models(fake_server: EngineServer) -> None:
     client = fake_server.openai()
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).model_extra == {"max_model_len": 512}
@@ -178,7 +178,7 @@ def test_models(fake_server: FakeServer) -> None:
         client.models.retrieve("gpt-4")
 
 
-def test_metrics(fake_server: FakeServer) -> None:
+def test_metrics(fake_server: EngineServer) -> None:
     with fake_server.http() as client:
         client.post(CHAT, json=chat_body(n=2, max_tokens=4))
         client.post(CHAT, json=chat_body(oops=1))
@@ -215,7 +215,7 @@ def test_metrics(fake_server: FakeServer) -> None:
 
 
 def test_two_servers_in_one_process_have_their_own_metrics(
-    fake_server: FakeServer, locked_server: FakeServer
+    fake_server: EngineServer, locked_server: EngineServer
 ) -> None:
     fake_server.chat()
     with locked_server.http() as client:

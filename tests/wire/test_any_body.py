@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, wait_until
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, wait_until
 
 JSON = {"Content-Type": "application/json"}
 PATHS = {
@@ -92,7 +92,7 @@ NAMES = st.sampled_from(
 )
 @given(path=st.sampled_from(sorted(PATHS)), changes=st.dictionaries(NAMES, VALUES, max_size=3))
 def test_no_body_is_a_server_error(
-    shared_server: FakeServer, path: str, changes: dict[str, Any]
+    shared_server: EngineServer, path: str, changes: dict[str, Any]
 ) -> None:
     with shared_server.http() as client:
         response = client.post(path, content=json.dumps({**PATHS[path], **changes}), headers=JSON)
@@ -115,7 +115,7 @@ def test_no_body_is_a_server_error(
     ],
 )
 def test_a_body_full_of_mistakes_costs_little(
-    shared_server: FakeServer, fields: dict[str, Any]
+    shared_server: EngineServer, fields: dict[str, Any]
 ) -> None:
     content = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
     before_kib, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

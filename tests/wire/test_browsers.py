@@ -17,7 +17,7 @@ from tangram.cli import app
 from tangram.errors import ConfigError, OverloadError
 from tangram.serve.guard import MAX_HEADER_BYTES, Protection
 
-from .conftest import CHAT, MODEL, FakeServer, chat_body, run_fake_server
+from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -29,13 +29,13 @@ ALLOWED = "access-control-allow-origin"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server() -> Iterator[EngineServer]:
     """A server with a key, to which one page may talk."""
     with run_fake_server("sesame", allowed_origins=(PAGE, "http://localhost:3000")) as server:
         yield server
 
 
-def test_a_page_may_ask_with_its_key(server: FakeServer) -> None:
+def test_a_page_may_ask_with_its_key(server: EngineServer) -> None:
     with server.http() as client:
         before = client.options(CHAT, headers=PREFLIGHT)
         assert before.status_code == 200
@@ -56,7 +56,7 @@ def test_a_page_may_ask_with_its_key(server: FakeServer) -> None:
     assert "access-control-allow-credentials" not in answer.headers
 
 
-def test_a_page_can_read_every_error(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_can_read_every_error(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
     key, origin = {"Authorization": "Bearer sesame"}, {"Origin": PAGE}
     statuses = []
     with server.http() as client:
@@ -94,7 +94,7 @@ def test_a_full_queue_is_told_to_pages_too() -> None:
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", f"{PAGE}.evil.example", "http://localhost:3001"]
 )
-def test_another_page_may_not(server: FakeServer, origin: str) -> None:
+def test_another_page_may_not(server: EngineServer, origin: str) -> None:
     with server.http() as client:
         before = client.options(CHAT, headers=PREFLIGHT | {"Origin": origin})
         answer = client.get("/health", headers={"Origin": origin})
@@ -102,14 +102,14 @@ def test_another_page_may_not(server: FakeServer, origin: str) -> None:
     assert ALLOWED not in before.headers and ALLOWED not in answer.headers
 
 
-def test_a_preflight_opens_nothing_else(server: FakeServer) -> None:
+def test_a_preflight_opens_nothing_else(server: EngineServer) -> None:
     """Only a true preflight goes without a key."""
     with server.http() as client:
         assert client.options(CHAT, headers={"Origin": PAGE}).status_code == 401
         assert client.options(CHAT).status_code == 401
 
 
-def test_without_the_option_no_page_may_ask(fake_server: FakeServer) -> None:
+def test_without_the_option_no_page_may_ask(fake_server: EngineServer) -> None:
     with fake_server.http() as client:
         assert client.options(CHAT, headers=PREFLIGHT).status_code == 405
         assert ALLOWED not in client.get("/health", headers={"Origin": PAGE}).headers
@@ -142,7 +142,7 @@ class AddressReader(HTMLParser):
         self.words += data
 
 
-def read_page(server: FakeServer, **headers: str) -> tuple[AddressReader, Any]:
+def read_page(server: EngineServer, **headers: str) -> tuple[AddressReader, Any]:
     with server.http() as client:
         answer, document = (
             client.get("/docs", headers=headers),
@@ -156,7 +156,7 @@ def read_page(server: FakeServer, **headers: str) -> tuple[AddressReader, Any]:
 
 
 def test_the_page_has_every_endpoint_and_field_and_asks_no_other_host(
-    shared_server: FakeServer,
+    shared_server: EngineServer,
 ) -> None:
     page, document = read_page(shared_server)
     assert not page.tags & {"script", "link", "img", "iframe", "form"}
@@ -170,7 +170,7 @@ def test_the_page_has_every_endpoint_and_field_and_asks_no_other_host(
     assert "API key" not in page.words
 
 
-def test_the_page_is_behind_the_key_and_says_so(locked_server: FakeServer) -> None:
+def test_the_page_is_behind_the_key_and_says_so(locked_server: EngineServer) -> None:
     with locked_server.http() as client:
         assert client.get("/docs").status_code == 401
     page, _ = read_page(locked_server, Authorization="Bearer sesame")
@@ -189,7 +189,7 @@ def test_the_page_is_behind_the_key_and_says_so(locked_server: FakeServer) -> No
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize"])
 def test_a_body_that_is_not_called_json_is_told_so(
-    shared_server: FakeServer, path: str, kind: str | None, words: str
+    shared_server: EngineServer, path: str, kind: str | None, words: str
 ) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
     with shared_server.http() as client:
@@ -206,7 +206,7 @@ def test_a_body_that_is_not_called_json_is_told_so(
 @pytest.mark.parametrize(
     "kind", ["application/json", "application/json; charset=utf-8", "application/ld+json"]
 )
-def test_json_by_any_name_is_read(shared_server: FakeServer, kind: str) -> None:
+def test_json_by_any_name_is_read(shared_server: EngineServer, kind: str) -> None:
     with shared_server.http() as client:
         assert (
             client.post(
@@ -232,7 +232,7 @@ def test_json_by_any_name_is_read(shared_server: FakeServer, kind: str) -> None:
     ],
 )
 def test_an_endpoint_of_others_is_refused_by_name(
-    shared_server: FakeServer, path: str, word: str
+    shared_server: EngineServer, path: str, word: str
 ) -> None:
     with shared_server.http() as client:
         for answer in (client.post(path, json={"model": MODEL, "input": "a"}), client.get(path)):
@@ -242,12 +242,12 @@ def test_an_endpoint_of_others_is_refused_by_name(
             assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_the_official_client_says_what_is_not_served(shared_server: FakeServer) -> None:
+def test_the_official_client_says_what_is_not_served(shared_server: EngineServer) -> None:
     with pytest.raises(openai.NotFoundError, match="embeddings"):
         shared_server.openai().embeddings.create(model=MODEL, input="a")
 
 
-def test_a_path_that_nobody_has_is_not_found(shared_server: FakeServer) -> None:
+def test_a_path_that_nobody_has_is_not_found(shared_server: EngineServer) -> None:
     with shared_server.http() as client:
         for path in ("/v2/embeddings", "/embeddings", "/v1/x", "/v1", "/"):
             answer = client.get(path)

@@ -147,7 +147,7 @@ def test_somebody_talks_stops_an_answer_and_ends(tmp_path: Path) -> None:
     assert "/retention 1.0" in kept.read_text() and kept.stat().st_mode & 0o077 == 0
 
 
-def piped(
+def pipe(
     python: list[str], *command: str, given: bytes, **variables: str
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
@@ -162,7 +162,7 @@ def piped(
 
 
 def test_a_conversation_in_a_pipe(python: list[str]) -> None:
-    ended = piped(
+    ended = pipe(
         python, "chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n"
     )
     assert ended.returncode == 0, ended.stderr
@@ -172,13 +172,13 @@ def test_a_conversation_in_a_pipe(python: list[str]) -> None:
 
 @pytest.mark.parametrize("given", [pytest.param(b"", marks=pytest.mark.nightly), b"Hello"])
 def test_the_end_of_a_pipe_ends_a_conversation_well(python: list[str], given: bytes) -> None:
-    ended = piped(python, "chat", "--max-tokens", "4", given=given)
+    ended = pipe(python, "chat", "--max-tokens", "4", given=given)
     assert ended.returncode == 0, ended.stderr
     assert bool(ended.stdout) == bool(given) and b"Traceback" not in ended.stderr
 
 
 def test_a_line_that_is_no_text_spoils_no_other(python: list[str]) -> None:
-    ended = piped(python, "chat", "--max-tokens", "4", given=b"H\xff\nHello\n")
+    ended = pipe(python, "chat", "--max-tokens", "4", given=b"H\xff\nHello\n")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(b"error: line has bytes that are not UTF-8") == 1
     assert ended.stdout.count(b"\n") == 1 and b"cut at 4 tokens" in ended.stderr
@@ -200,15 +200,15 @@ def test_any_locale_takes_and_gives_texts(python: list[str], variables: dict[str
     """
     prompt = "Zürich, Genève, Köln, Zürich, Genève,"
     options = ("--max-tokens", "4")
-    by_pipe = piped(python, "generate", *options, given=prompt.encode(), **variables)
-    by_argument = piped(python, "generate", *options, "-p", prompt, given=b"", **variables)
+    by_pipe = pipe(python, "generate", *options, given=prompt.encode(), **variables)
+    by_argument = pipe(python, "generate", *options, "-p", prompt, given=b"", **variables)
     assert by_pipe.returncode == by_argument.returncode == 0, by_pipe.stderr + by_argument.stderr
     assert by_pipe.stdout == by_argument.stdout
     assert ("K\\xf6l" if variables == ASCII else "Köl").encode() in by_pipe.stdout
 
 
 def test_an_argument_that_is_no_text_is_one_line(python: list[str]) -> None:
-    ended = piped(python, "generate", "-p", "H\udcff", given=b"")
+    ended = pipe(python, "generate", "-p", "H\udcff", given=b"")
     assert ended.returncode == 2
     assert ended.stderr == b"error: prompt is no text, it has bytes that are not UTF-8: give one\n"
 
@@ -218,7 +218,7 @@ def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(
     python: list[str], options: list[str]
 ) -> None:
     given = b"The days of the week are Monday, Tuesday, Wednesday,\n"
-    ended = piped(python, "generate", "--max-tokens", "40", *options, given=given)
+    ended = pipe(python, "generate", "--max-tokens", "40", *options, given=given)
     assert ended.returncode == 0, ended.stderr
     text = ended.stdout.decode()
     assert text.startswith(" Thursday, Friday, Saturday") and text.endswith("\n")
@@ -230,6 +230,6 @@ def test_generate_reads_a_pipe_and_its_output_is_the_text_alone(
     ("given", "why"), [(b"\n", b"standard input is empty"), (b"\xff", b"no text in UTF-8")]
 )
 def test_a_pipe_without_text_is_one_line(python: list[str], given: bytes, why: bytes) -> None:
-    ended = piped(python, "generate", given=given)
+    ended = pipe(python, "generate", given=given)
     assert ended.returncode == 2 and why in ended.stderr
     assert ended.stderr.count(b"\n") == 1 and not ended.stdout

@@ -82,7 +82,7 @@ def test_what_compression_breaks_is_shown(shown: Shown) -> None:
 
 
 def test_an_answer_without_the_expected_words_is_wrong() -> None:
-    answer = answered("The head keeper is ingrid solheim.")
+    answer = make_answer("The head keeper is ingrid solheim.")
     assert answer.right
     assert not replace(answer, text="The head keeper is Ingrid.").right
 
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_had_fails_the_demo(
 
 
 def test_reuse_and_a_smaller_cache_are_required(shown: Shown) -> None:
-    whole, small = answered("", kv_bytes=100), answered("", kv_bytes=50)
+    whole, small = make_answer("", kv_bytes=100), make_answer("", kv_bytes=50)
     reused = tuple(replace(a, usage=replace(a.usage, cached_tokens=2560)) for a in (whole, small))
 
     def problems(*pairs: tuple[DemoAnswer, ...]) -> list[str]:
@@ -201,7 +201,7 @@ def test_reuse_and_a_smaller_cache_are_required(shown: Shown) -> None:
     assert "question 1 holds 100" in problems((whole, whole), reused)[0]
 
 
-def answered(text: str, kv_bytes: int = 1) -> DemoAnswer:
+def make_answer(text: str, kv_bytes: int = 1) -> DemoAnswer:
     usage = Usage(3000, 10, 0, kv_bytes, 100)
     return DemoAnswer(DemoQuestion("Who?", "Ingrid Solheim"), FULL, text, usage, 1.0, 1.0)
 

@@ -11,14 +11,14 @@ import pytest
 
 from tangram.types import DraftedTokens
 
-from .conftest import MODEL, USER, FakeServer, run_fake_server, run_real_server, scrape
+from .conftest import MODEL, USER, EngineServer, run_fake_server, run_real_server, scrape
 
 FOX = "the quick brown fox jumps over the lazy dog. "
 LAST = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
-def drafting() -> Iterator[FakeServer]:
+def drafting() -> Iterator[EngineServer]:
     with run_fake_server() as server:
         server.engine.drafted = DraftedTokens(5, 3)
         yield server
@@ -30,31 +30,31 @@ def real(python: list[str]) -> Iterator[str]:
         yield url
 
 
-def usages(server: FakeServer, **fields: Any) -> list[Any]:
+def usages(server: EngineServer, **fields: Any) -> list[Any]:
     """Of chat and of completions, whole and streamed."""
     answers = [server.chat(**fields), server.complete(prompt="say it", **fields)]
     streams = [server.chat(**fields, **LAST), server.complete(prompt="say it", **fields, **LAST)]
     return [*(answer.usage for answer in answers), *(list(one)[-1].usage for one in streams)]
 
 
-def test_the_usage_has_what_was_accepted_and_rejected(drafting: FakeServer) -> None:
+def test_the_usage_has_what_was_accepted_and_rejected(drafting: EngineServer) -> None:
     for usage in usages(drafting):
         details = usage.completion_tokens_details
         assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (5, 3)
 
 
-def test_several_completions_add_up(drafting: FakeServer) -> None:
+def test_several_completions_add_up(drafting: EngineServer) -> None:
     for usage in usages(drafting, n=2):
         details = usage.completion_tokens_details
         assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 6)
 
 
-def test_a_response_has_the_fields_of_openai_only(drafting: FakeServer) -> None:
+def test_a_response_has_the_fields_of_openai_only(drafting: EngineServer) -> None:
     answer = drafting.openai().responses.create(model=MODEL, input=[USER])
     assert answer.usage.output_tokens_details.model_dump() == {"reasoning_tokens": 0}
 
 
-def test_an_engine_that_drafts_nothing_says_nothing(fake_server: FakeServer) -> None:
+def test_an_engine_that_drafts_nothing_says_nothing(fake_server: EngineServer) -> None:
     for usage in usages(fake_server):
         details = usage.completion_tokens_details
         assert details is None or details.accepted_prediction_tokens is None

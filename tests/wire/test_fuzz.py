@@ -17,7 +17,7 @@ from tangram.serve.exposition import ENDPOINTS
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest
 
-from .conftest import CHAT, COMPLETIONS, FakeServer, chat_body, scrape, wait_until
+from .conftest import CHAT, COMPLETIONS, EngineServer, chat_body, scrape, wait_until
 
 OPEN_S, LOCKED_S = 6, 6
 LABELS: tuple[dict[str, Any], ...] = (
@@ -70,7 +70,7 @@ def test_no_request_breaks_a_server_with_a_key() -> None:
 
 
 @pytest.fixture
-def document(locked_server: FakeServer) -> Any:
+def document(locked_server: EngineServer) -> Any:
     with locked_server.http() as client:
         return client.get("/openapi.json", headers={"Authorization": "Bearer sesame"}).json()
 
@@ -87,7 +87,7 @@ def test_the_document_names_every_endpoint_and_what_it_answers(document: Any) ->
 
 
 def test_the_document_says_the_ranges_that_the_server_keeps(
-    document: Any, locked_server: FakeServer
+    document: Any, locked_server: EngineServer
 ) -> None:
     properties = document["components"]["schemas"]["ChatRequest"]["properties"]
     ranges = {
@@ -135,7 +135,7 @@ def test_the_document_has_the_forms_that_validators_take(document: Any) -> None:
             ChatRequest.model_validate(body | fields)
 
 
-def test_a_document_without_keys_asks_for_none(shared_server: FakeServer) -> None:
+def test_a_document_without_keys_asks_for_none(shared_server: EngineServer) -> None:
     with shared_server.http() as client:
         found = client.get("/openapi.json").json()
     assert "security" not in found and "securitySchemes" not in found["components"]

@@ -16,7 +16,7 @@ from tangram.serve import service
 from .conftest import (
     CHAT,
     USER,
-    FakeServer,
+    EngineServer,
     chat_body,
     free_port,
     healthy,
@@ -58,7 +58,7 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
 
 
 def test_steps_that_end_are_health_however_many(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MOST_STEP_S", 0.3)
     monkeypatch.setattr(

@@ -15,7 +15,16 @@ import pytest
 from tangram.model.load import load_tokenizer
 from tests.templates import GPT_OSS, QWEN3
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body, run_fake_server, scrape
+from .conftest import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    USER,
+    EngineServer,
+    chat_body,
+    run_fake_server,
+    scrape,
+)
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
 KWARGS = "chat_template_kwargs"
@@ -32,7 +41,7 @@ LABELS: dict[str, Any] = {
 }
 
 
-def nested(levels: int) -> Any:
+def nest(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
         value = [value]
@@ -40,7 +49,7 @@ def nested(levels: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server() -> Iterator[EngineServer]:
     """A server whose chat template reads `READABLE`."""
     with run_fake_server() as server:
         server.engine.codec.template_options = READABLE
@@ -48,12 +57,12 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def lenient_server() -> Iterator[FakeServer]:
+def lenient_server() -> Iterator[EngineServer]:
     with run_fake_server(let_unknown_by=True) as server:
         yield server
 
 
-def test_labels_change_nothing(fake_server: FakeServer) -> None:
+def test_labels_change_nothing(fake_server: EngineServer) -> None:
     labelled = fake_server.chat(**LABELS)
     plain = fake_server.chat()
     assert labelled.choices[0].message.content == plain.choices[0].message.content
@@ -62,7 +71,7 @@ def test_labels_change_nothing(fake_server: FakeServer) -> None:
     assert fake_server.engine.codec.told == [{}, {}]
 
 
-def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: FakeServer) -> None:
+def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: EngineServer) -> None:
     for tier in ("auto", "default", "flex", "priority"):
         assert shared_server.chat(service_tier=tier).service_tier == "default"
         chunks = list(shared_server.chat(service_tier=tier, stream=True))
@@ -118,8 +127,8 @@ def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: Fake
         ({KWARGS: {f"a{n}": 1 for n in range(17)}}, KWARGS, "16"),
         ({KWARGS: {"budget": "a" * 5000}}, KWARGS, "4096"),
         ({KWARGS: {"budget": [1] * 2_000_000}}, KWARGS, "4096"),
-        ({KWARGS: {"budget": nested(4)}}, f"{KWARGS}.budget", "nested in more than 3"),
-        ({KWARGS: {"budget": nested(500)}}, f"{KWARGS}.budget", "nested in more than 3"),
+        ({KWARGS: {"budget": nest(4)}}, f"{KWARGS}.budget", "nested in more than 3"),
+        ({KWARGS: {"budget": nest(500)}}, f"{KWARGS}.budget", "nested in more than 3"),
         ({KWARGS: {"budget": 10**7}}, f"{KWARGS}.budget", "1000000"),
         ({KWARGS: {"budget": {"a": [float("inf")]}}}, f"{KWARGS}.budget", "1000000"),
         ({KWARGS: {"budget": {"\ud800": 1}}}, None, "nicode"),
@@ -131,7 +140,7 @@ def test_the_answer_says_the_tier_that_there_is_to_whom_asks(shared_server: Fake
     ],
 )
 def test_what_is_wrong_with_them_is_named(
-    server: FakeServer, fields: dict[str, Any], param: str | None, words: str
+    server: EngineServer, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
     before = list(server.engine.submitted)
     with server.http() as client:
@@ -158,7 +167,7 @@ def test_what_is_wrong_with_them_is_named(
     ],
 )
 def test_the_template_is_told_what_was_sent(
-    server: FakeServer, fields: dict[str, Any], told: Any
+    server: EngineServer, fields: dict[str, Any], told: Any
 ) -> None:
     with server.http() as client:
         assert client.post(CHAT, json=chat_body(**fields)).status_code == 200
@@ -203,7 +212,7 @@ def test_a_real_template_follows(told_server: TinyServer) -> None:
 
 
 def test_what_is_not_served_is_let_by_counted_and_logged_once(
-    lenient_server: FakeServer, caplog: pytest.LogCaptureFixture
+    lenient_server: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     part = {"type": "text", "text": "say it", "cache_control": {"type": "ephemeral"}}
@@ -240,7 +249,7 @@ def test_what_is_not_served_is_let_by_counted_and_logged_once(
     assert lenient_server.engine.codec.told == [{}, {}]
 
 
-def test_letting_by_is_for_names_and_not_for_wrong_values(lenient_server: FakeServer) -> None:
+def test_letting_by_is_for_names_and_not_for_wrong_values(lenient_server: EngineServer) -> None:
     for fields, param in (
         ({"temperature": -1}, "temperature"),
         ({"n": "many"}, "n"),
@@ -253,7 +262,7 @@ def test_letting_by_is_for_names_and_not_for_wrong_values(lenient_server: FakeSe
 
 
 def test_names_that_nobody_knows_fill_neither_metrics_nor_log(
-    lenient_server: FakeServer, caplog: pytest.LogCaptureFixture
+    lenient_server: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lenient_server.http() as client:
         for start in range(0, 300, 100):

@@ -83,7 +83,7 @@ FORMS = {
 
 
 @contextmanager
-def subscribed(events: int, replay: int) -> Iterator[Subscriber]:
+def subscribe(events: int, replay: int) -> Iterator[Subscriber]:
     with zmq.Context() as context, context.socket(zmq.SUB) as news:
         news.connect(f"tcp://127.0.0.1:{events}")
         news.subscribe("kv@pod@")
@@ -119,7 +119,7 @@ def test_a_router_hears_what_the_prefix_cache_holds(server: tuple[str, int, int]
         answer = httpx.post(f"{url}{COMPLETIONS}", json=body(prompt, **fields), timeout=60)
         assert answer.status_code == 200, answer.text
 
-    with subscribed(*ports) as router:
+    with subscribe(*ports) as router:
         begun = router.ask_again(0)
         assert begun == {0: [{"type": "AllBlocksCleared"}]}
         router.listen()  # the subscription has arrived by now

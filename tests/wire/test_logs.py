@@ -23,7 +23,7 @@ from tangram.serve.logs import JsonFormatter, LogLines
 from .conftest import (
     CHAT,
     MODEL,
-    FakeServer,
+    EngineServer,
     chat_body,
     free_port,
     healthy,
@@ -80,7 +80,7 @@ def test_a_log_without_room_says_so_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "the log cannot be written, lines are lost" in said and "No space left" in said
 
 
-def test_a_line_a_request_says_what_the_answer_was(fake_server: FakeServer, lines: Lines) -> None:
+def test_a_line_a_request_says_what_the_answer_was(fake_server: EngineServer, lines: Lines) -> None:
     with fake_server.http() as client:
         body = chat_body(max_tokens=5, kv_retention=0.5, kv_scorer="tova")
         response = client.post(CHAT, json=body)
@@ -109,7 +109,7 @@ def test_a_line_a_request_says_what_the_answer_was(fake_server: FakeServer, line
 
 
 def test_what_never_reached_the_engine_has_a_line_too(
-    locked_server: FakeServer, lines: Lines
+    locked_server: EngineServer, lines: Lines
 ) -> None:
     with locked_server.http() as client:
         ids = [client.post(CHAT, json=chat_body()).headers["x-request-id"]]
@@ -126,7 +126,7 @@ def test_what_never_reached_the_engine_has_a_line_too(
 
 
 def test_a_failure_half_way_and_a_client_that_hangs_up(
-    fake_server: FakeServer, lines: Lines
+    fake_server: EngineServer, lines: Lines
 ) -> None:
     asked = chat_body(stream=True, max_tokens=None)
     with fake_server.http() as client:
@@ -142,7 +142,7 @@ def test_a_failure_half_way_and_a_client_that_hangs_up(
     assert left["finish_reasons"] == ["abort"] and left["completion_tokens"] >= 1
 
 
-def test_the_engine_knows_a_request_by_the_id_that_is_answered(fake_server: FakeServer) -> None:
+def test_the_engine_knows_a_request_by_the_id_that_is_answered(fake_server: EngineServer) -> None:
     with fake_server.http() as client:
         one = client.post(CHAT, json=chat_body()).headers["x-request-id"]
         many = client.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"]}).headers[
@@ -157,7 +157,7 @@ def test_the_engine_knows_a_request_by_the_id_that_is_answered(fake_server: Fake
 
 @pytest.mark.parametrize("place", ["message", "field", "path", "query", "header", "key"])
 def test_no_line_has_a_prompt_an_answer_or_a_key(
-    locked_server: FakeServer, lines: Lines, place: str
+    locked_server: EngineServer, lines: Lines, place: str
 ) -> None:
     told = chat_body(messages=[{"role": "user", "content": SECRET}])
     with locked_server.http() as client:
@@ -199,7 +199,7 @@ def test_an_exception_stays_one_line(lines: Lines) -> None:
     )
 
 
-def started(python: list[str], folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
+def start(python: list[str], folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     command = [
         text.replace("PORT", str(port)) for text in options(folder, "--log-format", "json", *more)
     ]
@@ -217,7 +217,7 @@ def test_a_servers_whole_life_is_lines_of_json(python: list[str], tmp_path: Path
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     more = ("--kv-retention", "1.0", "--api-key", KEY)
-    with started(python, tiny_folder(tmp_path), port, *more) as server:
+    with start(python, tiny_folder(tmp_path), port, *more) as server:
         wait_until(
             lambda: server.poll() is not None or healthy(url), "the server is not healthy", 60
         )
@@ -241,7 +241,7 @@ def test_a_servers_whole_life_is_lines_of_json(python: list[str], tmp_path: Path
 
 
 def test_a_start_that_fails_says_why_in_a_line_of_json(python: list[str], tmp_path: Path) -> None:
-    with started(
+    with start(
         python,
         tiny_folder(tmp_path),
         free_port(),

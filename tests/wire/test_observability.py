@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tangram.serve.http import Telemetry
 
-from .conftest import CHAT, MODEL, FakeServer, chat_body, run_fake_server
-from .scenario import Watched, loaded_server
+from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
+from .scenario import WatchedServer, loaded_server
 
 ROOT = Path(__file__).parents[2]
 CONSTANT = {
@@ -61,24 +61,26 @@ def labels_of(family: Metric) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def watched(python: list[str]) -> Iterator[Watched]:
+def watched(python: list[str]) -> Iterator[WatchedServer]:
     with loaded_server(python) as watched:
         yield watched
 
 
 @pytest.fixture(scope="module")
-def exposed(watched: Watched) -> dict[str, Metric]:
+def exposed(watched: WatchedServer) -> dict[str, Metric]:
     return families(httpx.get(f"{watched.url}/metrics", timeout=30).text)
 
 
 @pytest.fixture
-def named_server() -> Iterator[FakeServer]:
+def named_server() -> Iterator[EngineServer]:
     with run_fake_server(telemetry=Telemetry(vllm_names=True), let_unknown_by=True) as server:
         yield server
 
 
-def test_every_metric_moves_under_a_real_load(watched: Watched, exposed: dict[str, Metric]) -> None:
-    moved = {name for name, _ in _changed(watched)}
+def test_every_metric_moves_under_a_real_load(
+    watched: WatchedServer, exposed: dict[str, Metric]
+) -> None:
+    moved = {name for name, _ in _find_changes(watched)}
     still = {
         name
         for name, family in exposed.items()
@@ -88,13 +90,13 @@ def test_every_metric_moves_under_a_real_load(watched: Watched, exposed: dict[st
     assert {name for (name, _), value in watched.readings[-1].items() if value > 0} >= CONSTANT
 
 
-def _changed(watched: Watched) -> Iterator[tuple[str, Any]]:
+def _find_changes(watched: WatchedServer) -> Iterator[tuple[str, Any]]:
     first = watched.readings[0]
     for reading in watched.readings[1:]:
         yield from (key for key, value in reading.items() if value != first.get(key, 0.0))
 
 
-def test_every_reading_adds_up(watched: Watched) -> None:
+def test_every_reading_adds_up(watched: WatchedServer) -> None:
     for reading in watched.readings:
         value = {name: number for (name, labels), number in reading.items() if not labels}
         of_state = {
@@ -116,14 +118,14 @@ def test_every_reading_adds_up(watched: Watched) -> None:
         assert value["tangram_host_pages_used"] <= value["tangram_host_pages_total"]
 
 
-def test_counters_never_fall(watched: Watched) -> None:
+def test_counters_never_fall(watched: WatchedServer) -> None:
     for before, after in zip(watched.readings, watched.readings[1:], strict=False):
         for key, value in before.items():
             if key[0].endswith(("_total", "_count", "_sum", "_bucket")) and key[0] not in CONSTANT:
                 assert after[key] >= value, key
 
 
-def test_phases_of_a_completion_add_up(watched: Watched) -> None:
+def test_phases_of_a_completion_add_up(watched: WatchedServer) -> None:
     last = {name: number for (name, labels), number in watched.readings[-1].items() if not labels}
     sums = {
         phase: last[f"tangram_completion_{phase}_seconds_sum"]
@@ -152,7 +154,9 @@ def test_overflow_is_counted_within_its_bounds(exposed: dict[str, Metric]) -> No
     assert sum(by_name["wished_entries"].values()) == chunks.value * 30 * 3 * 512 / 2
 
 
-def test_vllms_names_have_the_same_numbers(exposed: dict[str, Metric], watched: Watched) -> None:
+def test_vllms_names_have_the_same_numbers(
+    exposed: dict[str, Metric], watched: WatchedServer
+) -> None:
     def sample(name: str) -> float:
         (found,) = [one.value for one in exposed[name].samples]
         return float(found)
@@ -188,7 +192,7 @@ def test_vllms_names_have_the_same_numbers(exposed: dict[str, Metric], watched: 
 
 
 def test_vllms_names_are_there_on_request_only(
-    named_server: FakeServer, fake_server: FakeServer
+    named_server: EngineServer, fake_server: EngineServer
 ) -> None:
     for server, expected in ((named_server, True), (fake_server, False)):
         with server.http() as client:
@@ -199,7 +203,7 @@ def test_vllms_names_are_there_on_request_only(
             )
 
 
-def test_the_page_has_every_metric_as_it_is_exposed(named_server: FakeServer) -> None:
+def test_the_page_has_every_metric_as_it_is_exposed(named_server: EngineServer) -> None:
     """The fake engine has a number for everything, one head group included."""
     with named_server.http() as client:
         client.post(CHAT, json=chat_body(max_tokens=3, best_of=2))
@@ -250,7 +254,7 @@ def test_panels_do_not_overlap_and_say_what_they_show() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-def test_metrics_name_the_model_they_are_of(named_server: FakeServer) -> None:
+def test_metrics_name_the_model_they_are_of(named_server: EngineServer) -> None:
     with named_server.http() as client:
         found = families(client.get("/metrics").text)
     assert {

@@ -35,7 +35,7 @@ SMALL = ("--kv-cache-gib", "0.1")
 SHOWN = ("/", "/learn", "/page/index.html", "/v1/kv/model")
 
 
-def kept(client: httpx.Client, name: str, chunk: int) -> np.ndarray[Any, Any]:
+def read_kept(client: httpx.Client, name: str, chunk: int) -> np.ndarray[Any, Any]:
     """bool [L, H, C]: what the heads keep of a chunk."""
     told = client.get(f"/v1/kv/requests/{name}/kept?chunk={chunk}").json()
     shape = told["layers"], told["kv_heads"], told["tokens"]
@@ -63,7 +63,7 @@ def test_turns_show_what_their_usage_says(server_url: str) -> None:
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
         (first, one), (second, two) = told
         wait_until(lambda: rests(client), "a pool in which nothing runs")
-        bits = [kept(client, answer["id"], 0) for answer in (first, second)]
+        bits = [read_kept(client, answer["id"], 0) for answer in (first, second)]
         one_later = client.get(f"/v1/kv/requests/{first['id']}").json()
     for answer, shown in told:
         usage = answer["usage"]
@@ -92,7 +92,7 @@ def test_a_lossless_request_keeps_all(server_url: str) -> None:
         shown = client.get(f"/v1/kv/requests/{name}").json()
         assert (shown["kv_retention"], shown["scorer"]) == (1.0, None)
         assert shown["kv_bytes"] >= shown["kv_bytes_uncompressed"]
-        assert kept(client, name, 0).all()
+        assert read_kept(client, name, 0).all()
 
 
 def own_address() -> str:

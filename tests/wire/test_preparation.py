@@ -24,7 +24,7 @@ from tangram.serve.exposition import ServerMetrics
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.types import SamplingParams
 
-from .conftest import CHAT, COMPLETIONS, MODEL, FakeServer, chat_body, run_fake_server, wait_until
+from .conftest import CHAT, COMPLETIONS, MODEL, EngineServer, chat_body, run_fake_server, wait_until
 from .fake_engine import CONTEXT_TOKENS, FakeEngine
 
 RESPONSES = "/v1/responses"
@@ -54,7 +54,9 @@ class TokenizerBarrier:
 
 
 @contextmanager
-def gated(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenizerBarrier]:
+def hold_tokenizer(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TokenizerBarrier]:
     """Nothing is tokenized, or made into text, until the gate is open."""
     gate, codec = TokenizerBarrier(), server.engine.codec
     monkeypatch.setattr(codec, "chat_prompt", gate.before(lambda *arguments: (97,)))
@@ -70,7 +72,7 @@ def gated(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Token
 def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         run_fake_server(limits=Limits(max_queue=2)) as server,
-        gated(server, monkeypatch) as gate,
+        hold_tokenizer(server, monkeypatch) as gate,
         ThreadPoolExecutor(2) as pool,
         server.http() as client,
     ):
@@ -91,7 +93,7 @@ def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.Monkey
 def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         run_fake_server(limits=Limits(max_queue=5)) as server,
-        gated(server, monkeypatch) as gate,
+        hold_tokenizer(server, monkeypatch) as gate,
         ThreadPoolExecutor(1) as pool,
         server.http() as client,
     ):
@@ -106,7 +108,7 @@ def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("large", [False, True])
 def test_nothing_is_prepared_for_who_finds_the_queue_full(
-    fake_server: FakeServer, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large body is not even parsed; the connection serves the next request."""
 
@@ -149,10 +151,10 @@ def connections(client: httpx.Client) -> list[Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_who_has_hung_up_is_not_tokenized(
-    fake_server: FakeServer, path: str, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        gated(fake_server, monkeypatch) as gate,
+        hold_tokenizer(fake_server, monkeypatch) as gate,
         ThreadPoolExecutor(1) as pool,
         fake_server.http() as client,
     ):
@@ -172,7 +174,7 @@ def test_who_has_hung_up_is_not_tokenized(
 
 
 def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_MOST_COMPILING_S", 0.6)
     compiling = fake_server.engine.grammars.compile
@@ -198,7 +200,7 @@ class Compiler:
     `asked` counts.
     """
 
-    def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.asked, self.open = list[str](), 0, threading.Event()
         grammars = server.engine.grammars
         self._known, self._compile = grammars.look_up, grammars.compile
@@ -266,7 +268,7 @@ def test_who_waits_for_new_grammars_keeps_nobody_else_out(
 
 
 def test_a_new_grammar_is_made_for_those_who_still_wait_for_it(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = Compiler(fake_server, monkeypatch)
     with ThreadPoolExecutor(3) as pool, fake_server.http() as client:
@@ -298,7 +300,7 @@ def test_the_clock_of_a_request_runs_before_it_is_queued(
     limits = Limits(request_timeout_s=1.0)
     with (
         run_fake_server(limits=limits) as server,
-        gated(server, monkeypatch) as gate,
+        hold_tokenizer(server, monkeypatch) as gate,
         server.http() as client,
     ):
         if late and path in (CHAT, COMPLETIONS, RESPONSES):
@@ -313,7 +315,7 @@ def test_the_clock_of_a_request_runs_before_it_is_queued(
 
 
 def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = [97] * (CONTEXT_TOKENS + 1)
     asked = {
@@ -325,7 +327,7 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
             error = client.post(path, json=body)
             assert (error.status_code, error.json()["error"]["param"]) == (400, field)
             assert f"{CONTEXT_TOKENS} (max_model_len)" in error.json()["error"]["message"]
-        with gated(fake_server, monkeypatch) as gate:
+        with hold_tokenizer(fake_server, monkeypatch) as gate:
             bodies = [
                 asked["/detokenize"] | {"tokens": [97]},
                 asked[COMPLETIONS] | {"prompt": [97]},
@@ -343,17 +345,17 @@ def test_text_of_tokens_is_made_beside_the_others_and_within_the_context(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_a_large_answer_is_made_beside_the_others(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, path: str
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     threads = list[str]()
     for writer in (ChatWriter, CompletionWriter, ResponsesWriter):
         write = writer.write_whole
 
-        def noted(self: Any, usage: Any, write: Any = write) -> Any:
+        def note_call(self: Any, usage: Any, write: Any = write) -> Any:
             threads.append(threading.current_thread().name)
             return write(self, usage)
 
-        monkeypatch.setattr(writer, "write_whole", noted)
+        monkeypatch.setattr(writer, "write_whole", note_call)
     with fake_server.http() as client:
         assert client.post(path, json=BODIES[path]).status_code == 200
     assert threads and all(name.startswith("asyncio") for name in threads), (

@@ -13,19 +13,19 @@ import pytest
 from tangram.errors import ConfigError
 from tangram.serve.guard import MAX_HEADER_BYTES, Protection
 
-from .conftest import CHAT, MODEL, FakeServer, chat_body, run_fake_server
+from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
 
 MAX_BODY_MB = 0.1
 
 
 @pytest.fixture(scope="module")
-def small_server() -> Iterator[FakeServer]:
+def small_server() -> Iterator[EngineServer]:
     """A server that takes bodies up to 100,000 bytes."""
     with run_fake_server(max_body_mb=MAX_BODY_MB) as server:
         yield server
 
 
-def raw_request(server: FakeServer, head: str, body: bytes = b"") -> tuple[int, bytes]:
+def raw_request(server: EngineServer, head: str, body: bytes = b"") -> tuple[int, bytes]:
     """Status and body of an answer to bytes that no client library would send."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -65,7 +65,7 @@ def raw_request(server: FakeServer, head: str, body: bytes = b"") -> tuple[int, 
         "http://anywhere/v1/models",
     ],
 )
-def test_no_spelling_of_a_path_goes_without_a_key(locked_server: FakeServer, target: str) -> None:
+def test_no_spelling_of_a_path_goes_without_a_key(locked_server: EngineServer, target: str) -> None:
     status, body = raw_request(
         locked_server, f"GET {target} HTTP/1.1\nHost: here\nConnection: close"
     )
@@ -74,7 +74,7 @@ def test_no_spelling_of_a_path_goes_without_a_key(locked_server: FakeServer, tar
 
 @pytest.mark.parametrize("host", ["evil.example", "[", "health", "127.0.0.1:1@x", "a" * 5000])
 def test_an_odd_host_header_opens_nothing_and_breaks_nothing(
-    locked_server: FakeServer, host: str
+    locked_server: EngineServer, host: str
 ) -> None:
     for path, key, status in (
         ("/v1/models", "x", 401),
@@ -85,7 +85,7 @@ def test_an_odd_host_header_opens_nothing_and_breaks_nothing(
         assert raw_request(locked_server, head)[0] == status
 
 
-def test_each_key_opens_and_nothing_near_it_does(locked_server: FakeServer) -> None:
+def test_each_key_opens_and_nothing_near_it_does(locked_server: EngineServer) -> None:
     with locked_server.http() as client:
         for given in ("Bearer sesame", "Bearer poppy", "bearer sesame"):
             assert client.get("/v1/models", headers={"Authorization": given}).status_code == 200, (
@@ -112,15 +112,15 @@ def test_each_key_opens_and_nothing_near_it_does(locked_server: FakeServer) -> N
 
 @pytest.mark.parametrize("given", ["sesame", "poppy", "s", "sesame" * 50])
 def test_every_key_is_compared_in_constant_time(
-    locked_server: FakeServer, monkeypatch: pytest.MonkeyPatch, given: str
+    locked_server: EngineServer, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     compared, compare = list[tuple[int, int]](), hmac.compare_digest
 
-    def noted(one: bytes, other: bytes) -> bool:
+    def note_call(one: bytes, other: bytes) -> bool:
         compared.append((len(one), len(other)))
         return compare(one, other)
 
-    monkeypatch.setattr("tangram.serve.guard.hmac.compare_digest", noted)
+    monkeypatch.setattr("tangram.serve.guard.hmac.compare_digest", note_call)
     with locked_server.http() as client:
         status = client.get("/v1/models", headers={"Authorization": f"Bearer {given}"}).status_code
     assert status == (200 if given in ("sesame", "poppy") else 401)
@@ -143,7 +143,7 @@ def test_a_bound_on_bodies_must_be_positive() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(
-    small_server: FakeServer, chunked: bool
+    small_server: EngineServer, chunked: bool
 ) -> None:
     sent_bytes = 0
 
@@ -163,7 +163,9 @@ def test_a_body_over_the_bound_is_413_before_it_is_read_to_its_end(
         assert client.post(CHAT, json=chat_body(model=MODEL)).status_code == 200
 
 
-def test_a_declared_size_is_refused_without_waiting_for_the_body(small_server: FakeServer) -> None:
+def test_a_declared_size_is_refused_without_waiting_for_the_body(
+    small_server: EngineServer,
+) -> None:
     head = (
         f"POST {CHAT} HTTP/1.1\nHost: here\nContent-Type: application/json\nContent-Length: "
         "999999999999"
@@ -174,7 +176,7 @@ def test_a_declared_size_is_refused_without_waiting_for_the_body(small_server: F
         assert b" 413 " in connection.recv(100)
 
 
-def test_a_body_at_the_bound_is_read(small_server: FakeServer) -> None:
+def test_a_body_at_the_bound_is_read(small_server: EngineServer) -> None:
     content = json.dumps(chat_body()).encode()
     with small_server.http() as client:
         response = client.post(
@@ -186,7 +188,7 @@ def test_a_body_at_the_bound_is_read(small_server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES, 64 * 1024, 1024 * 1024])
-def test_a_large_header_is_431(small_server: FakeServer, size: int) -> None:
+def test_a_large_header_is_431(small_server: EngineServer, size: int) -> None:
     with httpx.Client(base_url=small_server.url) as client:
         response = client.get("/health", headers={"X-Long": "a" * size})
         assert response.status_code == 431
@@ -197,13 +199,13 @@ def test_a_large_header_is_431(small_server: FakeServer, size: int) -> None:
         )
 
 
-def test_what_is_no_http_is_a_400_in_the_error_form(small_server: FakeServer) -> None:
+def test_what_is_no_http_is_a_400_in_the_error_form(small_server: EngineServer) -> None:
     status, body = raw_request(small_server, "nonsense")
     assert (status, set(json.loads(body)["error"])) == (400, {"message", "type", "param", "code"})
 
 
 def test_every_answer_has_an_id_and_a_bug_is_found_in_the_log_by_it(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def buggy(*_: object) -> None:
         raise ZeroDivisionError("/home/secret at 0x7fffdeadbeef")
@@ -222,7 +224,7 @@ def test_every_answer_has_an_id_and_a_bug_is_found_in_the_log_by_it(
     assert not any(word in response.text for word in ("secret", "0x", "Zero", "Traceback"))
 
 
-def test_an_error_does_not_send_back_all_that_it_quotes(fake_server: FakeServer) -> None:
+def test_an_error_does_not_send_back_all_that_it_quotes(fake_server: EngineServer) -> None:
     with fake_server.http() as client:
         for fields in (
             {"x" * 100_000: 1},

@@ -8,14 +8,14 @@ from typing import Any
 import openai
 import pytest
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body
 
 HUGE = 10**399
 SCHEMA = "response_format.json_schema.schema"
 MULTIPLES = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": -HUGE}}}
 
 
-def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> None:
+def test_every_sampling_field_reaches_the_engine(fake_server: EngineServer) -> None:
     fields = {
         "n": 2,
         "temperature": 0.5,
@@ -52,7 +52,7 @@ def test_every_sampling_field_reaches_the_engine(fake_server: FakeServer) -> Non
     assert (request.kv_scorer, request.speculative) == ("tova", False)
 
 
-def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
+def test_defaults_are_those_of_the_api(fake_server: EngineServer) -> None:
     fake_server.chat()
     fake_server.chat(stop="q", max_completion_tokens=3)
     fake_server.complete(prompt="a", extra_body={"top_k": -1})
@@ -71,7 +71,7 @@ def test_defaults_are_those_of_the_api(fake_server: FakeServer) -> None:
     assert [request.speculative for request in fake_server.engine.submitted] == [None] * 3
 
 
-def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
+def test_values_that_ask_for_nothing_pass(fake_server: EngineServer) -> None:
     nothing = {
         "tools": None,
         "tool_choice": "auto",
@@ -101,7 +101,7 @@ def test_values_that_ask_for_nothing_pass(fake_server: FakeServer) -> None:
         assert client.post(COMPLETIONS, json=body).status_code == 200
 
 
-def test_a_cache_key_is_a_label(fake_server: FakeServer) -> None:
+def test_a_cache_key_is_a_label(fake_server: EngineServer) -> None:
     assert fake_server.chat(prompt_cache_key="mine").choices[0].message.content
     client = fake_server.openai()
     assert client.responses.create(model=MODEL, input="say it", prompt_cache_key="mine").output_text
@@ -110,7 +110,7 @@ def test_a_cache_key_is_a_label(fake_server: FakeServer) -> None:
         client.responses.create(model=MODEL, input="say it", prompt_cache_key="a" * 1025)
 
 
-def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServer) -> None:
+def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: EngineServer) -> None:
     """The client's message objects carry refusal, tool_calls, audio and others as nulls."""
     message = fake_server.chat().choices[0].message
     assert fake_server.chat(messages=[USER, message, USER]).choices
@@ -221,7 +221,7 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: FakeServ
     ],
 )
 def test_a_wrong_field_is_named(
-    shared_server: FakeServer, path: str, fields: dict[str, Any], param: str | None, words: str
+    shared_server: EngineServer, path: str, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
     body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
     before = list(shared_server.engine.submitted)

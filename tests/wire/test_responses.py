@@ -13,16 +13,16 @@ import pytest
 from tangram import __version__
 from tangram.errors import RequestError
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body, run_fake_server
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body, run_fake_server
 
 
-def respond(server: FakeServer, **fields: Any) -> Any:
+def respond(server: EngineServer, **fields: Any) -> Any:
     with server.openai() as client:
         answer = client.responses.create(**{"model": MODEL, "input": "abc", **fields})
         return list(answer) if fields.get("stream") else answer
 
 
-def test_a_text_gets_an_answer_with_its_usage(fake_server: FakeServer) -> None:
+def test_a_text_gets_an_answer_with_its_usage(fake_server: EngineServer) -> None:
     answer = respond(
         fake_server, instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=50
     )
@@ -43,7 +43,7 @@ def test_a_text_gets_an_answer_with_its_usage(fake_server: FakeServer) -> None:
 
 
 def test_a_conversation_goes_on_with_the_answer_as_the_client_holds_it(
-    fake_server: FakeServer,
+    fake_server: EngineServer,
 ) -> None:
     first = respond(fake_server)
     question = {
@@ -57,7 +57,7 @@ def test_a_conversation_goes_on_with_the_answer_as_the_client_holds_it(
     assert respond(fake_server).usage.input_tokens_details.cached_tokens > 0
 
 
-def test_an_answer_cut_by_its_limit_is_incomplete(fake_server: FakeServer) -> None:
+def test_an_answer_cut_by_its_limit_is_incomplete(fake_server: EngineServer) -> None:
     answer = respond(fake_server, max_output_tokens=2)
     assert (answer.status, answer.incomplete_details.reason, answer.output_text) == (
         "incomplete",
@@ -68,7 +68,7 @@ def test_an_answer_cut_by_its_limit_is_incomplete(fake_server: FakeServer) -> No
 
 @pytest.mark.parametrize("limit", [2, 50])
 def test_the_stream_has_the_events_that_the_client_knows(
-    fake_server: FakeServer, limit: int
+    fake_server: EngineServer, limit: int
 ) -> None:
     whole = respond(fake_server, max_output_tokens=limit)
     events = respond(fake_server, max_output_tokens=limit, stream=True)
@@ -93,7 +93,7 @@ def test_the_stream_has_the_events_that_the_client_knows(
 
 
 def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
-    fake_server: FakeServer,
+    fake_server: EngineServer,
 ) -> None:
     with pytest.raises(openai.InternalServerError, match="caught fire"):
         respond(fake_server, input="broken")
@@ -133,7 +133,7 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(
-    shared_server: FakeServer, fields: dict[str, Any], param: str
+    shared_server: EngineServer, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": MODEL, "input": "abc", **fields}
     with shared_server.http() as client:
@@ -144,7 +144,7 @@ def test_what_it_does_not_do_is_refused_by_name(
 
 
 def test_an_error_has_the_field_of_the_endpoint_and_its_other_words_as_they_were(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reject(*arguments: object) -> None:
         text = "the template rejects them: messages must alternate after the prompt"
@@ -161,7 +161,7 @@ def test_an_error_has_the_field_of_the_endpoint_and_its_other_words_as_they_were
             )
 
 
-def test_a_schema_is_blamed_by_the_name_of_the_endpoint(fake_server: FakeServer) -> None:
+def test_a_schema_is_blamed_by_the_name_of_the_endpoint(fake_server: EngineServer) -> None:
     wish = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
     chat_wish = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"oops": 1}}}
     respond(fake_server, text={"format": wish})
@@ -180,7 +180,7 @@ def test_a_schema_is_blamed_by_the_name_of_the_endpoint(fake_server: FakeServer)
         assert error["message"].startswith(f"{field}.schema.oops: the keyword 'oops'")
 
 
-def test_values_that_ask_for_nothing_pass(shared_server: FakeServer) -> None:
+def test_values_that_ask_for_nothing_pass(shared_server: EngineServer) -> None:
     nothing = {
         "store": False,
         "tools": [],
@@ -191,7 +191,7 @@ def test_values_that_ask_for_nothing_pass(shared_server: FakeServer) -> None:
     assert respond(shared_server, **nothing).output_text
 
 
-def test_tokens_and_text_go_both_ways(shared_server: FakeServer) -> None:
+def test_tokens_and_text_go_both_ways(shared_server: EngineServer) -> None:
     with shared_server.http() as client:
         tokens = client.post("/tokenize", json={"model": MODEL, "prompt": "hey"}).json()
         assert tokens == {
@@ -225,7 +225,7 @@ def test_tokens_and_text_go_both_ways(shared_server: FakeServer) -> None:
             )
 
 
-def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: FakeServer) -> None:
+def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: EngineServer) -> None:
     for prompt in (["abc", "de"], [[97, 98, 99], [100, 101]]):
         whole = shared_server.complete(prompt=prompt, echo=True, n=2)
         texts = ["abccba", "abccba", "deed", "deed"]

@@ -22,14 +22,14 @@ from tangram.serve.listening import Listener
 from tangram.serve.wire import HttpProtocol
 from tests.running import run_app
 
-from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, wait_until
+from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, wait_until
 from .fake_engine import FakeEngine
 from .tiny import COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder
 
 ENDLESS = chat_body(max_tokens=None, messages=[USER | {"content": "endless"}])
 
 
-def connected(server: FakeServer | TinyServer, receive_bytes: int | None = None) -> socket.socket:
+def connect(server: EngineServer | TinyServer, receive_bytes: int | None = None) -> socket.socket:
     """A connection that has sent nothing."""
     connection = socket.socket()
     connection.settimeout(10)
@@ -57,7 +57,7 @@ def rest(connection: socket.socket) -> bytes:
     return bytes(received)
 
 
-def pages_held(server: FakeServer) -> int:
+def pages_held(server: EngineServer) -> int:
     return server.engine.stats().pages_held
 
 
@@ -65,9 +65,9 @@ def pages_held(server: FakeServer) -> int:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("header", [(), ("Connection: close",)])
 def test_who_sends_more_and_then_leaves_is_seen_to_leave(
-    fake_server: FakeServer, word: str, stream: bool, header: tuple[str, ...]
+    fake_server: EngineServer, word: str, stream: bool, header: tuple[str, ...]
 ) -> None:
-    with closing(connected(fake_server)) as connection:
+    with closing(connect(fake_server)) as connection:
         asked = chat_body(max_tokens=None, stream=stream, messages=[USER | {"content": word}])
         connection.sendall(request(asked, *header))
         wait_until(lambda: pages_held(fake_server) > 0, "the request did not begin")
@@ -78,7 +78,7 @@ def test_who_sends_more_and_then_leaves_is_seen_to_leave(
 
 def test_who_sends_more_and_leaves_the_queue_is_never_computed(tmp_path: Path) -> None:
     with run_tiny_server(tiny_folder(tmp_path), max_num_seqs=1) as server:
-        with closing(connected(server)) as running, closing(connected(server)) as queued:
+        with closing(connect(server)) as running, closing(connect(server)) as queued:
             running.sendall(request(body(numbers(20), max_tokens=3000), path=COMPLETIONS))
             wait_until(lambda: server.engine.stats().running == 1, "the first does not run")
             queued.sendall(request(body(numbers(20, 3), max_tokens=2000), path=COMPLETIONS))
@@ -94,8 +94,8 @@ def test_who_sends_more_and_leaves_the_queue_is_never_computed(tmp_path: Path) -
         assert server.engine.stats().generated_tokens < 3000, "it was computed to its end"
 
 
-def test_a_request_that_was_sent_early_is_answered_in_its_turn(fake_server: FakeServer) -> None:
-    with closing(connected(fake_server)) as connection:
+def test_a_request_that_was_sent_early_is_answered_in_its_turn(fake_server: EngineServer) -> None:
+    with closing(connect(fake_server)) as connection:
         connection.sendall(
             request(chat_body(max_tokens=5)) + request(chat_body(max_tokens=5), "Connection: close")
         )
@@ -103,8 +103,8 @@ def test_a_request_that_was_sent_early_is_answered_in_its_turn(fake_server: Fake
     assert answers.count(b"HTTP/1.1 200") == answers.count(b'"finish_reason":"length"') == 2
 
 
-def test_who_sends_on_and_on_instead_of_reading_is_cut(fake_server: FakeServer) -> None:
-    with closing(connected(fake_server)) as connection:
+def test_who_sends_on_and_on_instead_of_reading_is_cut(fake_server: EngineServer) -> None:
+    with closing(connect(fake_server)) as connection:
         connection.sendall(request(ENDLESS))
         wait_until(lambda: pages_held(fake_server) > 0, "the request did not begin")
         connection.sendall(b"G" * 2 * wire.MAX_HEADER_BYTES)
@@ -113,10 +113,10 @@ def test_who_sends_on_and_on_instead_of_reading_is_cut(fake_server: FakeServer) 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX: a"])
 def test_a_head_that_does_not_come_is_not_waited_for(
-    locked_server: FakeServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+    locked_server: EngineServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEAD_S", 0.5)
-    with closing(connected(locked_server)) as connection:
+    with closing(connect(locked_server)) as connection:
         connection.sendall(sent)
         answer = rest(connection)
     assert answer.startswith(b"HTTP/1.1 408 ") and b"head took longer than 0.5 s" in answer
@@ -135,14 +135,14 @@ def trickle(connection: socket.socket, part: bytes) -> None:
 
 @pytest.mark.parametrize("key", ["sesame", "wrong"])
 def test_a_head_or_body_that_trickles_is_not_waited_for(
-    locked_server: FakeServer, key: str, monkeypatch: pytest.MonkeyPatch
+    locked_server: EngineServer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a wrong key the 401 is out long before."""
     monkeypatch.setattr(wire, "HEAD_S", 0.5)
     monkeypatch.setattr(wire, "BODY_S", 0.5)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode()
     for sent, part in ((head, b"X: a\r\n"), (head + b"Content-Length: 1000\r\n\r\n", b" ")):
-        with closing(connected(locked_server)) as connection:
+        with closing(connect(locked_server)) as connection:
             connection.sendall(sent)
             trickle(connection, part)
     with locked_server.http() as client:
@@ -150,11 +150,11 @@ def test_a_head_or_body_that_trickles_is_not_waited_for(
 
 
 def test_neither_a_long_answer_nor_an_idle_connection_is_a_slow_request(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEAD_S", 0.3)
     monkeypatch.setattr(wire, "BODY_S", 0.3)
-    with closing(connected(fake_server)) as connection:
+    with closing(connect(fake_server)) as connection:
         for _ in range(2):
             connection.sendall(
                 request(chat_body(max_tokens=450, messages=[USER | {"content": "endless"}]))
@@ -167,20 +167,20 @@ def test_neither_a_long_answer_nor_an_idle_connection_is_a_slow_request(
 
 
 def test_beyond_the_bound_who_asks_for_nothing_leaves_first(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire.HttpProtocol, "max_connections", 3)
-    working = [connected(fake_server) for _ in range(2)]
+    working = [connect(fake_server) for _ in range(2)]
     for number, connection in enumerate(working, 1):
         connection.sendall(request(ENDLESS))
         wait_until(lambda: fake_server.engine.stats().running == number, "it does not run")  # noqa: B023
-    with closing(connected(fake_server)) as idle, fake_server.http() as client:
+    with closing(connect(fake_server)) as idle, fake_server.http() as client:
         assert client.get("/health").status_code == 200
         assert rest(idle) == b""
-        working.append(connected(fake_server))  # in the place of the client, which has its answer
+        working.append(connect(fake_server))  # in the place of the client, which has its answer
         working[-1].sendall(request(ENDLESS))
         wait_until(lambda: fake_server.engine.stats().running == 3, "it does not run")
-    with closing(connected(fake_server)) as late:
+    with closing(connect(fake_server)) as late:
         assert rest(late).startswith(b"HTTP/1.1 503 ")
     assert fake_server.engine.stats().running == 3
     for connection in working:
@@ -190,9 +190,9 @@ def test_beyond_the_bound_who_asks_for_nothing_leaves_first(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_nonsense_after_a_refusal_is_no_matter_for_the_log(
-    locked_server: FakeServer, wait: bool, caplog: pytest.LogCaptureFixture
+    locked_server: EngineServer, wait: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(connected(locked_server)) as connection:
+    with closing(connect(locked_server)) as connection:
         connection.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         )
@@ -206,7 +206,7 @@ def test_nonsense_after_a_refusal_is_no_matter_for_the_log(
 
 
 def test_an_answer_that_nobody_takes_is_given_up(
-    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "STALLED_CLIENT_S", 1)
     large = chat_body(
@@ -216,7 +216,7 @@ def test_an_answer_that_nobody_takes_is_given_up(
         top_logprobs=3,
         messages=[USER | {"content": "endless"}],
     )
-    with closing(connected(fake_server, 2048)) as connection:
+    with closing(connect(fake_server, 2048)) as connection:
         connection.sendall(request(large))
         connection.settimeout(60)
         assert connection.recv(1, socket.MSG_PEEK)  # the answer has come, and its window stays shut

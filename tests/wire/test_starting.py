@@ -34,7 +34,7 @@ finally:
 """
 
 
-def refused(*given: str) -> str:
+def read_refusal(*given: str) -> str:
     """What `tangram serve` says when it does not start, in a line."""
     command = [sys.executable, "-c", ASKED, "serve", *given]
     ended = subprocess.run(
@@ -48,7 +48,7 @@ def refused(*given: str) -> str:
 def test_a_port_in_use_is_found_before_anything_is_loaded() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = str(other.getsockname()[1])
-        assert f"port is {port}, another program listens at 127.0.0.1:{port}" in refused(
+        assert f"port is {port}, another program listens at 127.0.0.1:{port}" in read_refusal(
             "--port", port
         )
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, stream_data
+from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, stream_data
 
 SMOL = "smollm2"
 
@@ -133,7 +133,7 @@ def test_a_plain_request_beside_it_gets_the_same_answer(client: Any, companions:
         }
         return str(client.chat.completions.create(model=SMOL, **fields).choices[0].message.content)
 
-    def shaped(seed: int) -> str:
+    def shape_answer(seed: int) -> str:
         answer = client.chat.completions.create(
             model=SMOL,
             messages=[QUESTION],
@@ -145,7 +145,7 @@ def test_a_plain_request_beside_it_gets_the_same_answer(client: Any, companions:
 
     alone = plain()
     with ThreadPoolExecutor(2 + companions) as pool:
-        others = [pool.submit(shaped, seed) for seed in range(companions)]
+        others = [pool.submit(shape_answer, seed) for seed in range(companions)]
         together = [pool.submit(plain) for _ in range(2)]
         assert [answer.result() for answer in together] == [alone] * 2
         assert all(Trip.model_validate_json(answer.result()) for answer in others)
@@ -216,7 +216,7 @@ def test_a_compilation_does_not_stall_who_is_being_answered(server_url: str) -> 
     ],
 )
 def test_a_wrong_format_is_named(
-    shared_server: FakeServer, fields: dict[str, Any], param: str, words: str
+    shared_server: EngineServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
     with shared_server.http() as http:
         response = http.post(CHAT, json=chat_body(**fields))
@@ -225,7 +225,7 @@ def test_a_wrong_format_is_named(
     assert words in error["message"]
 
 
-def test_the_format_reaches_the_engine_as_a_grammar(fake_server: FakeServer) -> None:
+def test_the_format_reaches_the_engine_as_a_grammar(fake_server: EngineServer) -> None:
     with fake_server.http() as http:
         for wish in (
             {"type": "text"},

@@ -12,7 +12,7 @@ import pytest
 
 from tangram.types import CallStyle, ThinkingFormat, ToolFormat
 
-from .conftest import CHAT, MODEL, USER, FakeServer, chat_body, run_fake_server, stream_data
+from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, run_fake_server, stream_data
 
 THINK = ThinkingFormat("<t>", "</t>")
 CALLS = ToolFormat("<c>", "</c>", "arguments", CallStyle.OBJECT)
@@ -21,7 +21,7 @@ CALL = '<c>{"name":"f","arguments":{}}</c>'
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Iterator[FakeServer]:
+def thinker() -> Iterator[EngineServer]:
     with run_fake_server() as server:
         server.engine.codec.thinking_format = THINK
         server.engine.codec.tool_format = CALLS
@@ -34,7 +34,7 @@ def saying(text: str, **fields: Any) -> dict[str, Any]:
     )
 
 
-def ask(server: FakeServer, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def ask(server: EngineServer, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The answer in one piece, and what its stream adds up to: both with usage."""
     streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": 0}
     with server.http() as http:
@@ -71,7 +71,7 @@ def ask(server: FakeServer, body: dict[str, Any]) -> tuple[dict[str, Any], dict[
     ],
 )
 def test_whole_answers_and_streams_tell_thoughts_apart(
-    thinker: FakeServer, said: str, thought: str, content: str, calls: int, tokens: int
+    thinker: EngineServer, said: str, thought: str, content: str, calls: int, tokens: int
 ) -> None:
     whole, streamed = ask(thinker, saying(said, tools=[TOOL]))
     for found in (whole, streamed):
@@ -89,7 +89,7 @@ def test_whole_answers_and_streams_tell_thoughts_apart(
     )
 
 
-def test_a_limit_in_the_middle_of_a_thought_leaves_a_thought(thinker: FakeServer) -> None:
+def test_a_limit_in_the_middle_of_a_thought_leaves_a_thought(thinker: EngineServer) -> None:
     for found in ask(thinker, saying("<t>Thinking on and on</t>Yes", max_tokens=11)):
         assert (found["reasoning_content"], found["content"], found["reason"]) == (
             "Thinking",
@@ -99,14 +99,14 @@ def test_a_limit_in_the_middle_of_a_thought_leaves_a_thought(thinker: FakeServer
         assert found["usage"]["completion_tokens"] == 11
 
 
-def test_without_the_form_a_tag_is_text(shared_server: FakeServer) -> None:
+def test_without_the_form_a_tag_is_text(shared_server: EngineServer) -> None:
     said = "<think>Hm</think>Yes"
     for found in ask(shared_server, saying(said)):
         assert (found["reasoning_content"], found["content"]) == ("", said)
         assert "completion_tokens_details" not in found["usage"]
 
 
-def test_a_thought_goes_back_into_the_conversation(thinker: FakeServer) -> None:
+def test_a_thought_goes_back_into_the_conversation(thinker: EngineServer) -> None:
     told: list[Any] = []
     codec = thinker.engine.codec
     prompt = codec.chat_prompt
@@ -122,7 +122,7 @@ def test_a_thought_goes_back_into_the_conversation(thinker: FakeServer) -> None:
     assert wrong.json()["error"]["param"] == "messages[0].reasoning_content"
 
 
-def respond(server: FakeServer, said: str, **fields: Any) -> Any:
+def respond(server: EngineServer, said: str, **fields: Any) -> Any:
     message = {"role": "assistant", "content": said[::-1]}
     with server.openai() as client:
         answer = client.responses.create(model=MODEL, input=[message], **fields)
@@ -132,7 +132,7 @@ def respond(server: FakeServer, said: str, **fields: Any) -> Any:
 F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
 
 
-def test_responses_have_items_for_thoughts_texts_and_calls(thinker: FakeServer) -> None:
+def test_responses_have_items_for_thoughts_texts_and_calls(thinker: EngineServer) -> None:
     answer = respond(thinker, f"<t>Hm</t>Wait. {CALL}", tools=[F])
     thought, message, call = answer.output
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
@@ -153,7 +153,7 @@ def test_responses_have_items_for_thoughts_texts_and_calls(thinker: FakeServer) 
         assert again.status == "completed"
 
 
-def test_the_stream_of_items_is_what_the_client_puts_together(thinker: FakeServer) -> None:
+def test_the_stream_of_items_is_what_the_client_puts_together(thinker: EngineServer) -> None:
     events = respond(thinker, f"<t>Hm</t>Wait. {CALL}", tools=[F], stream=True)
     kinds = [event.type.removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
@@ -185,7 +185,7 @@ def test_the_stream_of_items_is_what_the_client_puts_together(thinker: FakeServe
     assert cut.output[0].content[0].text == "Thinking"
 
 
-def test_responses_hold_answers_to_schemas_and_calls(thinker: FakeServer) -> None:
+def test_responses_hold_answers_to_schemas_and_calls(thinker: EngineServer) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     wanted = {"format": {"type": "json_schema", "name": "reply", "schema": schema, "strict": True}}
     answer = respond(thinker, '{"ok":true}', text=wanted)
@@ -221,7 +221,7 @@ def test_responses_hold_answers_to_schemas_and_calls(thinker: FakeServer) -> Non
     ],
 )
 def test_what_is_wrong_with_an_item_or_a_tool_has_its_name_here(
-    thinker: FakeServer, fields: dict[str, Any], param: str
+    thinker: EngineServer, fields: dict[str, Any], param: str
 ) -> None:
     with thinker.http() as http:
         response = http.post("/v1/responses", json={"model": MODEL, "input": "abc", **fields})

@@ -11,7 +11,7 @@ import pytest
 
 from tangram.types import ToolFormat
 
-from .conftest import CHAT, FakeServer, chat_body, run_fake_server, stream_data
+from .conftest import CHAT, EngineServer, chat_body, run_fake_server, stream_data
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 MARKED = ToolFormat("<c>", "</c>", "arguments")
@@ -29,7 +29,7 @@ NO_CALLS = [
 
 
 @pytest.fixture
-def marked() -> Iterator[FakeServer]:
+def marked() -> Iterator[EngineServer]:
     """A server whose model answers what it is asked backwards, with short marks around calls."""
     with run_fake_server() as server:
         server.engine.codec.tool_format = MARKED
@@ -47,7 +47,7 @@ def marked() -> Iterator[FakeServer]:
     ],
 )
 def test_streams_and_whole_answers_have_the_same_calls(
-    marked: FakeServer, said: str, content: str | None, calls: int
+    marked: EngineServer, said: str, content: str | None, calls: int
 ) -> None:
     body = chat_body(
         messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60
@@ -71,7 +71,7 @@ def test_streams_and_whole_answers_have_the_same_calls(
     )
 
 
-def test_a_form_without_marks_reads_text_that_names_no_function(marked: FakeServer) -> None:
+def test_a_form_without_marks_reads_text_that_names_no_function(marked: EngineServer) -> None:
     marked.engine.codec.tool_format = ToolFormat("", "", "parameters")
     said = '{"name":[],"parameters":{}}'
     body = chat_body(

@@ -38,7 +38,7 @@ WEATHER, CLOCK = tool("get_weather", Weather.model_json_schema()), tool("get_tim
 TOOLS = [WEATHER, CLOCK]
 
 
-def named(name: str) -> dict[str, Any]:
+def name_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
@@ -88,7 +88,7 @@ def check(call: Any) -> None:
 @pytest.mark.parametrize("temperature", [0, 1, 3])
 @pytest.mark.parametrize("choice", ["required", "get_weather", "get_time"])
 def test_a_forced_call_has_valid_arguments(client: Any, temperature: float, choice: str) -> None:
-    wanted = choice if choice == "required" else named(choice)
+    wanted = choice if choice == "required" else name_tool(choice)
     answer = ask(
         client, tool_choice=wanted, temperature=temperature, seed=3, n=3, parallel_tool_calls=False
     )
@@ -178,7 +178,7 @@ def test_a_limit_leaves_half_a_call_as_text(client: Any, form: str, stream: bool
     assert ("<tool_call>" if form == "hermes" else '{"name": "').startswith(text[:10])
 
 
-def scripted(text: str) -> dict[str, Any]:
+def script_answer(text: str) -> dict[str, Any]:
     """What has any model say `text` and end, where it may: a token that has come falls behind those
     that have not.
     """
@@ -196,7 +196,7 @@ def test_free_to_call(client: Any, form: str, parallel: bool) -> None:
         else {'{"name": "': None}
     )
     for said, content in calls.items():
-        fields = {"tool_choice": "auto", "parallel_tool_calls": parallel, **scripted(said)}
+        fields = {"tool_choice": "auto", "parallel_tool_calls": parallel, **script_answer(said)}
         (choice,) = ask(client, tools=[CLOCK], **fields).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
         (call,) = choice.message.tool_calls
@@ -207,7 +207,7 @@ def test_free_to_call(client: Any, form: str, parallel: bool) -> None:
 def test_free_not_to_call(client: Any, form: str, said: str | None) -> None:
     # A call of the other form
     said = said or {"hermes": '{"name": "get_time', "llama": "Wait. <tool_call>"}[form]
-    (choice,) = ask(client, tool_choice="auto", **scripted(said)).choices
+    (choice,) = ask(client, tool_choice="auto", **script_answer(said)).choices
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == (
         "stop",
         said,
@@ -280,12 +280,12 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-def called(arguments: str) -> dict[str, Any]:
+def call_tool(arguments: str) -> dict[str, Any]:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
 
-CALLED = called("{}")
+CALLED = call_tool("{}")
 TRIALS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
@@ -314,7 +314,7 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
         "surrogate",
     ),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "required"),
-    ({"tool_choice": named("nobody")}, "tool_choice", "get_weather"),
+    ({"tool_choice": name_tool("nobody")}, "tool_choice", "get_weather"),
     ({"tool_choice": "sometimes"}, "tool_choice", "must be"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be"),
     (
@@ -342,7 +342,7 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
     ),
     *(
         (
-            {"messages": [USER, called(arguments)]},
+            {"messages": [USER, call_tool(arguments)]},
             "messages[1].tool_calls[0].function.arguments",
             words,
         )

@@ -26,7 +26,7 @@ from .conftest import (
     CHAT,
     COMPLETIONS,
     MODEL,
-    FakeServer,
+    EngineServer,
     chat_body,
     free_port,
     run_fake_server,
@@ -40,7 +40,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 class Collected:
     """A fake server whose spans stay in memory."""
 
-    def __init__(self, server: FakeServer, spans: InMemorySpanExporter) -> None:
+    def __init__(self, server: EngineServer, spans: InMemorySpanExporter) -> None:
         self.server, self._spans = server, spans
 
     def only(self) -> ReadableSpan:

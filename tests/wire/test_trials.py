@@ -54,14 +54,14 @@ def completion(
     return Trial(name, status, param, words, fields, path=COMPLETIONS)
 
 
-def nested(depth: int) -> dict[str, Any]:
+def nest(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    return formed(schema)
+    return form(schema)
 
 
-def formed(schema: dict[str, Any]) -> dict[str, Any]:
+def form(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
 
 
@@ -204,13 +204,13 @@ TRIALS = [
     chat("a long salt", 400, "cache_salt", "1024", cache_salt="a" * 1025),
     chat("unknown model", 404, "model", "does not exist", model="../../etc/passwd"),
     chat("unknown field", 400, "temprature", "unknown field", temprature=1),
-    chat("deeply nested schema", 400, SCHEMA, "64", response_format=nested(200)),
-    chat("schema nested as far as it may be", 200, response_format=nested(30)),
-    chat("slow expression", 200, response_format=formed({"type": "string", "pattern": "(a+)+$"})),
+    chat("deeply nested schema", 400, SCHEMA, "64", response_format=nest(200)),
+    chat("schema nested as far as it may be", 200, response_format=nest(30)),
+    chat("slow expression", 200, response_format=form({"type": "string", "pattern": "(a+)+$"})),
     chat(
         "expression of multiplied repetitions",
         200,
-        response_format=formed({"pattern": "^(a{1,1000}){1,1000}$"}),
+        response_format=form({"pattern": "^(a{1,1000}){1,1000}$"}),
     ),
     chat(
         "slow expression elsewhere",
@@ -223,92 +223,82 @@ TRIALS = [
         400,
         "response_format",
         "unclosed",
-        response_format=formed({"pattern": "("}),
+        response_format=form({"pattern": "("}),
     ),
-    chat("good grammar", 200, response_format=formed({"enum": ["a"]})),
+    chat("good grammar", 200, response_format=form({"enum": ["a"]})),
     chat(
         "bad grammar straight after",
         400,
         "response_format",
         "frob",
-        response_format=formed({"type": "frob"}),
+        response_format=form({"type": "frob"}),
     ),
     chat(
         "grammar that nothing meets",
         400,
         "response_format",
         "Unsat",
-        response_format=formed(IMPOSSIBLE),
+        response_format=form(IMPOSSIBLE),
     ),
     chat(
         "constant that is no JSON",
         400,
         "response_format",
-        response_format=formed({"const": float("nan")}),
+        response_format=form({"const": float("nan")}),
     ),
     chat(
-        "unknown keyword",
-        400,
-        f"{SCHEMA}.frob",
-        "not supported",
-        response_format=formed({"frob": 1}),
+        "unknown keyword", 400, f"{SCHEMA}.frob", "not supported", response_format=form({"frob": 1})
     ),
     chat(
         "lenient compiler",
         400,
         f"{SCHEMA}.x-guidance",
-        response_format=formed({"x-guidance": {"lenient": True}}),
+        response_format=form({"x-guidance": {"lenient": True}}),
     ),
     chat(
         "schema elsewhere",
         400,
         "response_format",
-        response_format=formed({"$ref": "http://127.0.0.1/x.json"}),
+        response_format=form({"$ref": "http://127.0.0.1/x.json"}),
     ),
     chat(
         "schema in a file",
         400,
         "response_format",
-        response_format=formed({"$ref": "file:///etc/passwd"}),
+        response_format=form({"$ref": "file:///etc/passwd"}),
     ),
-    chat(
-        "schema of itself", 400, SCHEMA, "never be finished", response_format=formed({"$ref": "#"})
-    ),
-    chat(
-        "schema of 100 KB", 400, SCHEMA, "65536", response_format=formed({"const": "a" * 100_000})
-    ),
-    chat("1,000 properties", 200, response_format=formed(wide(1000))),
-    chat(
-        "1,001 properties", 400, f"{SCHEMA}.properties", "1000", response_format=formed(wide(1001))
-    ),
-    chat("100,000 properties", 400, SCHEMA, "65536", response_format=formed(wide(100_000))),
+    chat("schema of itself", 400, SCHEMA, "never be finished", response_format=form({"$ref": "#"})),
+    chat("schema of 100 KB", 400, SCHEMA, "65536", response_format=form({"const": "a" * 100_000})),
+    chat("1,000 properties", 200, response_format=form(wide(1000))),
+    chat("1,001 properties", 400, f"{SCHEMA}.properties", "1000", response_format=form(wide(1001))),
+    chat("100,000 properties", 400, SCHEMA, "65536", response_format=form(wide(100_000))),
     chat(
         "10,000 values",
         400,
         f"{SCHEMA}.enum",
         "1000",
-        response_format=formed({"enum": list(range(10_000))}),
+        response_format=form({"enum": list(range(10_000))}),
     ),
     chat(
         "multiples of a prime",
         400,
         f"{SCHEMA}.multipleOf",
         "10000",
-        response_format=formed({"multipleOf": 9999991}),
+        response_format=form({"multipleOf": 9999991}),
     ),
     chat(
         "multiples of 400 digits",
         400,
         "response_format",
         "range",
-        response_format=formed({"multipleOf": HUGE}),
+        response_format=form({"multipleOf": HUGE}),
     ),
     chat(
         "unions that multiply out",
         400,
         "response_format",
         "large",
-        response_format=formed(MULTIPLIED),
+        response_format=form(MULTIPLIED),
     ),
     chat(
         "tool of a bad type",

@@ -78,7 +78,7 @@ CROWDS = {
 }
 
 
-def served(ready: Any, url: Any) -> None:
+def serve_apart(ready: Any, url: Any) -> None:
     """A server in a process of its own: what its clients do must not look like a stall of it."""
     with run_fake_server() as server:
         url.put(server.url)
@@ -90,7 +90,7 @@ def apart() -> Iterator[tuple[str, int]]:
     """The address of a server, and its process."""
     context = multiprocessing.get_context("spawn")
     done, urls = context.Event(), context.Queue()
-    process = context.Process(target=served, args=(done, urls))
+    process = context.Process(target=serve_apart, args=(done, urls))
     process.start()
     try:
         yield urls.get(timeout=120), process.pid or 0
@@ -105,7 +105,7 @@ def peak_mib(process: int) -> float:
 
 
 @contextmanager
-def watched(url: str) -> Iterator[list[float]]:
+def watch_gaps(url: str) -> Iterator[list[float]]:
     """The seconds between the events of a stream."""
     gaps, over = [0.0], threading.Event()
     body = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
@@ -143,7 +143,7 @@ def test_a_crowd_in_one_body_stops_no_stream_and_takes_little_memory(
         return httpx.post(url + path, content=content, headers=JSON, timeout=60)
 
     before_mib = peak_mib(process)
-    with watched(url) as gaps, ThreadPoolExecutor(2) as pool:
+    with watch_gaps(url) as gaps, ThreadPoolExecutor(2) as pool:
         for response in pool.map(ask, range(2)):
             assert response.status_code == 400 and len(response.content) < 5000
     assert max(gaps) < STALL_S

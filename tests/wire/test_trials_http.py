@@ -9,16 +9,16 @@ from contextlib import closing
 
 import pytest
 
-from .conftest import CHAT, USER, FakeServer, chat_body, wait_until
-from .test_stalling import connected, pages_held, request, rest
+from .conftest import CHAT, USER, EngineServer, chat_body, wait_until
+from .test_stalling import connect, pages_held, request, rest
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 CHUNKS = b"5\r\n[1,2]\r\n0\r\n\r\n"
 
 
-def answers(server: FakeServer, *parts: bytes, ends: bool = False) -> bytes:
+def answers(server: EngineServer, *parts: bytes, ends: bool = False) -> bytes:
     """What comes until the server closes; with `ends`, after the client's side is closed."""
-    with closing(connected(server)) as connection:
+    with closing(connect(server)) as connection:
         for number, part in enumerate(parts):
             time.sleep(0.02 if number else 0)
             connection.sendall(part)
@@ -36,7 +36,9 @@ def answers(server: FakeServer, *parts: bytes, ends: bool = False) -> bytes:
         "http://u@x/health",
     ],
 )
-def test_a_target_may_have_its_host_before_the_path(shared_server: FakeServer, target: str) -> None:
+def test_a_target_may_have_its_host_before_the_path(
+    shared_server: EngineServer, target: str
+) -> None:
     answer = answers(shared_server, GET.replace(b"/health", target.encode(), 1))
     assert answer.startswith(b"HTTP/1.1 200 ") and b'"status":"ok"' in answer
 
@@ -51,7 +53,7 @@ def test_a_target_may_have_its_host_before_the_path(shared_server: FakeServer, t
     ],
 )
 def test_a_target_is_what_follows_its_host(
-    shared_server: FakeServer, target: str, path: str
+    shared_server: EngineServer, target: str, path: str
 ) -> None:
     answer = answers(shared_server, GET.replace(b"/health", target.encode(), 1))
     assert answer.startswith(b"HTTP/1.1 404 ") and f"GET {path}: ".encode() in answer
@@ -67,7 +69,9 @@ def test_a_target_is_what_follows_its_host(
         "http://health/x",
     ],
 )
-def test_no_host_before_the_path_opens_a_locked_one(locked_server: FakeServer, target: str) -> None:
+def test_no_host_before_the_path_opens_a_locked_one(
+    locked_server: EngineServer, target: str
+) -> None:
     asked = GET.replace(b"/health", target.encode(), 1)
     assert answers(locked_server, asked).startswith(b"HTTP/1.1 401 ")
     asked = asked.replace(b"Host:", b"Authorization: Bearer sesame\r\nHost:")
@@ -76,7 +80,7 @@ def test_no_host_before_the_path_opens_a_locked_one(locked_server: FakeServer, t
 
 @pytest.mark.parametrize("before", [b"\r\n", b"\r\n\r\n\r\n", b"\n", b"\r\n" * 30])
 def test_empty_lines_before_a_request_are_passed_over(
-    shared_server: FakeServer, before: bytes
+    shared_server: EngineServer, before: bytes
 ) -> None:
     assert answers(shared_server, before + GET).startswith(b"HTTP/1.1 200 ")
     assert answers(shared_server, *(bytes([byte]) for byte in before), GET).startswith(
@@ -84,7 +88,7 @@ def test_empty_lines_before_a_request_are_passed_over(
     )
 
 
-def test_an_empty_line_after_a_body_is_passed_over(shared_server: FakeServer) -> None:
+def test_an_empty_line_after_a_body_is_passed_over(shared_server: EngineServer) -> None:
     first = request(chat_body(max_tokens=2))
     for parts in ((first + b"\r\n" + GET,), (first + b"\r\n", GET), (first, b"\r\n" + GET)):
         assert answers(shared_server, *parts).count(b"HTTP/1.1 200 ") == 2
@@ -93,7 +97,7 @@ def test_an_empty_line_after_a_body_is_passed_over(shared_server: FakeServer) ->
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/v1/models", "/version", "/metrics", "/docs", "/openapi.json"]
 )
-def test_head_is_get_without_content(shared_server: FakeServer, path: str) -> None:
+def test_head_is_get_without_content(shared_server: EngineServer, path: str) -> None:
     with shared_server.http() as client:
         head, whole = client.head(path), client.get(path)
     assert (head.status_code, head.content) == (200, b"")
@@ -102,7 +106,7 @@ def test_head_is_get_without_content(shared_server: FakeServer, path: str) -> No
         assert head.headers["content-length"] == str(len(whole.content))
 
 
-def test_head_of_what_has_no_get(locked_server: FakeServer) -> None:
+def test_head_of_what_has_no_get(locked_server: EngineServer) -> None:
     with locked_server.http() as client:
         assert client.head("/metrics").status_code == 401
         key = {"Authorization": "Bearer sesame"}
@@ -114,7 +118,7 @@ def test_head_of_what_has_no_get(locked_server: FakeServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("header", [(), ("Connection: close",)])
 def test_who_sends_no_more_gets_the_answer(
-    fake_server: FakeServer, stream: bool, header: tuple[str, ...]
+    fake_server: EngineServer, stream: bool, header: tuple[str, ...]
 ) -> None:
     asked = request(
         chat_body(stream=stream, messages=[USER | {"content": "a " * 100}], max_tokens=50), *header
@@ -125,9 +129,11 @@ def test_who_sends_no_more_gets_the_answer(
     wait_until(lambda: pages_held(fake_server) == 0, "pages are held")
 
 
-def test_who_sends_no_more_in_the_middle_of_a_stream_gets_its_rest(fake_server: FakeServer) -> None:
+def test_who_sends_no_more_in_the_middle_of_a_stream_gets_its_rest(
+    fake_server: EngineServer,
+) -> None:
     body = chat_body(max_tokens=None, stream=True, messages=[USER | {"content": "endless"}])
-    with closing(connected(fake_server)) as connection:
+    with closing(connect(fake_server)) as connection:
         connection.sendall(request(body))
         assert b"HTTP/1.1 200 " in connection.recv(1 << 16)
         connection.shutdown(socket.SHUT_WR)
@@ -139,7 +145,7 @@ def test_who_sends_no_more_in_the_middle_of_a_stream_gets_its_rest(fake_server: 
     wait_until(lambda: pages_held(fake_server) == 0, "the abandoned request still holds pages")
 
 
-def test_who_sends_no_more_gets_all_answers(fake_server: FakeServer) -> None:
+def test_who_sends_no_more_gets_all_answers(fake_server: EngineServer) -> None:
     asked = request(chat_body(max_tokens=5))
     assert (
         answers(fake_server, asked + asked + asked, ends=True).count(b'"finish_reason":"length"')
@@ -153,11 +159,11 @@ def test_who_sends_no_more_gets_all_answers(fake_server: FakeServer) -> None:
 @pytest.mark.parametrize("word", ["silent", "endless"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_has_gone_is_not_taken_for_one_who_waits(
-    fake_server: FakeServer, word: str, stream: bool
+    fake_server: EngineServer, word: str, stream: bool
 ) -> None:
     body = chat_body(max_tokens=None, stream=stream, messages=[USER | {"content": word}])
     for pause_s in (0.0, 0.1):
-        with closing(connected(fake_server)) as connection:
+        with closing(connect(fake_server)) as connection:
             connection.sendall(request(body))
             if pause_s:
                 wait_until(lambda: pages_held(fake_server) > 0, "the request did not begin")
@@ -166,8 +172,8 @@ def test_who_has_gone_is_not_taken_for_one_who_waits(
         wait_until(lambda: pages_held(fake_server) == 0, "the abandoned request still holds pages")
 
 
-def test_who_waits_and_then_goes_is_seen_to_go(fake_server: FakeServer) -> None:
-    with closing(connected(fake_server)) as connection:
+def test_who_waits_and_then_goes_is_seen_to_go(fake_server: EngineServer) -> None:
+    with closing(connect(fake_server)) as connection:
         connection.sendall(
             request(chat_body(max_tokens=None, messages=[USER | {"content": "silent"}]))
         )
@@ -187,7 +193,7 @@ def test_who_waits_and_then_goes_is_seen_to_go(fake_server: FakeServer) -> None:
     ],
 )
 def test_two_ends_of_a_body_are_refused_and_nothing_after_them_is_read(
-    shared_server: FakeServer, lengths: str
+    shared_server: EngineServer, lengths: str
 ) -> None:
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{lengths}\r\n\r\n"

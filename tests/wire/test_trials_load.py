@@ -155,13 +155,13 @@ def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
     steps: list[tuple[set[str], int]] = []
     run = server.engine._runner.run
 
-    def watched(step: Step, *rest: Any) -> Any:
+    def watch_load(step: Step, *rest: Any) -> Any:
         steps.append(
             ({row.request_id for row in step.rows}, sum(len(row.tokens) for row in step.rows))
         )
         return run(step, *rest)
 
-    monkeypatch.setattr(server.engine._runner, "run", watched)
+    monkeypatch.setattr(server.engine._runner, "run", watch_load)
     with ThreadPoolExecutor(41) as pool:
         running = pool.submit(server.complete, numbers(40, 9), max_tokens=600)
         wait_until(lambda: len(steps) > 20, "it is not being answered")

@@ -302,7 +302,7 @@ def test_a_dying_engine_ends_the_process_and_nobody_waits_for_it(
         assert "unspecified launch failure" in log_of(server)
 
 
-def loaded(url: str) -> tuple[float, float]:
+def read_load(url: str) -> tuple[float, float]:
     """How many run and how many wait."""
     with httpx.Client(base_url=url) as client:
         found = scrape(client)
@@ -327,7 +327,7 @@ def test_sigterm_under_load_lets_a_real_engine_end_what_it_has_taken(
             )
             for number in range(12)
         ]
-        wait_until(lambda: loaded(url) == (4, 8), "there is no load", 30)
+        wait_until(lambda: read_load(url) == (4, 8), "there is no load", 30)
         server.send_signal(signal.SIGTERM)
         wait_until(lambda: status_of(url, "/ready") == 503, "it is still ready")
         assert httpx.post(url + COMPLETIONS, json=body(numbers(9))).status_code == 503
@@ -359,7 +359,7 @@ def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(
             answers = [
                 pool.submit(httpx.post, url + COMPLETIONS, json=each, timeout=60) for each in asked
             ]
-            wait_until(lambda: loaded(url) == (3, 0), "they do not run", 30)
+            wait_until(lambda: read_load(url) == (3, 0), "they do not run", 30)
             begin_s = time.monotonic()
             server.kill()
             for answer in answers:

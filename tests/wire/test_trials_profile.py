@@ -59,7 +59,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(profile_file(load_model(str(other), load_format="dummy"), other))
 
 
-def asked(folder: Path, profile: Path, *more: str) -> tuple[list[str], int]:
+def ask_server(folder: Path, profile: Path, *more: str) -> tuple[list[str], int]:
     """A server of `profile` on a port of its own."""
     port = free_port()
     options = {
@@ -85,7 +85,7 @@ def nobody_listens(port: int) -> bool:
 
 def refusal(folder: Path, profile: Path, *more: str) -> str:
     """What the command says, after it has ended with 2 and nobody listens."""
-    command, port = asked(folder, profile, *more)
+    command, port = ask_server(folder, profile, *more)
     ended = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.exception
     assert nobody_listens(port)
@@ -95,7 +95,7 @@ def refusal(folder: Path, profile: Path, *more: str) -> str:
 def test_a_process_ends_with_a_profile_that_is_not_for_it(
     python: list[str], folder: Path, foreign: Path
 ) -> None:
-    command, port = asked(folder, foreign)
+    command, port = ask_server(folder, foreign)
     ended = subprocess.run(
         [*python, "-m", "tangram", *command],
         cwd=ROOT,
@@ -144,7 +144,7 @@ def _a_group_short(content: Content) -> None:
     content["sealed_pages"] = content["sealed_pages"][:-1]
 
 
-def _edited(content: Content) -> None:
+def _edit(content: Content) -> None:
     content["alpha"] = content["alpha"] + 0.5
 
 
@@ -155,7 +155,7 @@ def _edited(content: Content) -> None:
         (_a_row_short, "mean must be [2 layers][4 heads], it has another shape"),
         (_a_head_short, "std must be [2 layers][4 heads], it has another shape"),
         (_a_group_short, "sealed_pages has"),
-        (_edited, "checksum is"),
+        (_edit, "checksum is"),
     ],
 )
 def test_a_damaged_profile_is_named_by_file_and_field(

@@ -141,10 +141,10 @@ def test_a_request_that_cannot_begin_ends_alone(
     def failing(owner: object, name: str, is_odd: Any) -> None:
         original = getattr(owner, name)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call_with(*args: Any, **kwargs: Any) -> Any:
             return (fail if is_odd(*args, **kwargs) else original)(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, called)
+        monkeypatch.setattr(owner, name, call_with)
 
     def of_odd(*args: Any, prompt_token_ids: Any, **kwargs: Any) -> bool:
         return list(prompt_token_ids) == odd

@@ -13,26 +13,35 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body, run_fake_server, scrape
+from .conftest import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    USER,
+    EngineServer,
+    chat_body,
+    run_fake_server,
+    scrape,
+)
 
 ORIGIN = "https://a.example"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server() -> Iterator[EngineServer]:
     """With the key "k 1" of nobody, "k1" of everybody here, and pages of one origin."""
     with run_fake_server("k1", "k2", allowed_origins=(ORIGIN,)) as server:
         yield server
 
 
 @pytest.fixture
-def client(server: FakeServer) -> Iterator[httpx.Client]:
+def client(server: EngineServer) -> Iterator[httpx.Client]:
     headers = {"Authorization": "Bearer k1"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=10) as client:
         yield client
 
 
-def raw(server: FakeServer, *heads: str, body: bytes = b"") -> bytes:
+def raw(server: EngineServer, *heads: str, body: bytes = b"") -> bytes:
     """What comes until the server closes, for these heads sent at once."""
     host, port = server.url.removeprefix("http://").split(":")
     with closing(socket.create_connection((host, int(port)), timeout=5)) as connection:
@@ -69,7 +78,7 @@ def head(target: str, *lines: str, method: str = "GET", key: str | None = "Beare
         ("/docs/oauth2-redirect", 404),
     ],
 )
-def test_a_path_is_taken_as_it_is_written(server: FakeServer, target: str, status: int) -> None:
+def test_a_path_is_taken_as_it_is_written(server: EngineServer, target: str, status: int) -> None:
     answer = raw(server, head(target, "Connection: close"))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
     assert status == 200 or b'{"error": {"message": ' in answer
@@ -79,7 +88,7 @@ def test_a_path_is_taken_as_it_is_written(server: FakeServer, target: str, statu
     "method", ["PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "OPTIONS", "FOO", "get"]
 )
 @pytest.mark.parametrize("target", ["/v1/models", CHAT])
-def test_no_other_method_does_anything(server: FakeServer, method: str, target: str) -> None:
+def test_no_other_method_does_anything(server: EngineServer, method: str, target: str) -> None:
     overriding = ("X-HTTP-Method-Override: GET", "X-HTTP-Method: POST", "Connection: close")
     answer = raw(server, head(target, *overriding, method=method))
     assert answer.startswith(b"HTTP/1.1 405 ") and b"Method Not Allowed" in answer
@@ -105,7 +114,7 @@ def test_no_other_method_does_anything(server: FakeServer, method: str, target: 
     ],
 )
 def test_a_key_opens_as_it_is_and_not_nearly(
-    server: FakeServer, key: str | None, opens: bool
+    server: EngineServer, key: str | None, opens: bool
 ) -> None:
     answer = raw(
         server, head("/v1/models?api_key=k1", "X-Api-Key: k1", "Connection: close", key=key)
@@ -113,14 +122,14 @@ def test_a_key_opens_as_it_is_and_not_nearly(
     assert answer.startswith(b"HTTP/1.1 200 " if opens else b"HTTP/1.1 401 ")
 
 
-def test_two_keys_are_none(server: FakeServer) -> None:
+def test_two_keys_are_none(server: EngineServer) -> None:
     answer = raw(server, head("/v1/models", "Authorization: Bearer k1", "Connection: close"))
     assert answer.startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c", "TLS/1.2"])
 def test_an_upgrade_is_passed_over_and_the_connection_goes_on(
-    server: FakeServer, upgrade: str
+    server: EngineServer, upgrade: str
 ) -> None:
     asks = (
         f"Upgrade: {upgrade}",
@@ -140,12 +149,12 @@ def test_an_upgrade_is_passed_over_and_the_connection_goes_on(
         "TE: trailers",
     ],
 )
-def test_an_answer_is_whole_whatever_part_is_asked_for(server: FakeServer, line: str) -> None:
+def test_an_answer_is_whole_whatever_part_is_asked_for(server: EngineServer, line: str) -> None:
     answer = raw(server, head("/v1/models", line, "Connection: close"))
     assert answer.startswith(b"HTTP/1.1 200 ") and b'"owned_by":"tangram"' in answer
 
 
-def test_who_asks_before_sending_is_told_at_once(server: FakeServer) -> None:
+def test_who_asks_before_sending_is_told_at_once(server: EngineServer) -> None:
     expecting = ("Expect: 100-continue", "Content-Type: application/json", "Connection: close")
     body = json.dumps(chat_body()).encode()
     assert raw(
@@ -171,7 +180,7 @@ def test_who_asks_before_sending_is_told_at_once(server: FakeServer) -> None:
     ],
 )
 def test_a_page_may_ask_where_its_origin_may(
-    server: FakeServer, origin: str, method: str, status: int
+    server: EngineServer, origin: str, method: str, status: int
 ) -> None:
     asks = {"Origin": origin, "Access-Control-Request-Method": method}
     answer = httpx.options(server.url + CHAT, headers=asks)

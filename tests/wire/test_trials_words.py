@@ -12,7 +12,7 @@ import pytest
 
 from tangram.types import ToolFormat
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, FakeServer, chat_body
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body
 
 RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 JSON = {"Content-Type": "application/json"}
@@ -27,14 +27,14 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def post(
-    server: FakeServer, path: str, content: bytes, **headers: str
+    server: EngineServer, path: str, content: bytes, **headers: str
 ) -> tuple[int, dict[str, Any]]:
     with server.http() as client:
         response = client.post(path, content=content, headers=JSON | headers)
     return response.status_code, response.json().get("error")
 
 
-def wrong(server: FakeServer, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+def wrong(server: EngineServer, path: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The error of a plain body with these `fields`."""
     status, error = post(server, path, json.dumps(PLAIN[path] | fields).encode())
     assert status == 400, error
@@ -126,7 +126,7 @@ HALVES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "param"), HALVES)
 def test_half_a_character_is_refused_by_name(
-    shared_server: FakeServer, path: str, fields: dict[str, Any], param: str, stream: bool
+    shared_server: EngineServer, path: str, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     streamed = {"stream": True} if stream and path in (CHAT, COMPLETIONS, RESPONSES) else {}
     error = wrong(shared_server, path, fields | streamed)
@@ -134,7 +134,7 @@ def test_half_a_character_is_refused_by_name(
     assert "surrogate" in error["message"] or "must be a token id" in error["message"]
 
 
-def test_half_a_character_in_a_field_that_is_let_by_or_unknown(shared_server: FakeServer) -> None:
+def test_half_a_character_in_a_field_that_is_let_by_or_unknown(shared_server: EngineServer) -> None:
     for path in PLAIN:
         assert wrong(shared_server, path, {HALF: 1})["code"] in ("unknown_field", "invalid_value")
     assert (
@@ -174,13 +174,13 @@ LONG = "x" * 5_000_000
     ],
 )
 def test_what_an_answer_repeats_is_bounded(
-    shared_server: FakeServer, path: str, fields: dict[str, Any], param: str
+    shared_server: EngineServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     error = wrong(shared_server, path, fields)
     assert error["param"] == param and len(error["message"]) < 2000
 
 
-def test_the_first_events_leave_out_what_is_long(fake_server: FakeServer) -> None:
+def test_the_first_events_leave_out_what_is_long(fake_server: EngineServer) -> None:
     fake_server.engine.codec.tool_format = ToolFormat("<c>", "</c>", "arguments")
     fake_server.engine.codec.longest_token_bytes = 1000
     asked = PLAIN[RESPONSES] | {"stream": True, "instructions": "be short"}
@@ -216,7 +216,7 @@ def test_the_first_events_leave_out_what_is_long(fake_server: FakeServer) -> Non
     ],
 )
 def test_what_is_no_body_is_told_why(
-    shared_server: FakeServer, path: str, content: bytes, words: str
+    shared_server: EngineServer, path: str, content: bytes, words: str
 ) -> None:
     status, error = post(shared_server, path, content)
     assert (status, error["type"]) == (400, "invalid_request_error")
@@ -227,7 +227,7 @@ def test_what_is_no_body_is_told_why(
     )
 
 
-def test_what_is_in_another_coding_is_told_so(shared_server: FakeServer) -> None:
+def test_what_is_in_another_coding_is_told_so(shared_server: EngineServer) -> None:
     body = json.dumps(PLAIN[CHAT]).encode()
     for coding in ("gzip", "br, gzip", "x" * 3000):
         status, error = post(
@@ -277,7 +277,7 @@ def test_what_is_in_another_coding_is_told_so(shared_server: FakeServer) -> None
     ],
 )
 def test_a_field_that_comes_twice_is_refused_by_name(
-    shared_server: FakeServer, path: str, content: bytes, param: str
+    shared_server: EngineServer, path: str, content: bytes, param: str
 ) -> None:
     status, error = post(shared_server, path, content)
     assert (status, error["param"], error["code"]) == (400, param, "duplicate_field")
@@ -285,7 +285,7 @@ def test_a_field_that_comes_twice_is_refused_by_name(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_one_token_has_one_bias(shared_server: FakeServer, path: str) -> None:
+def test_one_token_has_one_bias(shared_server: EngineServer, path: str) -> None:
     for bias in ({"7": 1, "007": 2}, {"00": 1, "5": 1, "0": 1}):
         error = wrong(shared_server, path, {"logit_bias": bias})
         assert error["param"] == "logit_bias" and "the same token" in error["message"]
@@ -312,7 +312,7 @@ def test_one_token_has_one_bias(shared_server: FakeServer, path: str) -> None:
     ],
 )
 def test_what_should_be_an_object_is_told_so(
-    shared_server: FakeServer, path: str, fields: dict[str, Any], param: str
+    shared_server: EngineServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     error = wrong(shared_server, path, fields)
     assert (error["param"], error["message"]) == (
@@ -321,7 +321,7 @@ def test_what_should_be_an_object_is_told_so(
     )
 
 
-def test_a_nameless_field_is_named(shared_server: FakeServer) -> None:
+def test_a_nameless_field_is_named(shared_server: EngineServer) -> None:
     for path in PLAIN:
         error = wrong(shared_server, path, {"": 1})
         assert (error["param"], error["code"]) == ('""', "unknown_field")

@@ -57,7 +57,7 @@ def exposed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
     """
     plain = FakeEngine.stats
 
-    def told(engine: FakeEngine) -> EngineStats:
+    def tell_stats(engine: FakeEngine) -> EngineStats:
         return replace(
             plain(engine),
             running=41,
@@ -69,7 +69,7 @@ def exposed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
             pages_held=250,
         )
 
-    monkeypatch.setattr(FakeEngine, "stats", told)
+    monkeypatch.setattr(FakeEngine, "stats", tell_stats)
     with run_fake_server(telemetry=Telemetry(vllm_names=True)) as server, server.http() as client:
         for fields in (
             {"max_tokens": 3},
