@@ -110,9 +110,16 @@ class CaseRun:
         return measured
 
     def _warm(self, name: str, measured: MeasuredEngine) -> None:
-        """Compile what the first use compiles. Prompts that are asked again stay cached."""
-        prompts = self._prompts(0 if self._case.cached else -1)
-        found, _ = measure_run(measured, prompts, WARM_TOKENS, to_the_end=True)
+        """Compile what the first use compiles. Prompts that are asked again stay cached.
+
+        Where they are not, answers are as long as measured ones: sealing in the middle of an answer,
+        and most numbers of drafts, are met late.
+        """
+        cached = self._case.cached
+        prompts, tokens = self._prompts(0 if cached else -1), WARM_TOKENS
+        if not cached:
+            tokens = self._case.output_tokens
+        found, _ = measure_run(measured, prompts, tokens, to_the_end=True)
         self.figures[name]["warm_up"].append(found)
         print(f"{name:14} warm-up     {_line(found)}", flush=True)
 
