@@ -84,11 +84,16 @@ def run(
     return [[token for event in events for token in event.token_ids] for events in answers.values()]
 
 
+def check_books(engine: Engine) -> None:
+    """Raise `IntegrityError` unless every page is accounted for, between two steps."""
+    engine._between_steps(engine._check_pages)
+
+
 def drain(engine: Engine) -> None:
     """Step until nothing is left to do, checking the books each time."""
     while engine.busy:
         engine.step()
-        engine.check_accounting()
+        check_books(engine)
 
 
 def sealed_state(engine: Engine) -> dict[bytes, Tensor]:

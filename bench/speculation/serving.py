@@ -112,8 +112,8 @@ class CaseRun:
     def _warm(self, name: str, measured: MeasuredEngine) -> None:
         """Compile what the first use compiles. Prompts that are asked again stay cached.
 
-        Where they are not, answers are as long as measured ones: sealing in the middle of an answer,
-        and most numbers of drafts, are met late.
+        Where they are not, answers are as long as measured ones, which seal chunks and try many
+        numbers of drafts.
         """
         cached = self._case.cached
         prompts, tokens = self._prompts(0 if cached else -1), WARM_TOKENS

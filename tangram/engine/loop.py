@@ -420,10 +420,6 @@ class Engine:
         """Forget every unused cached prefix."""
         self._between_steps(self._clear_prefixes)
 
-    def check_accounting(self) -> None:
-        """Raise `IntegrityError` unless every page is accounted for and footprints are right."""
-        self._between_steps(self._check_pages)
-
     @property
     def _caches(self) -> Iterator[CacheManager]:
         """That of the model, and that of a model which drafts."""

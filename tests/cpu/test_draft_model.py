@@ -20,7 +20,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.speculate.pace import Acceptance, Pace
 from tangram.types import Event, Request, SamplingParams
-from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
+from tests.small_engines import GREEDY, check_books, drain, profile_file, run, small_engine
 from tests.speculation import few
 
 BASE: dict[str, Any] = {
@@ -256,7 +256,7 @@ def test_aborted_requests_leave_nothing(served: LoadedModel, same: str) -> None:
         drafting.submit(Request(str(number), tuple(prompt), params, events.append))
     for _ in range(8):
         drafting.step()
-        drafting.check_accounting()
+        check_books(drafting)
     assert drafter_of(drafting).cache.sequences
     for number in range(len(PROMPTS)):
         drafting.abort(str(number))
@@ -321,7 +321,7 @@ def test_the_mirror_used_least_recently_makes_room(served: LoadedModel, same: st
         drafting.submit(Request(name, prompt, params, lambda event: None))
         for _ in range(4):
             drafting.step()
-            drafting.check_accounting()
+            check_books(drafting)
         assert [one.request_id for one in mirrors.values() if one.cache is not None] == [name]
     drain(drafting)
     assert holds_nothing(drafting)

@@ -23,6 +23,7 @@ from tangram.lab.load.clock import (
     answer_all,
 )
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
+from tests.small_engines import check_books
 
 
 def test_a_config_alone_makes_a_model_whose_words_are_numbers(folder: Path, small_llm: LLM) -> None:
@@ -326,7 +327,7 @@ def test_a_stop_string_ends_a_completion_whose_next_token_is_under_way(
     assert held.outputs[0].finish_reason == "stop"
     assert held.outputs[0].text.split() == words[:last]
     assert held.outputs[0].token_ids == free.token_ids[: last + 1]
-    small_llm.engine.check_accounting()
+    check_books(small_llm.engine)
     assert small_llm.engine.stats().pages_held == 0
 
 
@@ -358,7 +359,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
         and events[-1].error == "a step of the engine failed"
     )
     assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
-    engine.check_accounting()
+    check_books(engine)
     assert [answer.token_ids for answer in answer_all(engine, asks)] == expected
 
 
@@ -384,4 +385,4 @@ def test_launching_ahead_changes_nothing(small_llm: LLM, monkeypatch: pytest.Mon
     assert [event.finish_reason for event in events].count(FinishReason.ABORT) == 1
     assert events[-1].finish_reason is FinishReason.ABORT
     assert events[-1].usage.completion_tokens == sum(len(event.token_ids) for event in events) == 3
-    engine.check_accounting()
+    check_books(engine)

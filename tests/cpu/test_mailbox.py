@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from tangram.errors import EngineError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.small_engines import small_engine
+from tests.small_engines import check_books, small_engine
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -74,7 +74,7 @@ def test_the_books_are_those_at_the_end_of_the_last_answer(loaded: LoadedModel) 
     engine.start()
     engine.submit(Request("one", (5, 6, 7), PARAMS, hear))
     assert ended.wait(60)
-    engine.check_accounting()
+    check_books(engine)
     engine.clear_cache()
     assert found == [(0, 3)]
     engine.stop()
@@ -87,7 +87,7 @@ def test_an_engine_that_has_stopped_takes_nothing_in(loaded: LoadedModel) -> Non
     engine.stop()
     assert not engine._mail.post(lambda: None), "a job that nobody would do"
     engine.clear_cache()
-    engine.check_accounting()
+    check_books(engine)
     with pytest.raises(EngineError, match="the engine has stopped"):
         engine.submit(Request("late", (5,), PARAMS, lambda event: None))
 

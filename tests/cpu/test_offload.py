@@ -15,7 +15,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import TINY, TINY_LATENT, LonePrompts
-from tests.small_engines import drain, run, sealed_state
+from tests.small_engines import check_books, drain, run, sealed_state
 
 C = 32
 SLIDING = Gemma3TextConfig(
@@ -116,7 +116,7 @@ def test_a_cleared_cache_is_forgotten_in_host_memory_too(world: LonePrompts) -> 
         collect_events(engine, history)
     assert engine.stats().host_pages_used > 0
     engine.clear_cache()
-    engine.check_accounting()
+    check_books(engine)
     assert engine.stats().host_pages_used == 0
     assert collect_events(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
 

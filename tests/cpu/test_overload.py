@@ -9,6 +9,7 @@ import pytest
 
 from tangram.engine.llm import LLM
 from tangram.types import Event, Request, SamplingParams
+from tests.small_engines import check_books
 
 PLACES = 4
 STEPS = 120
@@ -39,7 +40,7 @@ def seconds_per_step(llm: LLM, crowd: int) -> float:
     assert len(taken_s) == STEPS, "somebody who waits pushed in"
     while engine.busy:
         engine.step()
-    engine.check_accounting()
+    check_books(engine)
     return statistics.median(taken_s)
 
 

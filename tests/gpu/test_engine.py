@@ -39,7 +39,7 @@ from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tests.interpreter import interpreter_few
-from tests.small_engines import LATENT, drain, profile_file, small_engine, tiny_model
+from tests.small_engines import LATENT, check_books, drain, profile_file, small_engine, tiny_model
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -405,7 +405,7 @@ def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
         found.append(submit_all(engine, PROMPTS))
         while engine.busy:
             engine.step()
-            engine.check_accounting()
+            check_books(engine)
     for ours, theirs in zip(*found, strict=True):
         assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
         torch.testing.assert_close(

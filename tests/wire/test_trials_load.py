@@ -20,6 +20,7 @@ import torch
 
 from tangram.cache.step import Step
 from tangram.serve.bridge import Limits
+from tests.small_engines import check_books
 
 from .conftest import stream_data, wait_until
 from .tiny import CHUNK, COMPLETIONS, TinyServer, body, numbers, run_tiny_server, tiny_folder
@@ -298,7 +299,7 @@ def test_an_engine_that_dies_leaves_nobody_waiting(
         assert client.get("/health").status_code == 503
         assert client.post(COMPLETIONS, json=content).status_code == 503
         assert "CUDA" not in answers["running"].text + last, "the client need not know"
-        server.engine.check_accounting()
+        check_books(server.engine)
         assert pages_held(server) == 0
 
 

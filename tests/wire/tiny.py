@@ -21,7 +21,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options
 from tests.running import run_app
-from tests.small_engines import profile_file
+from tests.small_engines import check_books, profile_file
 
 from .conftest import MODEL, healthy, wait_until
 
@@ -107,7 +107,7 @@ class TinyServer:
         wait_until(
             lambda: self.engine.stats().pages_held == 0, "pages are still held", timeout_s=20
         )
-        self.engine.check_accounting()
+        check_books(self.engine)
         assert healthy(self.url)
         assert self.complete(numbers(9, 7), max_tokens=3)
         wait_until(lambda: self.engine.stats().pages_held == 0, "pages are still held")
