@@ -116,7 +116,7 @@ class Masked:
             )
         dropped = torch.zeros(*self.hidden.shape[:2], len(tokens), dtype=torch.bool)
         if self.scores:
-            dropped = ~self.kept(torch.stack(self.scores), start)
+            dropped = ~self.find_kept(torch.stack(self.scores), start)
             self.scores.clear()
         self.hidden = torch.cat([self.hidden, dropped], dim=2)
         return torch.as_tensor(output.logits[0, -1])

@@ -135,7 +135,7 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
     out = attend_rows(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
         torch.testing.assert_close(
-            out[begin:end], asked.expected(row), rtol=LIMIT[dtype], atol=LIMIT[dtype]
+            out[begin:end], asked.expect(row), rtol=LIMIT[dtype], atol=LIMIT[dtype]
         )
 
 
@@ -144,13 +144,13 @@ def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch
     asked = AskingRows([64, 40, 64, 33, 64], past, torch.float16, sequence=[0, 1, 0, 1, 0])
     out = attend_rows(asked, device)
     for row, (begin, end, *_) in enumerate(asked.spans):
-        torch.testing.assert_close(out[begin:end], asked.expected(row), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(out[begin:end], asked.expect(row), rtol=2e-3, atol=2e-3)
 
 
 def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
     asked = AskingRows([90, 50], [[30, 17, 64], [1, 1, 1]], torch.float16, queries=[20, 0])
     out = attend_rows(asked, device, asking=slice(0, 1))
-    torch.testing.assert_close(out[:20], asked.expected(0), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out[:20], asked.expect(0), rtol=2e-3, atol=2e-3)
     assert out[20:].isnan().all()
 
 

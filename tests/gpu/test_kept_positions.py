@@ -85,7 +85,7 @@ def notes(
     )
     ends = Ends(engine)
     run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-    return [ends.kept(key) for key in sorted(ends.keys)]
+    return [ends.find_kept(key) for key in sorted(ends.keys)]
 
 
 @pytest.mark.parametrize("tokens", [5, pytest.param(8, marks=pytest.mark.nightly)])
