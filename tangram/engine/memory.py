@@ -155,14 +155,15 @@ def _host_bytes() -> int:
 
 
 def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Bytes that prefill copies out of pages at a time.
+    """Bytes of the buffers into which prefill copies entries out of pages.
 
-    At least the keys and values of one layer of the longest sequence.
+    The usual ones stay beside those for one layer of a longer sequence, which are a multiple.
     """
     shape = loaded.geometry
     longest = config.max_model_len or shape.max_positions
     entry_bytes = shape.entry_elements * loaded.dtype.itemsize
-    return max(MOST_BYTES, shape.kv_heads * longest * entry_bytes)
+    largest = -(-shape.kv_heads * longest * entry_bytes // MOST_BYTES)
+    return MOST_BYTES * (1 if largest <= 1 else 1 + largest)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

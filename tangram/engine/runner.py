@@ -179,6 +179,7 @@ class Runner:
         if self.recorder is not None:
             self.recorder.clear()
         if len(pages):
+            self._host.move((), awaited=True)  # what is still arriving would replace the zeros
             self.pool.view(torch.uint8).index_fill_(
                 0, place(pages.astype(np.int64), self.pool.device), 0
             )

@@ -35,7 +35,7 @@ from tangram.errors import ModelError, RequestError
 from tangram.kernels.transfer import HostCopies, place
 from tangram.types import Matcher, SamplingParams, TokenLogprob
 
-BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for dtype float16"
+BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for the model's dtype"
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
 
 

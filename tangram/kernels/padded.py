@@ -7,7 +7,7 @@ own length, so a row alone is computed as in any other step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,15 +24,13 @@ class RowBuffers:
     """The buffers of the one row of a pass, sized for the longest row, as are `rows` and `cells`.
 
     Launches depend on `rows` and `cells` alone. `views` of `whole` are the row's address, spans,
-    counts, order, offsets and sources, as `load` wrote them. The row's past is gathered into
-    `copies`, which must exist as long as a graph.
+    counts, order, offsets and sources, as `load` wrote them.
     """
 
     rows: PrefillRows
     cells: PrefillOrder
     whole: Tensor
     views: list[Tensor]
-    copies: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(

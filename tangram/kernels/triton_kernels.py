@@ -95,7 +95,7 @@ class TritonKernels:
             not self._latent and gathered.serves(pool, self._card),
             not self._latent and fused_causal.serves(pool, self._card),
         )
-        self._copies = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
+        self._copies, self._long_copies = list[Tensor](), list[Tensor]()
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
@@ -268,8 +268,6 @@ class TritonKernels:
         self._decodes_alone = False
         known = self._begun = self._padded[key]
         known.load(row, cells)
-        for part in known.cells.gathered:
-            known.copies = self._gather_buffers(part, 0)
         self._tables, self._width, self._rows, self._cells, self._runs = (
             tables,
             0,
@@ -432,16 +430,25 @@ class TritonKernels:
         )
 
     def _gather_buffers(self, part: gathered.Part, layer: int) -> list[Tensor]:
-        """Buffers for the keys and values of a part; larger than usual for one long row."""
-        dim = self._pool.shape[-1]
-        size = gathered.count_elements(part, layer, dim)
-        if len(self._copies[0]) < size:
-            most = max(size, MOST_BYTES // (2 * self._pool.dtype.itemsize))
-            self._copies = [
-                torch.empty(most, dtype=self._pool.dtype, device=self._pool.device)
-                for _ in range(2)
-            ]
-        return self._copies
+        """Buffers for the keys and values of a part.
+
+        Graphs contain the addresses of those of the usual size, so these stay. One long row takes
+        larger ones, which no graph contains.
+        """
+        size = gathered.count_elements(part, layer, self._pool.shape[-1])
+        usual = MOST_BYTES // (2 * self._pool.dtype.itemsize)
+        if size <= usual:
+            self._copies = self._copies or self._make_copies(usual)
+            return self._copies
+        if not self._long_copies or len(self._long_copies[0]) < size:
+            self._long_copies = []  # their memory may serve the larger ones
+            self._long_copies = self._make_copies(-(-size // usual) * usual)
+        return self._long_copies
+
+    def _make_copies(self, size: int) -> list[Tensor]:
+        return [
+            torch.empty(size, dtype=self._pool.dtype, device=self._pool.device) for _ in range(2)
+        ]
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

@@ -4,8 +4,9 @@ never away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma3TextConfig, PretrainedConfig
@@ -13,7 +14,7 @@ from transformers import Gemma3TextConfig, PretrainedConfig
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
-from tangram.types import Event, Request, SamplingParams
+from tangram.types import Event, PageMove, Request, SamplingParams
 from tests.cpu.test_purity import TINY, TINY_LATENT, LonePrompts
 from tests.small_engines import check_books, drain, run, sealed_state
 
@@ -135,3 +136,18 @@ def test_the_log_says_how_much_fits(world: LonePrompts, caplog: pytest.LogCaptur
         engine = world.engine(kv_offload_gib=0.01)
     pages = engine.stats().host_pages_total
     assert f"host memory behind it: 0.01 GiB = {pages} pages; " in caplog.text
+
+
+def test_a_page_is_cleared_behind_what_still_arrives_in_it(
+    world: LonePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = world.engine()._runner
+    pool = runner.pool.view(torch.uint8)
+
+    def arrive(moves: Sequence[PageMove], *, awaited: bool) -> None:
+        assert awaited
+        pool[1] = 7
+
+    monkeypatch.setattr(runner._host, "move", arrive)
+    runner.clear(np.array([1], np.int32))
+    assert not pool[1].any()

@@ -5,6 +5,8 @@ chunk itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import reference
-from tangram.kernels.interface import PrefillRows
+from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.types import Int32
 
 HEADS, GROUP, DIM, PAGE = 3, 2, 64, 8
@@ -219,3 +221,49 @@ def test_every_cell_is_computed_once_and_every_past_copied_once(
     assert nothing.gathered == [] and sorted(nothing.order[0, nothing.paged]) == list(
         range(5 * HEADS)
     )
+
+
+def test_buffers_that_graphs_contain_stay_when_a_longer_row_needs_more(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A padded row's graph replays with the addresses of its capture."""
+    from tangram.kernels import gathered, triton_kernels
+
+    for module in (gathered, triton_kernels):
+        monkeypatch.setattr(module, "MOST_BYTES", 600 * 2 * DIM * 2)
+    monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
+    sizes = list[tuple[int, int]]()
+
+    def note(*arguments: Any, **options: Any) -> None:
+        copies = next(argument for argument in arguments if isinstance(argument, list))
+        sizes.append((len(copies[0]), copies[0].data_ptr()))
+
+    monkeypatch.setattr(gathered, "attend", note)
+    short, long, longer = (
+        AskingRows([40], [past], torch.bfloat16)
+        for past in ([90, 5, 33], [900, 200, 7], [5000, 7, 7])
+    )
+    kernels = triton_kernels.TritonKernels(short.pool.to(device), GROUP)
+    tables = short.tables.to(device)
+    for asked, padded in ((short, True), (long, False), (longer, False), (short, True)):
+        whole = asked.rows(slice(0, 1))
+        rows = replace(whole, kept=whole.kept - 1, first=whole.first - 1)  # nothing is stored
+        assert kernels.begin_row(tables, rows, PaddedShape(64, 128, "tail")) == padded
+        if not padded:
+            kernels.begin(tables, np.zeros((1, 1), np.int32), 0, np.zeros(0, np.int32), rows)
+        q, k, v = (part.to(device) for part in (asked.q, asked.k, asked.v))
+        kernels.prefill(
+            0,
+            q,
+            k,
+            v,
+            torch.empty_like(q),
+            scaling=1.0,
+            window=None,
+            softcap=None,
+            sinks=None,
+            expand=None,
+        )
+    first, large, larger, again = sizes
+    assert first == again
+    assert first[0] < large[0] < larger[0]
