@@ -29,7 +29,9 @@ def serve_rank(pipe: Connection) -> None:
         raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")
     share_cores(start.config)
     join_ranks(start.config, start.rank, start.meeting)
+    logging.disable(logging.WARNING)  # rank 0 says the same
     runner = rank_builder(start.config).follower()
+    logging.disable(logging.NOTSET)
     while True:
         runner.follow(told.get())
 
@@ -45,7 +47,6 @@ def _read(pipe: Connection, told: SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """Run a rank; its failure is told to rank 0 in a line."""
-    logging.disable(logging.WARNING)  # rank 0 says the same
     pipe = Connection(int(sys.argv[1]))
     try:
         serve_rank(pipe)
