@@ -1,6 +1,6 @@
 """Forward passes of one model over the rows of one batcher.
 
-Only this module calls the model while it serves. `memory.py` calls it once at the start, to measure.
+While serving, only this module calls the model; `memory.py` calls it once at the start, to measure.
 """
 
 from __future__ import annotations
