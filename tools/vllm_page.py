@@ -18,7 +18,7 @@ from tangram.serve.exposition import ServerMetrics
 from tangram.serve.vllm_names import VllmNames
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
-# Options of vLLM and of `tangram serve` with one name and one meaning.
+# Options of vLLM and of `tangram serve` with one name.
 SAME = (
     "--allowed-origins",
     "--api-key",
@@ -69,9 +69,14 @@ This page is written by `python -m tools.vllm_page`.
 
 """
 OPTIONS_HEAD = """
-These have the meaning that vLLM gives them. [Options](options.md) lists their values and defaults
-here, which may differ. `--allowed-origins` is repeated for each origin and has none by default;
-vLLM's takes a JSON list and has all.
+These have the meaning that vLLM gives them, with two exceptions:
+
+- `--quantization` rounds weights as it loads a model. vLLM's also names the form in which a
+  checkpoint is stored; here the checkpoint says that by itself.
+- `--allowed-origins` is repeated for each origin and has none by default. vLLM's takes a JSON list
+  and has all.
+
+[Options](options.md) lists their values and defaults here, which may differ.
 
 ## Options with another name
 

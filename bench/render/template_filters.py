@@ -76,6 +76,13 @@ def join_with_slashes(values: Mapping[str, float], form: str, *names: str, scale
     return " / ".join(format(scale * values[name], form) for name in shown)
 
 
+def spread(values: Sequence[float], form: str, scale: float = 1) -> str:
+    """The median, then the least and the most in brackets, each times `scale`."""
+    shown = (statistics.median(values), min(values), max(values))
+    middle, least, most = (format(scale * value, form) for value in shown)
+    return f"{middle} ({least}–{most})"
+
+
 def versions(environment: Mapping[str, Any], *packages: str) -> str:
     """The named packages with their versions."""
     return ", ".join(f"{name} {environment[name]}" for name in packages if name in environment)
@@ -107,8 +114,10 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "percent": percent,
     "plain": plain,
     "pstdev": statistics.pstdev,
+    "quartiles": statistics.quantiles,
     "short": short,
     "slashed": join_with_slashes,
+    "spread": spread,
     "table": table,
     "versions": versions,
 }

@@ -1,4 +1,7 @@
-"""Forward passes of one model over the rows of one batcher. Only this module calls the model."""
+"""Forward passes of one model over the rows of one batcher.
+
+While serving, only this module calls the model; `memory.py` calls it once at the start, to measure.
+"""
 
 from __future__ import annotations
 

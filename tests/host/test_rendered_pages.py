@@ -20,7 +20,7 @@ from bench.render.page import (
     stale,
     write_blocks,
 )
-from bench.render.template_filters import groups, number, short, table
+from bench.render.template_filters import groups, number, short, spread, table
 
 
 @cache
@@ -115,6 +115,7 @@ def test_numbers_and_groups() -> None:
     shown = [short(value) for value in (1234.5, 98.76, 9.876, 0.01234)]
     assert shown == ["1,234", "98.8", "9.88", "0.0123"]
     assert number(0.123, ".1%") == "12.3%" and number(0.5, "g", "ρ ") == "ρ 0.5"
+    assert spread([0.3, 0.1, 0.2], ".0f", 1e3) == "200 (100–300)"
     assert number(None, ".1%") == "–" and number(None, missing="-") == "-"
     rows = [{"at": {"b": 2}, "a": 1}, {"at": {"b": 1}, "a": 1}, {"at": {"b": 2}, "a": 3}]
     assert list(groups(rows, "at.b")) == [2, 1] and groups(rows, "a", "at.b")[3, 2] == rows[2:]
