@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.text import TextCodec, TextStream
 from tangram.errors import RequestError
-from tangram.model.load import load_tokenizer
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool

@@ -14,14 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.measure import Scores, calibrate
 from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
 from tangram.lab.calibration.calibration_report import markdown, report
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.lost_entries import measure_held_out_overflow, overflow, transfer
+from tangram.lab.calibration.kinds import correlate_kinds, measure_agreement
+from tangram.lab.calibration.lost_entries import (
+    make_profile,
+    measure_held_out_overflow,
+    overflow,
+    transfer,
+)
 from tangram.types import Geometry
 
 CHUNK = 16
@@ -91,7 +96,7 @@ def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
     for wishes, needed in zip(evidence.wishes, needs, strict=True):
         np.testing.assert_array_equal(wishes, needed / CHUNK)
     np.testing.assert_allclose(evidence.profile.mean, evidence.fractions.mean(axis=0), atol=1e-5)
-    assert evidence.profile_of(range(4)) == evidence.profile
+    assert make_profile(evidence, range(4)) == evidence.profile
 
 
 def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
@@ -127,8 +132,8 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
     16 entries.
     """
     (evidence,) = calibrate_samples(two_heads(12, 16, 8), "aaa", page_tokens=2)
-    assert evidence.profile_of([1, 2], 0.0).sealed_pages == (6, 2)
-    assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
+    assert make_profile(evidence, [1, 2], 0.0).sealed_pages == (6, 2)
+    assert make_profile(evidence, [1, 2], 2.0).sealed_pages == (5, 3)
     # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4)
     # and (16, 0) 16 + 6.
     unscaled = measure_held_out_overflow(evidence)["unscaled"]
@@ -189,14 +194,14 @@ def test_kinds_that_are_alike_correlate_fully_and_those_reversed_inversely() -> 
         np.stack([ascending, ascending, descending, 2 * descending]),
         ["a", "b", "c", "c"],
     )
-    table = kind_correlations(fractions, kinds)
+    table = correlate_kinds(fractions, kinds)
     assert table["a"] == {"a": 1.0, "b": 1.0, "c": -1.0}
     assert table["c"]["c"] == 1.0
-    pairs = agreement(fractions, kinds)
+    pairs = measure_agreement(fractions, kinds)
     assert (pairs["same kind"].mean, pairs["same kind"].min) == (1.0, 1.0)
     assert (pairs["other kind"].mean, pairs["other kind"].min) == (pytest.approx((1 - 4) / 5), -1.0)
-    assert kind_correlations(np.ones((2, 2, 3)), ["a", "b"]) == {}, "nothing to rank"
-    assert agreement(np.ones((2, 2, 3)), ["a", "b"]) == {}
+    assert correlate_kinds(np.ones((2, 2, 3)), ["a", "b"]) == {}, "nothing to rank"
+    assert measure_agreement(np.ones((2, 2, 3)), ["a", "b"]) == {}
 
 
 def test_more_samples_come_closer_to_all() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine import grammar_trial
-from tangram.model.load import load_tokenizer
 from tangram.types import Request
 from tests.templates import HERMES
 
