@@ -44,11 +44,16 @@ def list_keys(fingerprint: str, salt: str, chunk_tokens: int, tokens: Int64) -> 
 
     At least one token is always computed, so a chunk that ends the prompt is not among them.
     """
-    keys, key = list[bytes](), root_key(fingerprint, salt)
-    for end in range(chunk_tokens, len(tokens), chunk_tokens):
-        key = chunk_key(key, tokens[end - chunk_tokens : end])
-        keys.append(key)
-    return keys
+    keys = [root_key(fingerprint, salt)]
+    _extend(keys, (len(tokens) - 1) // chunk_tokens, chunk_tokens, tokens)
+    return keys[1:]
+
+
+def _extend(keys: list[bytes], chunks: int, chunk_tokens: int, tokens: Int64) -> None:
+    """Let `keys`, a root and the chunks known after it, go on to `chunks` chunks of `tokens`."""
+    while (known := len(keys) - 1) < chunks:
+        chunk = tokens[known * chunk_tokens : (known + 1) * chunk_tokens]
+        keys.append(chunk_key(keys[-1], chunk))
 
 
 @dataclass(eq=False)
@@ -58,6 +63,7 @@ class ChunkKeys:
     retention: Retention
     salt: str
     _keys: list[bytes] = field(default_factory=list)
+    _windows: dict[int, bytes] = field(default_factory=dict)
 
     def after(self, chunks: int, tokens: Int64) -> bytes:
         """The key of the chain of the first `chunks` chunks of the sequence.
@@ -69,10 +75,17 @@ class ChunkKeys:
             raise ValueError(f"{len(tokens)} tokens do not fill {chunks} chunks of {size}")
         if not self._keys:
             self._keys.append(root_key(self.retention.fingerprint, self.salt))
-        while (known := len(self._keys) - 1) < chunks:
-            chunk = tokens[known * size : (known + 1) * size]
-            self._keys.append(chunk_key(self._keys[-1], chunk))
+        _extend(self._keys, chunks, size, tokens)
         return self._keys[chunks]
+
+    def window_after(self, chunks: int, tokens: Int64) -> bytes:
+        """The key of the sliding-window part of the last of the first `chunks` chunks; see `after`.
+
+        `tokens` is int64 [n].
+        """
+        if chunks not in self._windows:
+            self._windows[chunks] = window_key(self.after(chunks, tokens))
+        return self._windows[chunks]
 
     def list_known(self, chunks: int) -> tuple[bytes, ...]:
         """The keys of the first `chunks` chunks, as far as they were needed before."""

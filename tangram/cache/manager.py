@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys, raw_key, window_key
+from tangram.cache.keys import ChunkKeys, raw_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.cache.part_tables import PartTables
@@ -352,8 +352,9 @@ class CacheManager:
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
+            window = seq.keys.window_after(chunk + 1, tokens)
             newest = self._adopt(
-                seq, entries[full:], window_key(key), node, seq.window_spans[-1], Link.WINDOW
+                seq, entries[full:], window, node, seq.window_spans[-1], Link.WINDOW
             )
             seq.window_spans[-1] = newest.pages
             seq.window_nodes.append(newest)

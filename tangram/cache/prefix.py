@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys, window_key
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
 from tangram.watch import ChunkPlace, LinkChange, LinkDropped
@@ -93,8 +93,9 @@ class PrefixCache:
                 break
             chunks.append(key)
         while chunks:
+            first = max(0, len(chunks) - layout.window_chunks)
             windows = [
-                window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]
+                keys.window_after(number + 1, tokens) for number in range(first, len(chunks))
             ]
             if all(map(self._knows, windows)):
                 return Chain(chunks, windows)

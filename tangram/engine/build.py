@@ -588,7 +588,10 @@ def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
 
 
 def query_counts(most_drafted: int) -> tuple[int, ...]:
-    """The numbers of tokens of a decode row that kernels are prepared for: `counts_up_to`."""
+    """The numbers of tokens of a decode row that kernels are prepared for.
+
+    They are 1, the largest power of two up to `most_drafted + 1`, half of it, and that many.
+    """
     most = most_drafted + 1
     largest = 1 << (most.bit_length() - 1)  # a power of two fills the tiles of the kernels
     return tuple(sorted({1, max(1, largest // 2), largest, most}))

@@ -10,7 +10,7 @@ from pathlib import Path
 from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
 from tangram.compress.library import find_profile, find_shipped_profiles
-from tangram.compress.profile import Profile, Scope
+from tangram.compress.profile import Profile
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import (
     Scorer,
@@ -21,7 +21,7 @@ from tangram.compress.scorers import (
     read_profiles,
 )
 from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.config import EngineConfig, cache_folder
+from tangram.config import EngineConfig, Scope, cache_folder
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
 from tangram.errors import ConfigError, ProfileError
