@@ -1,8 +1,8 @@
 """Train a gate that predicts a slow scorer's scores from hidden states.
 
 Fast KVzip (Kim et al., arXiv 2601.17668). Layers are trained one after the other, independently: a
-layer's gate depends on that layer's input alone. The caller (`gate_training/teacher.py`) runs the
-model.
+layer's gate depends on that layer's input alone. The caller (`gate_training/text_training.py`)
+runs the model.
 """
 
 from __future__ import annotations

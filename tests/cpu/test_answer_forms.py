@@ -123,7 +123,7 @@ def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
     assert "Hm." not in codec.verbatim(codec.chat_prompt(past), "messages")
 
 
-def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None:
+def test_what_the_template_of_gpt_oss_has_no_space_for(gptoss: TextCodec) -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
     turn = {
         "role": "assistant",

@@ -116,8 +116,8 @@ def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
 
 
 def test_overflow_is_what_one_counts_by_hand() -> None:
-    """Each sample meets the budgets of the other: (12, 4) entries wished, room for (4, 12), so 8 of
-    16 find none.
+    """Each sample meets the budgets of the other: (12, 4) entries wished, pages for (4, 12), so 8
+    of 16 find none.
     """
     (evidence,) = calibrate_samples(two_heads(12, 4), "ab")
     found = measure_held_out_overflow(evidence)
@@ -166,13 +166,15 @@ def test_where_every_group_needs_the_whole_chunk_nothing_is_left_to_fit() -> Non
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
     grown=st.floats(0.0, 1.0),
 )
-def test_more_room_never_loses_more(seed: int, shape: tuple[int, int, int], grown: float) -> None:
+def test_larger_budgets_never_lose_more(
+    seed: int, shape: tuple[int, int, int], grown: float
+) -> None:
     rng = np.random.default_rng(seed)
-    wishes, room = rng.random(shape) + 1e-3, rng.random(shape[1:])
-    exceeded, lost = overflow(wishes, room)
-    more = overflow(wishes, room + grown)
+    wishes, budget = rng.random(shape) + 1e-3, rng.random(shape[1:])
+    exceeded, lost = overflow(wishes, budget)
+    more = overflow(wishes, budget + grown)
     assert 0.0 <= more[1] <= lost <= 1.0 and 0.0 <= more[0] <= exceeded <= 1.0
-    assert (lost > 0) == (exceeded > 0) == bool((wishes > room).any())
+    assert (lost > 0) == (exceeded > 0) == bool((wishes > budget).any())
     assert overflow(wishes, wishes.max(axis=0)) == (0.0, 0.0)
 
 
