@@ -132,7 +132,10 @@ class CacheManager:
         return self.host.take_moves(), awaited
 
     def grow(self, seq: SequenceCache, tokens: int) -> None:
-        """Take pages for `tokens` more raw tokens of the current chunk, out of the promise."""
+        """Take pages for `tokens` more raw tokens of the current chunk, out of the promise.
+
+        Raises `IntegrityError` if the chunk has no place for them.
+        """
         layout = seq.layout
         wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
         if seq.raw_tokens + tokens > layout.chunk_tokens:

@@ -136,7 +136,8 @@ class RankRunner(Runner):
     def drafting(self, rows: Sequence[Row], counts: Int64, epoch: int) -> Iterator[None]:
         """Rank 0 drafts inside, and the others with it. It broadcasts each token that it chooses.
 
-        `rows` are the decode rows of the step that verifies `counts` [n] drafts.
+        `rows` are the decode rows of the step that verifies `counts` int64 [n] drafts. Raises
+        `IntegrityError` before `lead`.
         """
         if self._ranks is None:
             raise IntegrityError("a rank drafts before it leads")

@@ -111,7 +111,8 @@ class GpuDecode:
     def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
         """Upload `plan`. Later work on the current stream executes it, graph replays included.
 
-        `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards.
+        `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards. Raises
+        `ConfigError` if the plan does not fit the buffers.
         """
         if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
             raise ConfigError(

@@ -171,7 +171,10 @@ class Preparation:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; it is cancelled if the client disconnects first."""
+    """The result of `work`; it is cancelled if the client disconnects first.
+
+    Then `ApiError` (499) is raised, else what `work` raises.
+    """
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
