@@ -22,12 +22,12 @@ def root_key(fingerprint: str, salt: str) -> bytes:
 
 
 def chunk_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the sealed chunk of `tokens` (int64) after the chain that ends in `parent`."""
+    """The key of the sealed chunk of `tokens` int64 [C] after the chain that ends in `parent`."""
     return hashlib.sha256(parent + tokens.tobytes()).digest()
 
 
 def raw_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the raw page of `tokens` (int64) after `parent`. Never equal to a chunk's key.
+    """The key of the raw page of `tokens` int64 [P] after `parent`. Never equal to a chunk's key.
 
     This also holds with C = P.
     """
@@ -40,7 +40,7 @@ def window_key(chunk: bytes) -> bytes:
 
 
 def list_keys(fingerprint: str, salt: str, chunk_tokens: int, tokens: Int64) -> list[bytes]:
-    """The keys of the chunks of the prompt `tokens` (int64) that a cache may have.
+    """The keys of the chunks of the prompt `tokens` int64 [n] that a cache may have.
 
     At least one token is always computed, so a chunk that ends the prompt is not among them.
     """
@@ -68,7 +68,8 @@ class ChunkKeys:
     def after(self, chunks: int, tokens: Int64) -> bytes:
         """The key of the chain of the first `chunks` chunks of the sequence.
 
-        The sequence begins with `tokens`. Raises `ValueError` if these do not fill the chunks.
+        The sequence begins with `tokens` int64 [n]. Raises `ValueError` if these do not fill the
+        chunks.
         """
         size = self.retention.layout.chunk_tokens
         if chunks * size > len(tokens):

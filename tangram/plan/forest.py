@@ -67,7 +67,7 @@ class Forest:
         return self.row_end - self.row_begin
 
     def positions(self, level: slice) -> tuple[Int64, Int64]:
-        """The positions that the nodes of a level cover, ascending, and the node of each."""
+        """[n], [n]: the positions that the nodes of a level cover, ascending, and their nodes."""
         node = np.repeat(np.arange(level.start, level.stop), self.rows[level])
         return runs(self.row_begin[level], self.rows[level]), node
 

@@ -30,6 +30,14 @@ def test_every_module_is_named(package: str) -> None:
     assert not missing
 
 
+def test_every_folder_of_the_lab_is_named() -> None:
+    lab = ROOT / "tangram/lab"
+    folders = {f"{path.parent.name}/" for path in lab.glob("*/__init__.py")}
+    names = folders | {path.name for path in lab.glob("*.py")} - {"__init__.py"}
+    missing = {name for name in names if f"`{name}`" not in section("lab")}
+    assert not missing
+
+
 def test_every_file_that_is_named_exists() -> None:
     folders = (ROOT / part for part in ("tangram", "bench", "tests"))
     files = {path.name for folder in folders for path in folder.rglob("*.py")}
