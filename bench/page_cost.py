@@ -162,10 +162,10 @@ def measure_step(pairs: int) -> Figures:
     """Seconds of a step that decodes eight tokens with a tiny model, watched or not."""
     from transformers import LlamaConfig
 
+    from bench.bare_tokenizer import load_tokenizer
     from tangram.config import EngineConfig
     from tangram.engine.build import engine_of
     from tangram.engine.loop import Engine
-    from tangram.model.load import load_tokenizer
     from tangram.page.collector import Collector
     from tangram.page.watchers import Watcher
     from tangram.types import Request, SamplingParams

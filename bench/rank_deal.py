@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from tangram.compress.dealing import consecutive_heads, count_numbers, deal_heads, heads_of_rank
+from tangram.compress.dealing import consecutive_heads, deal_heads, heads_of_rank
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import ScorerChoice
 from tangram.import_profiles import SCORERS, ScorerSpec, import_published
-from tangram.lab.environment import environment
 from tangram.types import Int64
 
 RESULT = Path(__file__).parent / "results" / "rank_deal.json"
@@ -39,6 +38,13 @@ def kept_pages(profile: Profile) -> Int64:
     return pages
 
 
+def count_numbers(pages: Int64, order: Int64, ranks: int) -> int:
+    """The page numbers that a sealed chunk takes under `order` [L, H]; `pages` are [L, H]."""
+    own = np.take_along_axis(pages, order, axis=1).reshape(len(pages), ranks, -1)
+    lists = np.sort(own.transpose(1, 0, 2).reshape(ranks, -1), axis=1)
+    return int(lists.max(axis=0).sum())
+
+
 def measure(pages: Int64, order: Int64, ranks: int) -> dict[str, float]:
     """The counts of one deal."""
     filled = [
@@ -53,6 +59,8 @@ def measure(pages: Int64, order: Int64, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
+    from tangram.lab.environment import environment  # imports torch
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
-from tangram.limits import Bounds
+from tangram.limits import SERVED_QUEUE, Bounds
 from tangram.speculative_config import (
     CompressedKv,
     DraftModel,
@@ -28,6 +28,7 @@ from tangram.speculative_config import (
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SmallWeights = Literal["int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
+Scope = Literal["layer", "model"]  # whose heads compete for entries
 KvCacheDtype = Literal["auto", "fp8"]
 
 MOST_TOKENS = 2**24  # of any option: no model takes as many
@@ -184,7 +185,7 @@ class EngineConfig:
         "method that decides which KV entries stay (docs/scorers.md)",
         unset=f"that of the first --profile with --kv-retention, or {SERVED_SCORER}",
     )
-    scope: Literal["layer", "model"] | None = _compression(
+    scope: Scope | None = _compression(
         None,
         "heads share one budget within a layer or across the model",
         unset="the scope of each --profile, or model (tova: layer)",
@@ -221,7 +222,7 @@ class EngineConfig:
         "raises `OverloadError`",
         bounds=_COUNT,
         hint="None sets no limit",
-        unset="no limit; 1024 in `serve`",
+        unset=f"no limit; {SERVED_QUEUE} in `serve`",
         served_alone=True,
     )
 

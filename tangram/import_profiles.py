@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.compress.profile import PAPER_ALPHA, Profile, Scope
+from tangram.compress.profile import PAPER_ALPHA, Profile
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
+from tangram.config import Scope
 from tangram.errors import ProfileError
 
 SAMPLES = 28

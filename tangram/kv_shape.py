@@ -59,7 +59,10 @@ class KVShape:
 
 
 def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
-    """What a model stores per token, from a `ModelConfig` or any argument of `read_config`."""
+    """What a model stores per token, from a `ModelConfig` or any argument of `read_config`.
+
+    Raises `ConfigError` if a field is missing or wrong, or if layers share a cache.
+    """
     config = model if isinstance(model, ModelConfig) else read_config(model)
     for field in _FOREIGN_FIELDS:
         if value := config.content.get(field):

@@ -85,7 +85,10 @@ class KVSize:
         return self._layout.most_pages(self.context_tokens)
 
     def how_many_fit(self, memory_gib: float) -> int:
-        """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB."""
+        """How many such sequences, sharing nothing, fit to their end into `memory_gib` GiB.
+
+        Raises `ConfigError` unless it is positive.
+        """
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
         return int(memory_gib * _GIB) // self.page_bytes // self.most_pages

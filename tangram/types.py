@@ -22,7 +22,6 @@ from tangram.errors import RequestError
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
-Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 FP8_MAX = 448.0  # the largest finite E4M3 value
 # The scales of an FP8 cache, [L][H]: of a KV head's keys and of its values.

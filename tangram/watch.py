@@ -197,16 +197,14 @@ LinkChange = ChunkStored | LinkOffloaded | LinkDropped
 class KeptPositions:
     """Which entries of a sealed chunk each head chose by score.
 
-    `bits` uint8 [ceil(L · H · C / 8)] are those of bool [L, H, C], little-endian. `rest_dropped`
-    tells whether the other entries are gone. If not, they stand behind these, and drafts leave them
-    out.
+    `bits` uint8 [ceil(L · H · C / 8)] are those of bool [L, H, C], little-endian. The other entries
+    are gone. With drafts from the own cache they stand behind these, and drafts leave them out.
     """
 
     bits: UInt8
     layers: int
     heads: int
     tokens: int
-    rest_dropped: bool
 
     @property
     def chosen(self) -> Bool:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.calibrate.measure import Magnitudes, calibrate
-from tangram.compress.profile import SINK_TOKENS, Scope
+from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import make_scorer
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, Scope
 from tangram.engine.build import engine_of as serving_engine_of
 from tangram.engine.filters import pick, weights_of
 from tangram.engine.loop import Engine

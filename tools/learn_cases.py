@@ -323,7 +323,7 @@ def _tiles() -> Iterator[Case]:
 def _card(card: dict[str, Any]) -> Any:
     from tangram.kernels.card import Card
 
-    return Card(tuple(card["capability"]), card["shared_bytes"], 1, 1)
+    return Card(tuple(card["capability"]), card["shared_bytes"], 1)
 
 
 def _features() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.accuracy.figures import Comparison, Scores
 from bench.accuracy.kvpress_file import Control, GradedCell
-from tangram.compress.profile import Scope
+from tangram.config import Scope
 from tangram.lab.accuracy.results import AnyCell, Cell, Score
 
 # Presses that are not Ada-KV with the scorer of their name: their title, scorer, and scope here.

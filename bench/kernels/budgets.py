@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from tangram.compress.library import find_shipped_profiles
-from tangram.compress.profile import Profile, Scope
+from tangram.compress.profile import Profile
 from tangram.compress.provenance import ScorerSpec
+from tangram.config import Scope
 from tangram.engine.batcher import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published

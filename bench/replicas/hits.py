@@ -24,11 +24,11 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
+from bench.bare_tokenizer import load_tokenizer
 from bench.replicas.bench_cluster import PORT, RESULTS, started_ray
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.lab.environment import environment
-from tangram.model.load import load_tokenizer
 from tangram.ray.application import ROUTER, build_application
 from tangram.ray.options import FleetOptions
 

@@ -168,7 +168,7 @@ def save_checkpoint() -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tangram.model.load import load_tokenizer
+    from bench.bare_tokenizer import load_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="tangram-random-"))
     atexit.register(shutil.rmtree, folder)

@@ -145,9 +145,8 @@ def draw_tables(
     used: dict[int, tuple[int, bool, int]] = {}
     for group in range(len(layout.groups)):
         used |= draw_table(ax, cache, layout, slot, group, left)
-    whole = layout.max_raw_pages * CHUNKS + len(layout.groups) * -(
-        -TAIL_TOKENS // layout.page_tokens
-    )
+    chunks, tail = CHUNKS * layout.chunk_pages, -(-TAIL_TOKENS // layout.page_tokens)
+    whole = len(layout.groups) * (chunks + tail)
     ax.text(
         left,
         3.52,

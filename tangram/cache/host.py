@@ -63,7 +63,7 @@ class HostTier:
             self._held = frozenset()
 
     def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
-        """The device evicts link `key` below `parent`: copy its `pages` to the host.
+        """The device evicts link `key` below `parent`: copy its `pages` int32 [n] to the host.
 
         Nothing is copied if the host has the link already, or if its pages do not fit.
         """
@@ -83,7 +83,7 @@ class HostTier:
                 self.changes.append(LinkOffloaded(key))
 
     def restore(self, key: bytes, pages: Int32) -> None:
-        """Copy link `key` to device `pages`."""
+        """Copy link `key` to device `pages` int32 [n]."""
         self._note(PageMove(pages, self.links[key], inward=True))
         self.arriving[pages] = True
         self.pages_in += len(pages)

@@ -22,12 +22,12 @@ def root_key(fingerprint: str, salt: str) -> bytes:
 
 
 def chunk_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the sealed chunk of `tokens` (int64) after the chain that ends in `parent`."""
+    """The key of the sealed chunk of `tokens` int64 [C] after the chain that ends in `parent`."""
     return hashlib.sha256(parent + tokens.tobytes()).digest()
 
 
 def raw_key(parent: bytes, tokens: Int64) -> bytes:
-    """The key of the raw page of `tokens` (int64) after `parent`. Never equal to a chunk's key.
+    """The key of the raw page of `tokens` int64 [P] after `parent`. Never equal to a chunk's key.
 
     This also holds with C = P.
     """
@@ -40,15 +40,20 @@ def window_key(chunk: bytes) -> bytes:
 
 
 def list_keys(fingerprint: str, salt: str, chunk_tokens: int, tokens: Int64) -> list[bytes]:
-    """The keys of the chunks of the prompt `tokens` (int64) that a cache may have.
+    """The keys of the chunks of the prompt `tokens` int64 [n] that a cache may have.
 
     At least one token is always computed, so a chunk that ends the prompt is not among them.
     """
-    keys, key = list[bytes](), root_key(fingerprint, salt)
-    for end in range(chunk_tokens, len(tokens), chunk_tokens):
-        key = chunk_key(key, tokens[end - chunk_tokens : end])
-        keys.append(key)
-    return keys
+    keys = [root_key(fingerprint, salt)]
+    _extend(keys, (len(tokens) - 1) // chunk_tokens, chunk_tokens, tokens)
+    return keys[1:]
+
+
+def _extend(keys: list[bytes], chunks: int, chunk_tokens: int, tokens: Int64) -> None:
+    """Let `keys`, a root and the chunks known after it, go on to `chunks` chunks of `tokens`."""
+    while (known := len(keys) - 1) < chunks:
+        chunk = tokens[known * chunk_tokens : (known + 1) * chunk_tokens]
+        keys.append(chunk_key(keys[-1], chunk))
 
 
 @dataclass(eq=False)
@@ -58,21 +63,30 @@ class ChunkKeys:
     retention: Retention
     salt: str
     _keys: list[bytes] = field(default_factory=list)
+    _windows: dict[int, bytes] = field(default_factory=dict)
 
     def after(self, chunks: int, tokens: Int64) -> bytes:
         """The key of the chain of the first `chunks` chunks of the sequence.
 
-        The sequence begins with `tokens`. Raises `ValueError` if these do not fill the chunks.
+        The sequence begins with `tokens` int64 [n]. Raises `ValueError` if these do not fill the
+        chunks.
         """
         size = self.retention.layout.chunk_tokens
         if chunks * size > len(tokens):
             raise ValueError(f"{len(tokens)} tokens do not fill {chunks} chunks of {size}")
         if not self._keys:
             self._keys.append(root_key(self.retention.fingerprint, self.salt))
-        while (known := len(self._keys) - 1) < chunks:
-            chunk = tokens[known * size : (known + 1) * size]
-            self._keys.append(chunk_key(self._keys[-1], chunk))
+        _extend(self._keys, chunks, size, tokens)
         return self._keys[chunks]
+
+    def window_after(self, chunks: int, tokens: Int64) -> bytes:
+        """The key of the sliding-window part of the last of the first `chunks` chunks; see `after`.
+
+        `tokens` is int64 [n].
+        """
+        if chunks not in self._windows:
+            self._windows[chunks] = window_key(self.after(chunks, tokens))
+        return self._windows[chunks]
 
     def list_known(self, chunks: int) -> tuple[bytes, ...]:
         """The keys of the first `chunks` chunks, as far as they were needed before."""

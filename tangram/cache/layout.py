@@ -182,11 +182,6 @@ class Layout:
         """Pages of one sealed chunk over all groups."""
         return int(self.sealed_pages.sum())
 
-    @property
-    def max_raw_pages(self) -> int:
-        """Pages of a full raw chunk over all groups."""
-        return self.chunk_pages * len(self.groups)
-
     def span_entries(self, chunk: int | Int64) -> Int64:
         """[…, span pages]: offsets of a sealed chunk's pages in a row of the block tables.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys, raw_key, window_key
+from tangram.cache.keys import ChunkKeys, raw_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.cache.part_tables import PartTables
@@ -81,7 +81,7 @@ class CacheManager:
         return True
 
     def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
-        """How many of `tokens` are not in cached chunks now and would have to be computed."""
+        """How many of `tokens` int64 [n] are not in cached chunks now and would be computed."""
         return (
             len(tokens) - len(self._chain(keys, tokens).chunks) * keys.retention.layout.chunk_tokens
         )
@@ -89,7 +89,7 @@ class CacheManager:
     # -- a sequence's states -----------------------------------------------------------------------
 
     def admit(self, keys: ChunkKeys, tokens: Int64, limit: int) -> SequenceCache | None:
-        """Admit the sequence of `keys`, which has `tokens` and may grow to `limit` tokens.
+        """Admit the sequence of `keys`: `tokens` int64 [n], which may grow to `limit` tokens.
 
         Returns None if there are not enough pages now. Links that the prefix cache has, on the
         device or in host memory, are attached; `cached_tokens` counts their tokens. At least one
@@ -132,7 +132,10 @@ class CacheManager:
         return self.host.take_moves(), awaited
 
     def grow(self, seq: SequenceCache, tokens: int) -> None:
-        """Take pages for `tokens` more raw tokens of the current chunk, out of the promise."""
+        """Take pages for `tokens` more raw tokens of the current chunk, out of the promise.
+
+        Raises `IntegrityError` if the chunk has no place for them.
+        """
         layout = seq.layout
         wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
         if seq.raw_tokens + tokens > layout.chunk_tokens:
@@ -181,8 +184,8 @@ class CacheManager:
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
         """After the step: release what left the window, and publish the newest chunk or raw pages.
 
-        Only full raw pages are published. `tokens` are all tokens of the sequence. Where the cache
-        already has the link, its pages replace the sequence's copies.
+        Only full raw pages are published. `tokens` int64 [n] are all tokens of the sequence. Where
+        the cache already has the link, its pages replace the sequence's copies.
         """
         layout = seq.layout
         if len(seq.window_spans) > layout.window_chunks:
@@ -207,7 +210,7 @@ class CacheManager:
         self._slots.append(seq.slot)
 
     def next_key(self, seq: SequenceCache, tokens: Int64) -> bytes | None:
-        """The prefix key of the chunk of `tokens` that `seq` seals next.
+        """The prefix key of the chunk of `tokens` int64 [n] that `seq` seals next.
 
         None if the chunk is not full or prefix caching is off.
         """
@@ -352,8 +355,9 @@ class CacheManager:
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
+            window = seq.keys.window_after(chunk + 1, tokens)
             newest = self._adopt(
-                seq, entries[full:], window_key(key), node, seq.window_spans[-1], Link.WINDOW
+                seq, entries[full:], window, node, seq.window_spans[-1], Link.WINDOW
             )
             seq.window_spans[-1] = newest.pages
             seq.window_nodes.append(newest)

@@ -21,7 +21,7 @@ class Ledger:
         self.free = total
 
     def take(self, count: int) -> Int32:
-        """`count` free pages, each with one reference.
+        """`count` free pages, int32 [count], each with one reference.
 
         Raises `IntegrityError` if fewer are free.
         """
@@ -35,18 +35,18 @@ class Ledger:
         return pages
 
     def share(self, pages: Int32) -> None:
-        """Add a reference to each of `pages`, which must be distinct and in use."""
+        """Add a reference to each of `pages` int32 [n], which must be distinct and in use."""
         self.references[pages] += 1
 
     def release(self, pages: Int32) -> None:
-        """Drop a reference from each of `pages`, which must be distinct and in use."""
+        """Drop a reference from each of `pages` int32 [n], which must be distinct and in use."""
         self.references[pages] -= 1
         freed = pages[self.references[pages] == 0]
         self._stack[self.free : self.free + len(freed)] = freed
         self.free += len(freed)
 
     def check(self, expected: Int32) -> None:
-        """Raise `IntegrityError` unless the counts equal `expected` [total].
+        """Raise `IntegrityError` unless the counts equal `expected` int32 [total].
 
         The free stack must hold each other page exactly once.
         """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys, window_key
+from tangram.cache.keys import ChunkKeys
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
 from tangram.watch import ChunkPlace, LinkChange, LinkDropped
@@ -81,7 +81,7 @@ class PrefixCache:
         return self.nodes.get(key)
 
     def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
-        """The longest chain of `tokens` on the device or in host memory.
+        """The longest chain of `tokens` int64 [n] on the device or in host memory.
 
         One token is left to compute. The next query must find what it sees in its windows, so
         chunks without these parts are left out.
@@ -93,8 +93,9 @@ class PrefixCache:
                 break
             chunks.append(key)
         while chunks:
+            first = max(0, len(chunks) - layout.window_chunks)
             windows = [
-                window_key(key) for key in chunks[max(0, len(chunks) - layout.window_chunks) :]
+                keys.window_after(number + 1, tokens) for number in range(first, len(chunks))
             ]
             if all(map(self._knows, windows)):
                 return Chain(chunks, windows)
@@ -105,7 +106,7 @@ class PrefixCache:
         return key in self.nodes or key in self.host.links
 
     def insert(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> Node:
-        """A new link used by nobody yet; the cache takes its own reference to `pages`."""
+        """A new link used by nobody yet; the cache takes its own reference to `pages` int32 [n]."""
         node = Node(key, parent, pages, link)
         self.nodes[key] = node
         self.ledger.share(pages)

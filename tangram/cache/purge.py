@@ -41,7 +41,7 @@ class Suspects:
 
 
 def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
-    """All links and sequences that may depend on the sequence of `keys` and `tokens`.
+    """All links and sequences that may depend on the sequence of `keys` and `tokens` int64 [n].
 
     These are the ones that begin with the same tokens.
     """

@@ -51,7 +51,7 @@ class SequenceCache:
 
     @property
     def held_pages(self) -> int:
-        """Pages held now; equals `layout.held_pages(sealed_chunks, raw_tokens)`."""
+        """Pages held now; equals `layout.count_held_pages(sealed_chunks, raw_tokens)`."""
         return (
             sum(map(len, self.spans))
             + sum(map(len, self.window_spans))

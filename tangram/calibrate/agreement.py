@@ -1,8 +1,6 @@
-"""Spearman's rank correlation between samples, and kinds of text, of which heads need most."""
+"""Spearman's rank correlation between samples of which heads need most."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,39 +34,9 @@ def rank_stability(fractions: Float64) -> RankStability | None:
     correlations = rank_correlations(fractions)
     if correlations is None or len(correlations) < 2:
         return None
-    return _summary(correlations[np.triu_indices(len(correlations), k=1)])
+    return summarise_pairs(correlations[np.triu_indices(len(correlations), k=1)])
 
 
-def agreement(fractions: Float64, kinds: Sequence[str]) -> dict[str, RankStability]:
-    """`rank_stability` over pairs of one kind ("same kind") and of two ("other kind").
-
-    `kinds` names each sample's kind. An entry without pairs is left out. The result is empty if a
-    sample gives every head the same.
-    """
-    correlations = rank_correlations(fractions)
-    if correlations is None:
-        return {}
-    names, upper = np.asarray(kinds), np.triu(np.ones(correlations.shape, np.bool_), k=1)
-    same = names[:, None] == names[None, :]
-    pairs = {"same kind": upper & same, "other kind": upper & ~same}
-    return {name: _summary(correlations[mask]) for name, mask in pairs.items() if mask.any()}
-
-
-def kind_correlations(fractions: Float64, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Spearman's correlation of the mean fractions of each kind with those of each other kind.
-
-    Empty if a kind cannot be ranked.
-    """
-    named = list(dict.fromkeys(kinds))
-    members = np.asarray(kinds)
-    table = rank_correlations(np.stack([fractions[members == kind].mean(axis=0) for kind in named]))
-    if table is None:
-        return {}
-    return {
-        kind: {other: round(float(value), 4) for other, value in zip(named, row, strict=True)}
-        for kind, row in zip(named, table, strict=True)
-    }
-
-
-def _summary(pairs: Float64) -> RankStability:
+def summarise_pairs(pairs: Float64) -> RankStability:
+    """The mean and the least of the correlations `pairs` [n], rounded."""
     return RankStability(round(float(pairs.mean()), 4), round(float(pairs.min()), 4))

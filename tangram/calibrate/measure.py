@@ -20,9 +20,10 @@ from torch import Tensor
 from tangram.calibrate.agreement import rank_stability
 from tangram.compress.entry_scales import choose_scales
 from tangram.compress.groups import Grouping
-from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile, Scope
+from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.compress.select import dynamic_fractions
+from tangram.config import Scope
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Float64, Geometry, HeadScales
 

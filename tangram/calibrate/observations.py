@@ -51,18 +51,6 @@ class Observations:
         """The numbers of the samples of one kind."""
         return [number for number, name in enumerate(self.kinds) if name == kind]
 
-    def profile_of(self, numbers: Sequence[int], alpha: float | None = None) -> Profile:
-        """The profile that these samples alone would have made; a number may come more than once.
-
-        `alpha` None is that of the profile.
-        """
-        chosen = self.fractions[list(numbers)]
-        return self.profile.with_statistics(
-            chosen.mean(axis=0),
-            chosen.std(axis=0),
-            alpha=self.profile.alpha if alpha is None else alpha,
-        )
-
 
 def reserved_fractions(profile: Profile) -> Float64:
     """[L, H] float64: the fraction of a chunk's entries that `sealed_pages` gives each head."""

@@ -42,6 +42,7 @@ from tangram.cli.serve_options import (
 from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.limits import SERVED_QUEUE
 from tangram.model.source import name_served_model
 from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
@@ -72,7 +73,7 @@ def deploy(
     allowed_origins: AllowedOrigins = None,
     unknown_fields: OnUnknownFields = UnknownFields.refuse,
     max_body_mb: MaxBodyMb = 16.0,
-    max_queue: MaxQueue = 1024,
+    max_queue: MaxQueue = SERVED_QUEUE,
     request_timeout_s: RequestTimeout = 3600,
     shutdown_grace_s: ShutdownGrace = 20,
     log_format: LogFormat = LogForm.text,

@@ -6,12 +6,14 @@ from typing import Annotated
 
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, option
-from tangram.limits import Bounds
+from tangram.limits import SERVER_BOUNDS
 
 Replicas = Annotated[
     int,
     option(
-        Panel.replicas, "replicas, each with an engine of its own", callback=within(Bounds(1, 4096))
+        Panel.replicas,
+        "replicas, each with an engine of its own",
+        callback=within(SERVER_BOUNDS["replicas"]),
     ),
 ]
 Autoscaling = Annotated[
@@ -45,8 +47,8 @@ CpusPerReplica = Annotated[
     option(
         Panel.replicas,
         "CPUs that Ray reserves for a replica",
-        default="--threads, else 1",
-        callback=within(Bounds(0.0, 4096.0)),
+        default="--threads, else 1, times --tensor-parallel-size",
+        callback=within(SERVER_BOUNDS["cpus_per_replica"]),
     ),
 ]
 GpusPerReplica = Annotated[
@@ -55,7 +57,7 @@ GpusPerReplica = Annotated[
         Panel.replicas,
         "GPUs that Ray reserves for a replica: --tensor-parallel-size, or a part of one GPU",
         default="one for each rank if the cluster has some and --device is not cpu",
-        callback=within(Bounds(0.0, 4096.0)),
+        callback=within(SERVER_BOUNDS["gpus_per_replica"]),
     ),
 ]
 ReportEvery = Annotated[
@@ -63,6 +65,6 @@ ReportEvery = Annotated[
     option(
         Panel.replicas,
         "seconds between two reports of a replica to the router",
-        callback=within(Bounds(0.0, 3600.0, open_low=True)),
+        callback=within(SERVER_BOUNDS["report_every_s"]),
     ),
 ]

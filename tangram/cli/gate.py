@@ -39,7 +39,7 @@ def train_and_report(
     from tangram.compress.scorers.gate import check_path, save_gate
     from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
-    from tangram.gate_training.teacher import agreements, train_gate_on_texts
+    from tangram.gate_training.text_training import agreements, train_gate_on_texts
     from tangram.kernels.threads import use_threads
     from tangram.model.load import load_configured
 

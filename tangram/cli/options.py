@@ -23,15 +23,6 @@ from tangram.config import (
 from tangram.limits import Bounds
 
 
-class SizeType(StrEnum):
-    """A dtype of the sizes that `size` prints."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp8 = "fp8"
-
-
 class Panel(StrEnum):
     """The panels of a command's help. Options of one command alone stand before them."""
 

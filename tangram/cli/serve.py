@@ -41,6 +41,7 @@ from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, Overf
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
+from tangram.limits import SERVED_QUEUE
 from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
@@ -64,7 +65,7 @@ def serve(
     allowed_origins: AllowedOrigins = None,
     unknown_fields: OnUnknownFields = UnknownFields.refuse,
     max_body_mb: MaxBodyMb = 16.0,
-    max_queue: MaxQueue = 1024,
+    max_queue: MaxQueue = SERVED_QUEUE,
     request_timeout_s: RequestTimeout = 3600,
     shutdown_grace_s: ShutdownGrace = 20,
     page: ShownPage = PageFor.auto,

@@ -8,7 +8,7 @@ from typing import Annotated
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, engine_option, option
 from tangram.errors import ConfigError
-from tangram.limits import Bounds
+from tangram.limits import SERVED_QUEUE, SERVER_BOUNDS, Bounds
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
 
@@ -66,16 +66,16 @@ MaxBodyMb = Annotated[
     option(
         Panel.server,
         "maximum size of a request's body in megabytes",
-        callback=within(Bounds(0.0, 1024.0, open_low=True)),
+        callback=within(SERVER_BOUNDS["max_body_mb"]),
     ),
 ]
-MaxQueue = Annotated[int, engine_option("max_queue", unset="1024", panel=Panel.server)]
+MaxQueue = Annotated[int, engine_option("max_queue", unset=str(SERVED_QUEUE), panel=Panel.server)]
 RequestTimeout = Annotated[
     float,
     option(
         Panel.server,
         "maximum seconds from a request to the end of its answer",
-        callback=within(Bounds(0.0, 1e9, open_low=True)),
+        callback=within(SERVER_BOUNDS["request_timeout_s"]),
     ),
 ]
 ShutdownGrace = Annotated[
@@ -83,7 +83,7 @@ ShutdownGrace = Annotated[
     option(
         Panel.server,
         "seconds that running answers may take after SIGTERM",
-        callback=within(Bounds(0.0, 1e6)),
+        callback=within(SERVER_BOUNDS["shutdown_grace_s"]),
     ),
 ]
 ShownPage = Annotated[

@@ -60,13 +60,6 @@ def rank_heads(
     return listed
 
 
-def count_numbers(pages: Int64, order: Int64, ranks: int) -> int:
-    """The page numbers that a sealed chunk takes under `order` [L, H]; `pages` are [L, H]."""
-    own = np.take_along_axis(pages, order, axis=1).reshape(len(pages), ranks, -1)
-    lists = np.sort(own.transpose(1, 0, 2).reshape(ranks, -1), axis=1)
-    return int(lists.max(axis=0).sum())
-
-
 def deal_heads(pages: Int64, ranks: int) -> Int64:
     """[L, H]: the heads of each layer in the order of the ranks; the first H / N are rank 0's.
 

@@ -144,22 +144,6 @@ def _next_pages(budgets: Float64, min_pages: int, chunk_pages: int, spare: int) 
     return [int(pages) for pages in min_pages + np.bincount(winners, minlength=budgets.size)]
 
 
-def adjacent(
-    groups: Sequence[Sequence[Head]], sealed_pages: Sequence[int], heads_per_page: int
-) -> tuple[list[tuple[Head, ...]], list[int]]:
-    """The heads of `groups` in their natural order, cut into runs of `heads_per_page`.
-
-    Each run is as deep as its deepest head: no head keeps fewer pages than `sealed_pages` gave its
-    old group. Together the runs occupy what that grouping costs. With H heads a page a run is a
-    layer. Returns the groups and their pages, as `cluster` and `allot_pages` do.
-    """
-    kept = {
-        head: pages for group, pages in zip(groups, sealed_pages, strict=True) for head in group
-    }
-    runs = _cut(sorted(kept), heads_per_page)
-    return runs, [max(kept[head] for head in run) for run in runs]
-
-
 def compute_realised_retention(
     sealed_pages: Sequence[int],
     heads: int,

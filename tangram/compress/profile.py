@@ -36,6 +36,7 @@ from tangram.compress.provenance import (
     RankStability,
     ScorerSpec,
 )
+from tangram.config import Scope
 from tangram.errors import ConfigError, ProfileError
 from tangram.foreign_files import replace_file
 from tangram.types import Float64, HeadScales
@@ -45,7 +46,6 @@ __all__ = [
     "ModelFingerprint",
     "Profile",
     "RankStability",
-    "Scope",
     "ScorerSpec",
     "default_scope",
 ]
@@ -73,7 +73,6 @@ _OPTIONS = (
     "window_tokens",
 )
 
-Scope = Literal["layer", "model"]
 # These rank the tokens of a layer once for all its heads: scores of different layers are not
 # comparable.
 _WITHIN_LAYERS = frozenset({"tova"})

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tangram.compress.profile import Scope
+from tangram.config import Scope
 from tangram.errors import IntegrityError
 from tangram.types import Int32
 

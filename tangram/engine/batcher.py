@@ -71,7 +71,7 @@ class DeviceTables:
             )
 
     def flat(self) -> Tensor:
-        """int32: the current block tables of all sequences, end to end."""
+        """int32 [slots · width]: the current block tables of all sequences, end to end."""
         if self._written:
             width, places, rows = self._host.shape[1], [], []
             for slot, parts in self._written.items():
@@ -287,7 +287,10 @@ class Batcher:
         return False
 
     def advance(self, slots: Tensor, growth: Tensor) -> None:
-        """Prepare another pass of the last pass's decode rows (`PoolKernels.advance`)."""
+        """Prepare another pass of the last pass's decode rows (`PoolKernels.advance`).
+
+        `growth` int32 [n] are the tokens by which those in `slots` int64 [n] have grown.
+        """
         self.tables.flat()
         self.kernels.advance(slots, growth)
 

@@ -182,7 +182,10 @@ class EngineBuilder:
         return Engine(self.config, self.loaded, admission, scheduler, runner, speculation, ranks)
 
     def follower(self) -> RankRunner:
-        """The runner of a rank that follows rank 0, made of the same parts."""
+        """The runner of a rank that follows rank 0, made of the same parts.
+
+        Raises what the making of an engine does.
+        """
         admission, scheduler, runner = self.parts()
         self.speculation(admission, scheduler.cache, runner)
         if not isinstance(runner, RankRunner):
@@ -338,7 +341,9 @@ class EngineBuilder:
     def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
         """The scorers that are needed, by name, and the retentions: the default, 1.0, then others.
 
-        Of these, those of the default scorer come first. All have pages of one shape.
+        Of these, those of the default scorer come first. All have pages of one shape. Raises
+        `ConfigError` if the model has no entries to choose among and an option asks for it, and
+        `ProfileError` if a profile does not fit or cannot be made.
         """
         if self._shares is not None:
             return self._rank_scorers, list(self._shares.common)
@@ -588,7 +593,10 @@ def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
 
 
 def query_counts(most_drafted: int) -> tuple[int, ...]:
-    """The numbers of tokens of a decode row that kernels are prepared for: `counts_up_to`."""
+    """The numbers of tokens of a decode row that kernels are prepared for.
+
+    They are 1, the largest power of two up to `most_drafted + 1`, half of it, and that many.
+    """
     most = most_drafted + 1
     largest = 1 << (most.bit_length() - 1)  # a power of two fills the tiles of the kernels
     return tuple(sorted({1, max(1, largest // 2), largest, most}))

@@ -66,7 +66,10 @@ class DraftRound(DraftPasses):
         self._drafting, self._vocabulary = drafting, vocabulary
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next drafts, as the model that is drafted for would choose from `logits`."""
+        """The next drafts, int64 [n], as the model that is drafted for would choose them.
+
+        It chooses from `logits` [n, V].
+        """
         number = len(self._drafts)
         found = torch.stack(self._drafts, dim=1) if number else None
         samplers = [

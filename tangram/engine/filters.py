@@ -42,7 +42,7 @@ def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 
 def pick(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """The chosen rows, without a copy when all are chosen."""
+    """The chosen rows of `values` [R, …], without a copy when all are chosen."""
     return (
         values
         if len(rows) == len(values)
@@ -95,7 +95,8 @@ def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
 def find_threshold_by_halving(weights: Tensor, needed: Tensor) -> Tensor:
     """[R]: the largest weight such that it and all larger ones reach `needed`.
 
-    By halving, so that the host does not wait for a GPU.
+    By halving, so that the host does not wait for a GPU. `weights` is int64 [R, V] and `needed`
+    int64 [R].
     """
     low, high = torch.zeros_like(needed), torch.full_like(needed, ONE)
     for _ in range(ONE.bit_length()):
@@ -106,7 +107,10 @@ def find_threshold_by_halving(weights: Tensor, needed: Tensor) -> Tensor:
 
 
 def find_threshold_by_sorting(weights: Tensor, needed: Tensor) -> Tensor:
-    """The same, from the likeliest tokens on, which are few where a nucleus is small."""
+    """The same [R], from the likeliest tokens on, which are few where a nucleus is small.
+
+    `weights` is int64 [R, V] and `needed` int64 [R].
+    """
     floors = torch.zeros_like(needed)
     open_rows = torch.arange(len(needed), device=weights.device)
     for width in [*(w for w in _NUCLEUS_WIDTHS if w < weights.shape[1]), weights.shape[1]]:

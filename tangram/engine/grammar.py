@@ -65,6 +65,8 @@ class GrammarCompiler:
     Safe to share between threads.
     """
 
+    most_trial_s = MOST_S
+
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]
     ) -> None:

@@ -76,16 +76,6 @@ class LLM:
 
     @_with_options_of(EngineConfig)
     def __init__(self, config: EngineConfig) -> None:
-        self._open(config)
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """An `LLM` of an existing config."""
-        llm = cls.__new__(cls)
-        llm._open(config)
-        return llm
-
-    def _open(self, config: EngineConfig) -> None:
         self.engine: Engine = build_engine(config)
         self._count = 0
 

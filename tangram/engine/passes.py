@@ -92,7 +92,10 @@ class Passes:
     def forward(
         self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
     ) -> Tensor:
-        """Logits [len(wanted), V] of the tokens `wanted` of the flattened batch."""
+        """Logits [n, V] of the tokens `wanted` [n] of the flattened batch.
+
+        `tokens` and `positions` are [T]. All three are int64.
+        """
         # A GPU only queues the work here; a CPU does it.
         with self._meters.waiting() if tokens.is_cpu else nullcontext():
             output = self._loaded.model(
@@ -106,7 +109,7 @@ class Passes:
         return logits
 
     def upload(self, *arrays: Int64) -> list[Tensor]:
-        """The arrays on the model's device."""
+        """The arrays on the model's device, in their shapes and dtype."""
         return [place(array, self._loaded.device) for array in arrays]
 
     @torch.inference_mode()

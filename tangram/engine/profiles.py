@@ -10,7 +10,7 @@ from pathlib import Path
 from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
 from tangram.compress.library import find_profile, find_shipped_profiles
-from tangram.compress.profile import Profile, Scope
+from tangram.compress.profile import Profile
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import (
     Scorer,
@@ -21,7 +21,7 @@ from tangram.compress.scorers import (
     read_profiles,
 )
 from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.config import EngineConfig, cache_folder
+from tangram.config import EngineConfig, Scope, cache_folder
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
 from tangram.errors import ConfigError, ProfileError
@@ -97,7 +97,10 @@ class Compression:
         return [find_or_make_profile(config, loaded, scorers[default], self.choice.scope)]
 
     def find_draft_profile(self, loaded: LoadedModel, scorers: Mapping[str, Scorer]) -> Profile:
-        """The profile of what drafts read: configured, shipped, kept, or made."""
+        """The profile of what drafts read: configured, shipped, kept, or made.
+
+        Raises `ConfigError` if drafts read none, and `ProfileError` as `find_or_make_profile`.
+        """
         drafts, default = self.config.speculation, self.choice.scorer
         if not isinstance(drafts, CompressedKv):
             raise ConfigError("only the speculative method compressed_kv has a draft profile")
@@ -126,7 +129,10 @@ class Compression:
 def find_or_make_profile(
     config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope
 ) -> Profile:
-    """A shipped or kept profile that fits, or a short calibration, which is kept."""
+    """A shipped or kept profile that fits, or a short calibration, which is kept.
+
+    Raises `ProfileError` if there is none for several ranks, which make none.
+    """
     kept = cache_folder() / "profiles"
     profile = find_profile(
         [find_shipped_profiles(), kept],

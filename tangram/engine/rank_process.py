@@ -20,7 +20,11 @@ from tangram.errors import IntegrityError, TangramError
 
 
 def serve_rank(pipe: Connection) -> None:
-    """Tell that the process is ready, build, and compute until rank 0 ends."""
+    """Tell that the process is ready, build, and compute until rank 0 ends.
+
+    Raises `IntegrityError` if it is told anything before it starts, and what the making of an
+    engine or a step raises.
+    """
     pipe.send("ready")
     told: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(pipe, told), daemon=True).start()

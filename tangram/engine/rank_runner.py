@@ -46,17 +46,13 @@ class RankRow:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A `Step`, and what was entered in the block tables since the one before.
-
-    With `tail` the ranks compute the logits of all tokens of its TAIL rows.
-    """
+    """A `Step`, and what was entered in the block tables since the one before."""
 
     rows: tuple[RankRow, ...]
     epoch: int
     moves: tuple[PageMove, ...]
     awaited: bool
     writes: tuple[TableWrite, ...]
-    tail: bool
 
 
 @dataclass(frozen=True)
@@ -124,18 +120,9 @@ class RankRunner(Runner):
         """See `Runner`."""
         if self._ranks is None:
             return super().run(step, sample_rows, before_choosing, drafted)
-        told = self._number(step, tail=False)
+        told = self._number(step)
         with self._ranks.computing(told):
             return super().run(self._enter(told), sample_rows, before_choosing, drafted)
-
-    @torch.inference_mode()
-    def tail_logits(self, step: Step) -> Tensor:
-        """See `Runner`."""
-        if self._ranks is None:
-            return super().tail_logits(step)
-        told = self._number(step, tail=True)
-        with self._ranks.computing(told):
-            return super().tail_logits(self._enter(told))
 
     def draft_passes(
         self, retention: Retention, tables: PartTables, kernels: KernelChoice
@@ -149,7 +136,8 @@ class RankRunner(Runner):
     def drafting(self, rows: Sequence[Row], counts: Int64, epoch: int) -> Iterator[None]:
         """Rank 0 drafts inside, and the others with it. It broadcasts each token that it chooses.
 
-        `rows` are the decode rows of the step that verifies `counts` [n] drafts.
+        `rows` are the decode rows of the step that verifies `counts` int64 [n] drafts. Raises
+        `IntegrityError` before `lead`.
         """
         if self._ranks is None:
             raise IntegrityError("a rank drafts before it leads")
@@ -183,8 +171,6 @@ class RankRunner(Runner):
                 self.move(Step((), 0, told.moves, told.awaited))
             case RankDrafts():
                 self._follow_drafts(told)
-            case _ if told.tail:
-                self.tail_logits(self._enter(told))
             case _:
                 self.run(self._enter(told), [])
         self.collect()
@@ -205,9 +191,9 @@ class RankRunner(Runner):
             dist.broadcast(tokens, 0)
             drafts.take(tokens)
 
-    def _number(self, step: Step, *, tail: bool) -> RankStep:
+    def _number(self, step: Step) -> RankStep:
         rows, writes = self._number_rows(step.rows), self._take_writes()
-        return RankStep(rows, step.epoch, step.moves, step.awaited, writes, tail)
+        return RankStep(rows, step.epoch, step.moves, step.awaited, writes)
 
     def _number_rows(self, rows: Sequence[Row]) -> tuple[RankRow, ...]:
         return tuple(

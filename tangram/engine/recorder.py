@@ -101,8 +101,7 @@ class KeptRecorder:
         chosen[self._windows] = 1
         bits = np.packbits(chosen, bitorder="little")
         layers, heads, tokens = chosen.shape
-        dropped = note.row.retention.draft is None
-        return KeptPositions(bits, layers, heads, tokens, rest_dropped=dropped)
+        return KeptPositions(bits, layers, heads, tokens)
 
 
 def _is_chosen(row: Row) -> bool:

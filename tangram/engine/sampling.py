@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tangram.engine.draw import draw, row_key
 from tangram.engine.filters import on_device, pick, weights_of
-from tangram.errors import ModelError, RequestError
+from tangram.errors import RequestError
 from tangram.kernels.transfer import HostCopies, place
 from tangram.types import Matcher, SamplingParams, TokenLogprob
 
@@ -209,16 +209,6 @@ class SampledTokens:
 def _possible(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """The possible tokens, which may be fewer than requested."""
     return tuple(pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] > -math.inf)
-
-
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
-    """`choose`, and wait for it. Raises `ModelError` if a row's logits are NaN or infinite."""
-    tokens = choose(logits, rows).tokens_on_host()
-    found = [token for token in tokens if token is not None]
-    if len(found) < len(tokens):
-        broken = [row for row, token in enumerate(tokens) if token is None]
-        raise ModelError(f"the logits of rows {broken} {BROKEN_LOGITS}")
-    return found
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:

@@ -247,6 +247,7 @@ class Scheduler:
         """
         if self.config.scheduling == "continuous":
             return self._admit_in_order()
+        # "static" is kept for users, who may compare with it.
         return iter(list(self._admit_in_order()) if fresh_batch else ())
 
     def _admit_in_order(self) -> Iterator[TokenSequence]:
@@ -293,7 +294,7 @@ class Scheduler:
         rows: list[Row] = []
         spare = budget - len(sequences)
         if self.waiting or len(sequences) < len(self.running):
-            spare -= self.config.chunk_tokens  # drafts leave room for prefill
+            spare -= self.config.chunk_tokens  # drafts leave space for prefill
         for sequence in sequences:
             row = self._decode_row(sequence, spare)
             spare -= row.drafts

@@ -79,7 +79,10 @@ class SelfDrafter:
 
 
 def draft_row(row: Row) -> Row:
-    """The decode row `row` as a draft pass computes it: its first token, over its draft."""
+    """The decode row `row` as a draft pass computes it: its first token, over its draft.
+
+    Raises `IntegrityError` if its cache has no draft.
+    """
     draft = row.retention.draft
     if draft is None:
         raise IntegrityError("a sequence is drafted for whose cache has no draft")

@@ -118,7 +118,7 @@ def sequence_of(
     prompt: tuple[int, ...] | Int64,
     limit: int,
 ) -> TokenSequence:
-    """A new sequence with the tokens of `prompt`; an array is not copied."""
+    """A new sequence with the tokens of `prompt`; an array, int64 [n], is not copied."""
     tokens = np.asarray(prompt, np.int64)
     keys = ChunkKeys(retention, salt)
     return TokenSequence(request_id, arrival, keys, tokens, len(prompt), len(prompt), limit)

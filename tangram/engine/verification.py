@@ -39,7 +39,10 @@ class Verifier:
     def run(
         self, step: Step, sampled: Sequence[Completion], meanwhile: Callable[[], None]
     ) -> list[Verified]:
-        """Run `step` and `meanwhile`; what each of `sampled`, its completions, goes on with."""
+        """Run `step` and `meanwhile`; what each of `sampled`, its completions, goes on with.
+
+        Raises `IntegrityError` if the step has chosen no token.
+        """
         left, drafted = self._draft(step, sampled)
         choice = self._runner.run(left, _samplers(step, sampled, drafted), drafted=drafted)
         if choice is None:

@@ -1,8 +1,8 @@
 """Train a gate that predicts a slow scorer's scores from hidden states.
 
 Fast KVzip (Kim et al., arXiv 2601.17668). Layers are trained one after the other, independently: a
-layer's gate depends on that layer's input alone. The caller (`gate_training/teacher.py`) runs the
-model.
+layer's gate depends on that layer's input alone. The caller (`gate_training/text_training.py`)
+runs the model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.compress.scorers.base import require
 from tangram.compress.scorers.gate import Gate, GateShape, gate_scores
+from tangram.compress.select import choose_entries, dynamic_choice
+from tangram.config import Scope
 from tangram.errors import ConfigError
 from tangram.types import Geometry
 
@@ -200,14 +201,14 @@ def overlap(ours: Tensor, theirs: Tensor, retention: float, scope: Scope | None)
     The best `retention` of all entries stay: of the model, of each layer, or of each head alone
     (`scope` None).
     """
-    pools = {"model": 0, "layer": 1, None: 2}[scope]
-    kept = [
-        scores.flatten(pools).flatten(0, -2) if pools else scores.flatten()[None]
-        for scores in (ours, theirs)
-    ]
-    count = round(retention * kept[0].shape[-1])
-    mine, other = (
-        torch.zeros_like(pool, dtype=torch.bool).scatter_(-1, pool.topk(count).indices, True)
-        for pool in kept
-    )
+    mine, other = (_keep_best(scores, retention, scope) for scores in (ours, theirs))
     return (mine & other).sum().item() / other.sum().item()
+
+
+def _keep_best(scores: Tensor, retention: float, scope: Scope | None) -> Tensor:
+    """[L, H, C] bool: which entries of `scores` [L, H, C] stay."""
+    if scope is not None:
+        return dynamic_choice(scores, retention, scope, sinks=0, window=0, start=0)
+    heads = scores.flatten(0, 1)
+    count = round(retention * heads.shape[1])
+    return choose_entries(heads, torch.full((len(heads),), count)).reshape(scores.shape)

@@ -19,14 +19,13 @@ LEAST = (8, 0)  # Ampere: older cards cannot multiply bfloat16
 class Card:
     """A GPU. `capability` is CUDA's compute capability, (9, 0) for an H100.
 
-    `shared_bytes` is the shared memory that one block may take, `processors` counts
-    multiprocessors, and `l2_bytes` is the second-level cache.
+    `shared_bytes` is the shared memory that one block may take, and `processors` counts
+    multiprocessors.
     """
 
     capability: tuple[int, int]
     shared_bytes: int
     processors: int
-    l2_bytes: int
 
     @property
     def chains(self) -> bool:
@@ -55,17 +54,14 @@ class Card:
 
 
 # An H100's limits, one program at a time.
-INTERPRETED = Card(HOPPER, shared_bytes=227 << 10, processors=1, l2_bytes=50 << 20)
+INTERPRETED = Card(HOPPER, shared_bytes=227 << 10, processors=1)
 
 
 @cache
 def _ask_driver(device: torch.device) -> Card:
     found: Any = torch.cuda.get_device_properties(device)
     return Card(
-        (found.major, found.minor),
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
-        found.L2_cache_size,
+        (found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count
     )
 
 

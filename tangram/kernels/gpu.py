@@ -111,7 +111,8 @@ class GpuDecode:
     def load(self, plan: WorkPlan, lengths: Int32 | None = None) -> None:
         """Upload `plan`. Later work on the current stream executes it, graph replays included.
 
-        `lengths`, flat on the host, sort tasks by length; lengths may grow afterwards.
+        `lengths`, int32 [slots · groups] on the host, sort tasks by length; they may grow
+        afterwards. Raises `ConfigError` if the plan does not fit the buffers.
         """
         if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
             raise ConfigError(
@@ -122,7 +123,7 @@ class GpuDecode:
             raise ConfigError(misfit)
 
     def takes(self, plan: WorkPlan, lengths: Int32 | None = None) -> bool:
-        """`load` the plan if it fits; returns whether it did."""
+        """`load` the plan if it fits; returns whether it did. `lengths` are as there."""
         return plan.tile_tokens == self._tile_tokens and self._load(plan, lengths) is None
 
     def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:

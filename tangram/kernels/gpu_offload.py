@@ -39,9 +39,11 @@ class GpuHostMemory:
         size, self._device, self._form = page_words(pool, form), pool.device, form
         self._pool, self._host = words(pool) if form is None else pool, _pin(pages, size)
         most = STAGING_BYTES // _PARTS // (1 if form is None else _PACKING)
-        self._room = max(1, most // (4 * page_words(pool)))
-        self._staging = torch.empty(_PARTS, self._room, size, dtype=torch.int32, device=pool.device)
-        self._order = torch.arange(self._room, dtype=torch.int32, device=pool.device)
+        self._capacity = max(1, most // (4 * page_words(pool)))
+        self._staging = torch.empty(
+            _PARTS, self._capacity, size, dtype=torch.int32, device=pool.device
+        )
+        self._order = torch.arange(self._capacity, dtype=torch.int32, device=pool.device)
         self._side: Any = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._emptied: list[Any] = [torch.cuda.Event() for _ in range(_PARTS)]  # type: ignore[no-untyped-call]
         self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -77,7 +79,7 @@ class GpuHostMemory:
 
     def _parts(self, *places: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """`places` cut into what the staging memory takes at a time."""
-        return zip(*(torch.split(one, self._room) for one in places), strict=True)
+        return zip(*(torch.split(one, self._capacity) for one in places), strict=True)
 
     def _receive(self, pages: Tensor, slots: Tensor) -> None:
         if self._form is None:

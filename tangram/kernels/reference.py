@@ -94,7 +94,7 @@ def merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def apply_sinks(part: Part, sinks: Tensor | None) -> Tensor:
-    """The output of a part.
+    """The output [..., D] of a part.
 
     `sinks`, shaped like the log-sum-exp, are extra logits that carry no value (GPT-OSS).
     """
@@ -274,7 +274,10 @@ def _write(
 
 
 def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a pool of `dtype` stores them: rounded, and bounded to FP8's range."""
+    """Keys or values, of any shape, as a pool of `dtype` stores them.
+
+    They are rounded, and bounded to FP8's range.
+    """
     if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
         x = x.float().clamp(-FP8_MAX, FP8_MAX)
     return x.to(dtype)

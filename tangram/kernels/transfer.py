@@ -14,18 +14,21 @@ from tangram.types import Int32
 
 
 def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as a host tensor whose `non_blocking` copy to `device` does not block the host."""
+    """`array` as a host tensor whose `non_blocking` copy to `device` does not block the host.
+
+    Shape and dtype stay the same.
+    """
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on `device`."""
+    """A copy of `array` on `device`, of the same shape and dtype."""
     return stage(array, device).to(device, non_blocking=True)
 
 
 def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
-    """Copies of `arrays` on `device`, by one transfer; they lie in one buffer."""
+    """Copies of `arrays` on `device` in their shapes, by one transfer; they lie in one buffer."""
     return views(place(np.concatenate([array.ravel() for array in arrays]), device), arrays)
 
 
@@ -35,7 +38,7 @@ def advance(lengths: Tensor, slots: Tensor, growth: Tensor) -> None:
 
 
 def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
-    """The consecutive parts of a flat tensor, in the shapes of `arrays`."""
+    """The consecutive parts of `whole` [Σ sizes], in the shapes of `arrays` and its own dtype."""
     parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
@@ -62,7 +65,7 @@ class HostCopies:
         return self._arrival is None or bool(self._arrival.query())
 
     def get(self) -> list[Tensor]:
-        """The copies, once they are there."""
+        """The copies, once they are there, in the shapes and dtypes of the tensors."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._host

@@ -50,9 +50,7 @@ class EventPublisher:
             if address.replay is not None:
                 replay = self._context.socket(zmq.ROUTER)
                 replay.set_hwm(0)  # a router drops what exceeds it
-                self.replay_endpoint = _attach(
-                    replay, address.replay, "kv_events_replay", bind=True
-                )
+                _attach(replay, address.replay, "kv_events_replay", bind=True)
                 threading.Thread(
                     target=self._replay, args=(replay,), name="tangram-kv-replay", daemon=True
                 ).start()

@@ -46,7 +46,10 @@ def attention(
     tangram: AttentionContext,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers calls this in every layer: query, key, value [1, heads, T, D] → [1, T, Q, D]."""
+    """Transformers calls this in every layer: query, key, value [1, heads, T, D] → [1, T, Q, D].
+
+    Raises `ValueError` for a mask: the engine decides what a token sees.
+    """
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -192,11 +192,6 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of `name` alone."""
-    return read_tokenizer(resolve_source(name))
-
-
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
     """What a profile must match: the model's shape and a digest of its norms and biases.
 

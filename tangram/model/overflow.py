@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tangram.cache.retention import Retention
-from tangram.compress.profile import Scope
 from tangram.compress.select import dynamic_choice
+from tangram.config import Scope
 from tangram.kernels.transfer import HostCopies
 from tangram.metrics import GroupOverflow
 from tangram.model.sealing import ScoreReceiver

@@ -43,7 +43,7 @@ GroupScores = Callable[[ChunkView, int], Tensor]
 
 
 def score_by_token(scorer: Scorer, chunks: ChunkView, count: int) -> Tensor:
-    """`GroupScores` of a scorer that scores `by_token`."""
+    """`GroupScores` of a scorer that scores `by_token`: [N, H, C] of `count` (N) chunks."""
     return torch.unflatten(scorer.score(chunks), 1, (count, -1)).transpose(0, 1).contiguous()
 
 
@@ -53,7 +53,7 @@ def score_by_kernel(kernel: Callable[[Tensor], Tensor], chunks: ChunkView, count
 
 
 def score_by_gate(kernel: GateKernel, scorer: FastKVzip, chunks: ChunkView, count: int) -> Tensor:
-    """`GroupScores` of a kernel that computes the gate of a layer."""
+    """`GroupScores` of a kernel that computes the gate of a layer: [N, H, C]."""
     weights, hidden = scorer.read(chunks)
     return kernel(weights, hidden, count, NORM_EPSILON)
 

@@ -72,7 +72,7 @@ class ShownCompletion:
             case SequenceState.ENDED:
                 self.ended_s = change.at_s
                 self.state = change.state
-                # The engine's array has room for tokens that never came.
+                # The engine's array has space for tokens that never came.
                 tokens = change.reading.tokens.astype(np.int64, copy=True)
                 self.reading = replace(change.reading, tokens=tokens)
             case SequenceState.RUNNING | SequenceState.WAITING:

@@ -35,7 +35,7 @@ class Watcher:
         self._news = asyncio.Event()
 
     def send(self, frames: bytes) -> None:
-        """Queue `frames`, if there is room."""
+        """Queue `frames`, if there is space."""
         if self._pending_bytes + len(frames) > MOST_PENDING_BYTES:
             self._lost = True
         else:

@@ -18,11 +18,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from tangram.errors import ConfigError
-from tangram.plan.form import WorkPlan
-from tangram.types import Float64, Int32, Int64
+from tangram.types import Float64, Int64
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,3 @@ class CostModel:
         return np.asarray(
             np.maximum(2 * self.head_dim * self.element_bytes / self.bytes_per_us, arithmetic)
         )
-
-    def plan_us(self, plan: WorkPlan, lengths: Int32, group: int) -> float:
-        """All layers of a plan at `lengths`: entries read, task starts and partial results."""
-        begin, end = plan.spans(lengths)
-        readers = plan.row_end - plan.row_begin
-        reading: npt.NDArray[np.float64] = (end - begin) * self.token_us(readers * group)
-        partials = int((~plan.direct).sum()) * self.partial_us(group)
-        return float(reading.sum()) + len(readers) * self.start_us + partials

@@ -33,8 +33,8 @@ class Forest:
 
     Parents come before children, level by level. `order` [R]: the row at each position; a node's
     rows are `order[row_begin:row_end]`. Per node [N]: `parent` (a root is its own), `depth` (0 at a
-    root), and units [unit_begin, unit_end), which begin where the parent's end. `sealed_units` [R],
-    by row: how many of its leading units are sealed chunks.
+    root), and `unit_end`: its units begin where the parent's end, a root's at 0. `sealed_units`
+    [R], by row: how many of its leading units are sealed chunks.
     """
 
     order: Int64
@@ -43,7 +43,6 @@ class Forest:
     depth: Int64
     row_begin: Int64
     row_end: Int64
-    unit_begin: Int64
     unit_end: Int64
 
     @property
@@ -68,7 +67,7 @@ class Forest:
         return self.row_end - self.row_begin
 
     def positions(self, level: slice) -> tuple[Int64, Int64]:
-        """The positions that the nodes of a level cover, ascending, and the node of each."""
+        """[n], [n]: the positions that the nodes of a level cover, ascending, and their nodes."""
         node = np.repeat(np.arange(level.start, level.stop), self.rows[level])
         return runs(self.row_begin[level], self.rows[level]), node
 
@@ -161,8 +160,8 @@ def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
     return order, np.minimum(shared, np.minimum(count[1:], count[:-1]))
 
 
-def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64, Int64]:
-    """The last six fields of `Forest`: level by level, a node ends where two neighbours differ."""
+def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64]:
+    """The last five fields of `Forest`: level by level, a node ends where two neighbours differ."""
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
     # Of a root above the roots, which has no units.
     parent, at = (np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -182,21 +181,14 @@ def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64,
         until = np.minimum.reduceat(padded, np.stack([first, last - 1], axis=1).ravel())[::2]
         number = total + np.arange(len(first))
         levels.append(
-            (
-                parent[group] if depth else number,
-                np.full(len(first), depth),
-                first,
-                last,
-                at[group],
-                until,
-            )
+            (parent[group] if depth else number, np.full(len(first), depth), first, last, until)
         )
         begin, end, at, parent = first, last, until, number
         total, depth = total + len(first), depth + 1
     if not levels:
         empty = np.zeros(0, np.int64)
-        return empty, empty, empty, empty, empty, empty
-    parents, depths, firsts, lasts, froms, tos = (
+        return empty, empty, empty, empty, empty
+    parents, depths, firsts, lasts, ends = (
         np.concatenate(column) for column in zip(*levels, strict=True)
     )
-    return parents, depths, firsts, lasts, froms, tos
+    return parents, depths, firsts, lasts, ends

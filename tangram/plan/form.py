@@ -174,9 +174,9 @@ class WorkPlan:
     def check(self, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None) -> None:
         """Raise `IntegrityError` unless each visible entry of each (row, layer, head) is read once.
 
-        The check is at `lengths`. Parts and merge segments must agree, too. Where a task serves
-        several rows whose page entries lie at different offsets, `tables` (the flat block tables)
-        must show that they name the same pages.
+        The check is at `lengths`, flat. Parts and merge segments must agree, too. Where a task
+        serves several rows whose page entries lie at different offsets, `tables` (the flat block
+        tables) must show that they name the same pages.
         """
         from tangram.plan.check import check_plan
 

@@ -74,7 +74,7 @@ class Packing:
 
     @classmethod
     def of(cls, forest: Forest, edge: Bool, tail: Bool) -> Packing:
-        """Where ranges begin, given the edges that are kept."""
+        """Where ranges begin, given the edges that are kept: `edge` [N] and `tail` [R]."""
         begin = np.zeros(forest.nodes, np.int64)
         for level in forest.levels[1:]:
             up = forest.parent[level]

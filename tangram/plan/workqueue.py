@@ -76,7 +76,7 @@ def plan_workqueue(
 ) -> WorkPlan:
     """Cut every (row, layer, KV head) by its true length.
 
-    `lengths` is the flat int32 array, before later growth. A task reads at least `min_tokens`:
+    `lengths` is int32 [slots · groups], before later growth. A task reads at least `min_tokens`:
     below that its start costs more than its entries. `finer` is that of `Grain`. Raises
     `ConfigError` naming the argument that is out of range.
     """

@@ -14,6 +14,7 @@ from ray.serve import Application
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
+from tangram.limits import SERVED_QUEUE
 from tangram.model.source import name_served_model
 from tangram.ray.ingress import Ingress
 from tangram.ray.options import FleetOptions, read_arguments
@@ -25,7 +26,6 @@ ENGINE, INGRESS = "Engine", "Ingress"
 ROUTER = "tangram.ray.router:ChunkRouter"
 # A constructor fails for a wrong option or a missing file: other attempts fail, too.
 _MOST_STARTS = 2
-_DEFAULT_QUEUE = 1024
 _LOGGING = {"enable_access_log": False}  # it would have a line for each report
 
 
@@ -47,7 +47,7 @@ def build_application(
     """
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
-    waiting = _DEFAULT_QUEUE if config.max_queue is None else config.max_queue
+    waiting = SERVED_QUEUE if config.max_queue is None else config.max_queue
     engine = serve.deployment(
         name=ENGINE,
         **_scale(options),

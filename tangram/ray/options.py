@@ -12,32 +12,41 @@ from ray.serve.config import AutoscalingConfig
 from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
+from tangram.limits import SERVED_QUEUE, SERVER_BOUNDS
 from tangram.serve.logs import LogForm
+
+
+def _within(name: str) -> Any:
+    """The bounds of an option, as Pydantic has them."""
+    bounds = SERVER_BOUNDS[name]
+    if bounds.open_low:
+        return Field(gt=bounds.low, le=bounds.high)
+    return Field(ge=bounds.low, le=bounds.high)
 
 
 class FleetOptions(BaseModel):
     """What a deployment is told besides its `EngineConfig`, in the names of `tangram deploy`.
 
     With `autoscaling` (the fields of Ray's `AutoscalingConfig`) the number of replicas follows the
-    load, and `replicas` says nothing. `cpus_per_replica` None is the number of threads, or 1.
-    `gpus_per_replica` None is one for each rank where the cluster has GPUs and the device is not
-    cpu, else 0.
+    load, and `replicas` says nothing. `cpus_per_replica` None is the number of threads, or 1, for
+    each rank. `gpus_per_replica` None is one for each rank where the cluster has GPUs and the
+    device is not cpu, else 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, _within("replicas")] = 1
     autoscaling: dict[str, Any] | None = None
-    cpus_per_replica: Annotated[float, Field(ge=0)] | None = None
-    gpus_per_replica: Annotated[float, Field(ge=0)] | None = None
-    report_every_s: Annotated[float, Field(gt=0)] = 1.0
+    cpus_per_replica: Annotated[float, _within("cpus_per_replica")] | None = None
+    gpus_per_replica: Annotated[float, _within("gpus_per_replica")] | None = None
+    report_every_s: Annotated[float, _within("report_every_s")] = 1.0
     served_model_name: str | None = None
     api_key: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     unknown_fields: Literal["refuse", "warn"] = "refuse"
-    max_body_mb: Annotated[float, Field(gt=0, le=1024)] = 16.0
-    request_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    shutdown_grace_s: Annotated[float, Field(ge=0)] = 20.0
+    max_body_mb: Annotated[float, _within("max_body_mb")] = 16.0
+    request_timeout_s: Annotated[float, _within("request_timeout_s")] = 3600.0
+    shutdown_grace_s: Annotated[float, _within("shutdown_grace_s")] = 20.0
     log_format: LogForm = LogForm.text
     metrics_aliases: Literal["vllm"] | None = None
     otlp_endpoint: str | None = None
@@ -63,7 +72,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[EngineConfig, FleetOptions
 
     Texts become numbers where a field wants one. Raises `ConfigError` naming what is wrong.
     """
-    engine = {"max_queue": 1024} | {name: given[name] for name in given if name in OPTIONS}
+    engine = {"max_queue": SERVED_QUEUE} | {name: given[name] for name in given if name in OPTIONS}
     rest = {name: value for name, value in given.items() if name not in OPTIONS}
     with _one_line():
         config = TypeAdapter(EngineConfig).validate_python(engine)

@@ -1,6 +1,6 @@
 """One answer, read once: what the engine reports of a request, as typed events.
 
-An endpoint has a `Writer`, which spells these events. `write_stream` and `write_whole` drive it, so
+An endpoint has a `Writer`, which spells these events. `write_stream` and `write_whole` call it, so
 a streamed answer and a whole one come from the same events.
 """
 

@@ -135,11 +135,6 @@ class ChatMessage(Body):
             raise wrong_field("content", "'content' is required in a message without 'tool_calls'")
         return self
 
-    @property
-    def about_tools(self) -> bool:
-        """Whether only a model with tools can read it."""
-        return self.role == "tool" or bool(self.tool_calls)
-
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it. The role `developer` becomes `system`."""
         message: dict[str, Any] = {

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 
-from tangram.engine.grammar_trial import MOST_S
 from tangram.errors import OverloadError, RequestError
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error
@@ -141,7 +140,7 @@ class Preparation:
                 f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most "
                 f"{most} (max_queue) may wait, for at most {_MOST_NEW_GRAMMARS}: try again later; "
                 "requests without a grammar, or with a cached one, are accepted",
-                MOST_S,  # the one that is tried has ended by then
+                self._engine.grammars.most_trial_s,  # the one that is tried has ended by then
                 "grammar_queue_full",
             )
 
@@ -172,7 +171,10 @@ class Preparation:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; it is cancelled if the client disconnects first."""
+    """The result of `work`; it is cancelled if the client disconnects first.
+
+    Then `ApiError` (499) is raised, else what `work` raises.
+    """
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -62,7 +62,7 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         self._set_deadline()
         if len(self.connections) > self.max_connections:
-            self._make_room()
+            self._close_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting for the client."""
@@ -149,7 +149,7 @@ class HttpProtocol(H11Protocol):
             self.cycle.message_event.set()
         self.transport.close()
 
-    def _make_room(self) -> None:
+    def _close_idle(self) -> None:
         """Close the idle connection that would time out first; this one, if none is idle."""
         others = {
             other: other.idle_until_s()

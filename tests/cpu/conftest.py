@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.llm import LLM
-from tangram.model.load import LoadedModel, load_model, load_tokenizer
+from tangram.model.load import LoadedModel, load_model
 from tests.small_engines import tiny_model
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.text import TextCodec, TextStream
 from tangram.errors import RequestError
-from tangram.model.load import load_tokenizer
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
@@ -123,7 +123,7 @@ def test_past_thoughts_go_where_templates_want_them(gptoss: TextCodec) -> None:
     assert "Hm." not in codec.verbatim(codec.chat_prompt(past), "messages")
 
 
-def test_what_the_template_of_gpt_oss_has_no_room_for(gptoss: TextCodec) -> None:
+def test_what_the_template_of_gpt_oss_has_no_space_for(gptoss: TextCodec) -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
     turn = {
         "role": "assistant",

@@ -5,7 +5,7 @@ chunk's scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from tangram.compress.scorers import ChunkView, make_scorer
 from tangram.compress.select import dynamic_fractions
+from tangram.config import Scope
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.kernels.triton_kernels import TritonKernels
@@ -46,7 +47,6 @@ WINDOWS = GptOssConfig(
 CHUNK, SINKS, WINDOW = 64, 4, 1
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
 PROMPTS = [[3 + (i * i * k) % 9000 for i in range(61 * k)] for k in (1, 2, 4)]
-Scope = Literal["layer", "model"]
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 
 

@@ -19,7 +19,8 @@ from scipy.stats import spearmanr
 from tangram.calibrate.agreement import rank_stability
 from tangram.calibrate.measure import Scores, calibrate, measure_kept_fractions
 from tangram.calibrate.text_files import read_kinds, read_texts
-from tangram.compress.profile import ModelFingerprint, Profile, Scope, ScorerSpec
+from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
+from tangram.config import Scope
 from tangram.errors import ConfigError, ProfileError
 from tangram.progress import show_progress
 from tangram.types import Geometry

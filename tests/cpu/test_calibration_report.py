@@ -14,14 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.measure import Scores, calibrate
 from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.compress.profile import ModelFingerprint, ScorerSpec
 from tangram.errors import ConfigError
 from tangram.lab.calibration.calibration_report import markdown, report
 from tangram.lab.calibration.enough import samples_needed
-from tangram.lab.calibration.lost_entries import measure_held_out_overflow, overflow, transfer
+from tangram.lab.calibration.kinds import correlate_kinds, measure_agreement
+from tangram.lab.calibration.lost_entries import (
+    make_profile,
+    measure_held_out_overflow,
+    overflow,
+    transfer,
+)
 from tangram.types import Geometry
 
 CHUNK = 16
@@ -91,7 +96,7 @@ def test_the_observer_is_handed_what_each_chunk_of_each_sample_needs() -> None:
     for wishes, needed in zip(evidence.wishes, needs, strict=True):
         np.testing.assert_array_equal(wishes, needed / CHUNK)
     np.testing.assert_allclose(evidence.profile.mean, evidence.fractions.mean(axis=0), atol=1e-5)
-    assert evidence.profile_of(range(4)) == evidence.profile
+    assert make_profile(evidence, range(4)) == evidence.profile
 
 
 def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
@@ -111,8 +116,8 @@ def test_nothing_overflows_where_budgets_cover_the_wishes() -> None:
 
 
 def test_overflow_is_what_one_counts_by_hand() -> None:
-    """Each sample meets the budgets of the other: (12, 4) entries wished, room for (4, 12), so 8 of
-    16 find none.
+    """Each sample meets the budgets of the other: (12, 4) entries wished, pages for (4, 12), so 8
+    of 16 find none.
     """
     (evidence,) = calibrate_samples(two_heads(12, 4), "ab")
     found = measure_held_out_overflow(evidence)
@@ -127,8 +132,8 @@ def test_a_spread_flattens_scaled_budgets_and_fills_unscaled_ones() -> None:
     16 entries.
     """
     (evidence,) = calibrate_samples(two_heads(12, 16, 8), "aaa", page_tokens=2)
-    assert evidence.profile_of([1, 2], 0.0).sealed_pages == (6, 2)
-    assert evidence.profile_of([1, 2], 2.0).sealed_pages == (5, 3)
+    assert make_profile(evidence, [1, 2], 0.0).sealed_pages == (6, 2)
+    assert make_profile(evidence, [1, 2], 2.0).sealed_pages == (5, 3)
     # Left out in turn: (16, 0) and (8, 8) fill 16 + 12 entries, (12, 4) and (8, 8) 14 + 10, (12, 4)
     # and (16, 0) 16 + 6.
     unscaled = measure_held_out_overflow(evidence)["unscaled"]
@@ -161,13 +166,15 @@ def test_where_every_group_needs_the_whole_chunk_nothing_is_left_to_fit() -> Non
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
     grown=st.floats(0.0, 1.0),
 )
-def test_more_room_never_loses_more(seed: int, shape: tuple[int, int, int], grown: float) -> None:
+def test_larger_budgets_never_lose_more(
+    seed: int, shape: tuple[int, int, int], grown: float
+) -> None:
     rng = np.random.default_rng(seed)
-    wishes, room = rng.random(shape) + 1e-3, rng.random(shape[1:])
-    exceeded, lost = overflow(wishes, room)
-    more = overflow(wishes, room + grown)
+    wishes, budget = rng.random(shape) + 1e-3, rng.random(shape[1:])
+    exceeded, lost = overflow(wishes, budget)
+    more = overflow(wishes, budget + grown)
     assert 0.0 <= more[1] <= lost <= 1.0 and 0.0 <= more[0] <= exceeded <= 1.0
-    assert (lost > 0) == (exceeded > 0) == bool((wishes > room).any())
+    assert (lost > 0) == (exceeded > 0) == bool((wishes > budget).any())
     assert overflow(wishes, wishes.max(axis=0)) == (0.0, 0.0)
 
 
@@ -189,14 +196,14 @@ def test_kinds_that_are_alike_correlate_fully_and_those_reversed_inversely() -> 
         np.stack([ascending, ascending, descending, 2 * descending]),
         ["a", "b", "c", "c"],
     )
-    table = kind_correlations(fractions, kinds)
+    table = correlate_kinds(fractions, kinds)
     assert table["a"] == {"a": 1.0, "b": 1.0, "c": -1.0}
     assert table["c"]["c"] == 1.0
-    pairs = agreement(fractions, kinds)
+    pairs = measure_agreement(fractions, kinds)
     assert (pairs["same kind"].mean, pairs["same kind"].min) == (1.0, 1.0)
     assert (pairs["other kind"].mean, pairs["other kind"].min) == (pytest.approx((1 - 4) / 5), -1.0)
-    assert kind_correlations(np.ones((2, 2, 3)), ["a", "b"]) == {}, "nothing to rank"
-    assert agreement(np.ones((2, 2, 3)), ["a", "b"]) == {}
+    assert correlate_kinds(np.ones((2, 2, 3)), ["a", "b"]) == {}, "nothing to rank"
+    assert measure_agreement(np.ones((2, 2, 3)), ["a", "b"]) == {}
 
 
 def test_more_samples_come_closer_to_all() -> None:

@@ -304,7 +304,7 @@ def test_equal_prompts_are_read_once(
     assert len(prompt) <= sum(steps) < len(prompt) + 32
 
 
-def test_the_mirror_used_least_recently_makes_room(served: LoadedModel, same: str) -> None:
+def test_the_mirror_used_least_recently_makes_space(served: LoadedModel, same: str) -> None:
     class Newest(Pace):
         def choose(
             self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0

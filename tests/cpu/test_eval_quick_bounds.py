@@ -66,7 +66,7 @@ def test_bounds_are_asked_for_every_number_that_is_told(cells: list[AnyCell]) ->
         "score",
         "niah_single_3",
         "niah_multikey_1",
-    }, "it has room for all"
+    }, "it has space for all"
     assert set(known["fidelity"]["static, fastkvzip"]) == {"perplexity", "divergence", "agreement"}
     assert set(known["fidelity"]["full"]) == {"perplexity"}
 

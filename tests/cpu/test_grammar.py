@@ -17,11 +17,12 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.engine.grammar import CompiledGrammar
 from tangram.engine.loop import Engine
-from tangram.engine.sampling import SampleRow, sample
+from tangram.engine.sampling import SampleRow
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.serve.call_grammar import answer_grammar
 from tangram.types import Event, Grammar, Request, SamplingParams
+from tests.cpu.token_choice import sample
 from tests.examples import examples
 from tests.small_engines import drain, probabilities, small_engine
 

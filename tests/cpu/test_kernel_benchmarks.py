@@ -11,7 +11,7 @@ import torch
 
 from bench.kernels import ablations, cutting, dense, family, pat, persistent, ragged
 from tangram.kernels import reference
-from tangram.lab.kernel_benchmarks import workloads as workloads_room
+from tangram.lab.kernel_benchmarks import workloads
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
 from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
@@ -88,7 +88,7 @@ def test_without_a_gpu_a_benchmark_says_so_in_one_line(capsys: pytest.CaptureFix
 def test_the_benchmarks_answer_is_the_specifications(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workloads_room, "REFERENCE_BYTES", chunk_bytes)
+    monkeypatch.setattr(workloads, "REFERENCE_BYTES", chunk_bytes)
     geometry = BatchGeometry(kv_heads=2, group=2, head_dim=16, page_tokens=4, heads_per_page=1)
     for case in (
         own_case("", [3, 50, 1, 17], geometry, 0),

@@ -585,14 +585,14 @@ def test_stored_entries_are_read_back_and_nothing_else_is_touched(counts: list[i
     table, column, _ = (x[0] for x in batch.address(0))
     first = np.array([0, 3, 18])
     lengths = batch.lengths[batch.rows.length_index[0, 0]].numpy()
-    room = [max(0, min(c, int(n) - f)) for c, n, f in zip(counts, lengths, first, strict=True)]
-    k, v = ([torch.randn(c, 16) for c in room] for _ in range(2))
-    equal = len(set(room)) == 1
+    stored = [max(0, min(c, int(n) - f)) for c, n, f in zip(counts, lengths, first, strict=True)]
+    k, v = ([torch.randn(c, 16) for c in stored] for _ in range(2))
+    equal = len(set(stored)) == 1
     keys, values = (torch.stack(x) if equal else x for x in (k, v))
     reference.store(keys, values, batch.pool, batch.tables, table, column, first)
-    for head, count in enumerate(room):
+    for head, count in enumerate(stored):
         span = int(table[head]), int(column[head]), int(first[head]), int(first[head]) + count
         read = reference.gather(batch.pool, batch.tables, *span)
         assert torch.equal(read[0], k[head]) and torch.equal(read[1], v[head])
     changed = (batch.pool.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(2).sum()
-    assert sum(room) > 0 and changed == sum(room)
+    assert sum(stored) > 0 and changed == sum(stored)

@@ -16,7 +16,7 @@ from tangram.compress.scorers import SCORERS, ChunkView, make_scorer
 from tangram.compress.scorers.gate import save_gate
 from tangram.errors import ConfigError, ModelError
 from tangram.gate_training.fit import Recipe
-from tangram.gate_training.teacher import train_gate_on_texts
+from tangram.gate_training.text_training import train_gate_on_texts
 from tangram.kernels import latents
 from tangram.kernels.reference import append
 from tangram.model.latent import join_entries, latent_heads

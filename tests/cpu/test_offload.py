@@ -53,7 +53,7 @@ def world(
 
 
 def small(world: LonePrompts, sequences: float, **options: object) -> Engine:
-    """An engine whose pool holds so many of the longest sequences, with room for all in host
+    """An engine whose pool holds so many of the longest sequences, with space for all in host
     memory.
     """
     layout = world.engine().admission.retentions[0].layout

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tangram.compress.profile import Scope
 from tangram.compress.select import dynamic_fractions, keep, protect
+from tangram.config import Scope
 from tangram.errors import IntegrityError
 
 # Few distinct values, so that most cases have ties.

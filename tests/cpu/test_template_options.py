@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.text import TextCodec
-from tangram.model.load import load_tokenizer
 from tests.templates import GPT_OSS, HERMES, LLAMA, QWEN3
 
 USER = [{"role": "user", "content": "hello"}]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.text import TextCodec, TextStream, TokenText
 from tangram.errors import RequestError
-from tangram.model.load import load_tokenizer
 
 EMOJI = "👩‍🚀🏳️‍🌈 naïve 日本語 🤖"
 VOCAB = 49152

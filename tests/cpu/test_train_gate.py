@@ -20,7 +20,7 @@ from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import Gate, GateShape, load_gate, save_gate
 from tangram.errors import ConfigError
 from tangram.gate_training.fit import Examples, Recipe, new_weights, overlap, train_gate
-from tangram.gate_training.teacher import agreements, train_gate_on_texts
+from tangram.gate_training.text_training import agreements, train_gate_on_texts
 from tangram.model.load import LoadedModel
 from tests.small_engines import GREEDY, profile_file, run, small_engine
 

@@ -251,7 +251,7 @@ def test_an_observer_that_fails_is_told_nothing_more_and_answers_go_on(
 
         def observe(self, news: News, readings: Readings) -> None:
             self.told += 1
-            raise ValueError("no room")
+            raise ValueError("no space")
 
     engine, broken = world.engine(), Broken()
     engine.watch(broken)

@@ -24,13 +24,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.compress.scorers.gate import NORM_EPSILON, GateShape
 from tangram.kernels import gate, gathered, page_copies
 from tangram.kernels.card import Card
 from tangram.kernels.offload import words
 from tangram.kernels.triton_kernels import TritonKernels
 from tangram.lab.baselines.compared_schedules import parse_schedule
-from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS
 from tests.small_engines import LATENT, profile_file, small_engine, tiny_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.compress.profile import Scope
+from tangram.config import Scope
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark

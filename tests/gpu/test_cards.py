@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.errors import ConfigError
 from tangram.kernels import e4m3
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
-from tangram.model.load import load_tokenizer
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
 from tests.gpu.test_engine import (
     LLAMA,

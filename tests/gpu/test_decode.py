@@ -132,7 +132,7 @@ def test_a_draft_sees_the_entries_up_to_its_own(
 def test_the_values_of_latents_are_the_first_elements_of_their_keys(
     planner: str, group: int, counts: tuple[int, ...], merge: str, device: torch.device
 ) -> None:
-    """128 query heads are more than one program has room for."""
+    """128 query heads are more than one program has space for."""
     batch = make_batch(3, 1, group, 72, longest=200, counts=counts, value_dim=64)
     plan = PLANNERS[planner](batch)
     for layer in (0, 1):
@@ -379,7 +379,7 @@ def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device
     assert not large.any(), "graphs refer to it"
 
 
-def test_a_first_plan_leaves_room_for_twice_as_many_tasks(device: torch.device) -> None:
+def test_a_first_plan_leaves_space_for_twice_as_many_tasks(device: torch.device) -> None:
     from tangram.kernels.gpu import GpuDecode
 
     batch = make_batch(3, 2, 4, 64, longest=2000)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tangram.types import SamplingParams
 from tests.gpu.test_engine import on_torch, on_triton
 from tests.small_engines import run, small_engine, tiny_model

@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
@@ -32,7 +33,7 @@ from tangram.engine.loop import Engine
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.lab.baselines.compared_schedules import parse_schedule
-from tangram.model.load import LoadedModel, load_tokenizer
+from tangram.model.load import LoadedModel
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.policy import Policy, StepLoad

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.batcher import Batcher
 from tangram.kernels import fused_causal
 from tangram.kernels.interface import PrefillRows
-from tangram.model.load import load_tokenizer
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.small_engines import tiny_model

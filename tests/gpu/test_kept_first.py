@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.compress.select import order, protect
 from tangram.kernels import reference
-from tangram.model.load import LoadedModel, load_tokenizer
+from tangram.model.load import LoadedModel
 from tests.gpu import test_engine as whole
 from tests.gpu.test_prefill_and_store import SCORES, fp8_copy
 from tests.interpreter import interpreter_few

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.graphs import PassGraphs
 from tangram.engine.passes import Passes
 from tangram.model.attention import StepAttention
-from tangram.model.load import load_tokenizer
 from tangram.types import SamplingParams
 from tests.small_engines import small_engine, tiny_model
 from tests.speculation import ask

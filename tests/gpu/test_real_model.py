@@ -60,7 +60,7 @@ def test_greedy_answers_are_those_of_the_cpu(
 def read_sealed(llm: LLM) -> dict[bytes, Tensor]:
     """What heads hold of sealed chunks, by the key of their tokens: [heads of pages, 2, P, D]."""
     layout, pool = llm.engine.admission.retentions[0].layout, llm.engine._runner.pool
-    # A group of fewer heads than a page has room for leaves the rest of its pages as they were.
+    # A group of fewer heads than a page has space for leaves the rest of its pages as they were.
     members = torch.tensor([len(group) for group in layout.groups]).repeat_interleave(
         torch.tensor(layout.sealed_pages)
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.gpu.test_engine import (
     BASE,
     CASES,

@@ -22,19 +22,19 @@ __all__ = ["models"]
 
 
 def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Makes the engine take rows apart where nothing can be captured, too; which of them had room,
+    """Makes the engine take rows apart where nothing can be captured, too; which of them had space,
     as they come.
     """
-    passes, had_room = engine._runner.passes, list[bool]()
+    passes, had_space = engine._runner.passes, list[bool]()
     passes.graphs = PassGraphs(passes.forward, engine.device)
     begin = TritonKernels.begin_row
 
     def count_begin(kernels: TritonKernels, *arguments: Any) -> bool:
-        had_room.append(begin(kernels, *arguments))
-        return had_room[-1]
+        had_space.append(begin(kernels, *arguments))
+        return had_space[-1]
 
     monkeypatch.setattr(TritonKernels, "begin_row", count_begin)
-    return had_room
+    return had_space
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_rows_that_are_taken_apart_leave_what_torch_leaves(
         monkeypatch.setattr(gathered, "serves", lambda pool, card: True)
     loaded = models[id(CASES[case][0])]
     engines = both(loaded, options_of(case, loaded, tmp_path))
-    had_room = apart(engines[1], monkeypatch)
+    had_space = apart(engines[1], monkeypatch)
     in_step(engines, PROMPTS)
-    assert len(had_room) >= 6 and all(had_room)
+    assert len(had_space) >= 6 and all(had_space)
     assert engines[0].stats().sealed_chunks == 4
 
 
@@ -85,12 +85,12 @@ def test_scorers_that_are_not_fused_are_computed_with_the_others(
     case = "llama, another scorer"
     loaded = models[id(CASES[case][0])]
     engines = both(loaded, options_of(case, loaded, tmp_path))
-    had_room = apart(engines[1], monkeypatch)
+    had_space = apart(engines[1], monkeypatch)
     in_step(engines, PROMPTS)
-    assert len(had_room) < 3
+    assert len(had_space) < 3
 
 
-def test_a_row_for_which_there_is_no_room_is_computed_all_the_same(
+def test_a_row_for_which_there_is_no_space_is_computed_all_the_same(
     models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More entries than are copied at a time."""
@@ -103,6 +103,6 @@ def test_a_row_for_which_there_is_no_room_is_computed_all_the_same(
     monkeypatch.setattr(triton_kernels, "MOST_BYTES", 1 << 14)
     loaded = models[id(CASES["llama"][0])]
     engines = both(loaded, options_of("llama", loaded, tmp_path))
-    had_room = apart(engines[1], monkeypatch)
+    had_space = apart(engines[1], monkeypatch)
     in_step(engines, PROMPTS)
-    assert not all(had_room)
+    assert not all(had_space)

@@ -1,4 +1,4 @@
-"""A scheduler with a labelled pool for a device: what the scheduler's tests drive."""
+"""A scheduler with a labelled pool for a device: as the tests of the scheduler use it."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class ScheduledDevice:
             (row.kind is RowKind.DECODE) == (at < step.decode_rows)
             for at, row in enumerate(step.rows)
         )
-        self._check_drafts_leave_room(step)
+        self._check_space_for_prompts(step)
         served = [by_slot[row.slot] for row in step.rows]
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
@@ -347,14 +347,14 @@ class ScheduledDevice:
         known = [0] * len(drafts) if self.drafts.on_device else drafts
         assert row.tokens[1:].tolist() == known and row.pending == self.drafts.on_device
 
-    def _check_drafts_leave_room(self, step: Step) -> None:
+    def _check_space_for_prompts(self, step: Step) -> None:
         """Where a prompt is to be computed, drafts leave the tokens of a chunk."""
         drafted = any(row.drafts for row in step.rows)
         prompts = self.scheduler.waiting or any(row.kind is not RowKind.DECODE for row in step.rows)
         if drafted and prompts:
             decoded = sum(len(row.tokens) for row in step.rows[: step.decode_rows])
             left = self.config.max_num_batched_tokens - decoded
-            assert left >= self.config.chunk_tokens, "drafts leave no room for a prompt"
+            assert left >= self.config.chunk_tokens, "drafts leave no space for a prompt"
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""
@@ -385,7 +385,7 @@ class ScheduledDevice:
             return
         head = waiting[0]
         if any(
-            self._lacks_room(step, row, by_slot[row.slot])
+            self._lacks_space(step, row, by_slot[row.slot])
             for row in {row.slot: row for row in step.rows}.values()
         ):
             return
@@ -402,8 +402,8 @@ class ScheduledDevice:
                 or any(self._begins_like(head, row, by_slot[row.slot]) for row in step.rows)
             )
 
-    def _lacks_room(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
-        """Whether there was no room in `step` for what follows on the `last` row of a sequence."""
+    def _lacks_space(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
+        """Whether there was no space in `step` for what follows on the `last` row of a sequence."""
         left = self.config.max_num_batched_tokens - sum(len(row.tokens) for row in step.rows)
         rest = sequence.known - last.start - len(last.tokens)
         return last.kind is RowKind.SEAL and rest > 1 and min(rest, self.config.chunk_tokens) > left

@@ -148,7 +148,7 @@ def test_check_finds_a_lost_page_a_wrong_footprint_and_a_promise_without_pages()
 
 @FEW
 @given(layout_sets(), st.integers(1, 40), st.integers(0, 12), st.integers(0, 1))
-def test_room_for_the_promise_admits_and_one_page_less_does_not(
+def test_space_for_the_promise_admits_and_one_page_less_does_not(
     layouts: list[Layout], known: int, more: int, which: int
 ) -> None:
     limit = known + more
@@ -157,8 +157,8 @@ def test_room_for_the_promise_admits_and_one_page_less_does_not(
     cache = manager(*layouts, pages=needed)
     seq = admit(cache, tokens_of(known), layout=which, limit=limit)
     compute(cache, seq, tokens_of(known))
-    room = seq.layout.chunk_tokens * (known // seq.layout.chunk_tokens + 1)
-    cache.grow(seq, min(limit, room) - known)
+    fits = seq.layout.chunk_tokens * (known // seq.layout.chunk_tokens + 1)
+    cache.grow(seq, min(limit, fits) - known)
     recount(cache)
 
 
@@ -179,7 +179,7 @@ def test_the_footprint_is_the_formula_at_every_length_and_nothing_is_left(
     assert cache.ledger.free == cache.ledger.total
 
 
-def test_who_finds_no_room_or_no_seat_leaves_no_trace() -> None:
+def test_who_finds_no_pages_or_no_slot_leaves_no_trace() -> None:
     cache, tokens = manager(layout(2), pages=40), tokens_of(17)
     first = admit(cache, tokens, limit=24)
     compute(cache, first, tokens)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.rank_deal import count_numbers
 from tangram.compress.dealing import (
     check_ranks,
     consecutive_heads,
-    count_numbers,
     deal_heads,
     heads_of_rank,
     rank_heads,

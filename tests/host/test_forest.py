@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tangram.cache.layout import Layout
 from tangram.errors import ConfigError
 from tangram.plan.forest import Forest, boundary_tokens, build_forest, units_of
-from tangram.types import Geometry
+from tangram.types import Geometry, Int64
 
 
 def forest_of(paths: list[list[int]], padding: int = 0) -> Forest:
@@ -28,9 +28,14 @@ def describe_nodes(forest: Forest) -> set[tuple[frozenset[int], int, int]]:
     return {
         (frozenset(forest.order[begin:end].tolist()), int(first), int(last))
         for begin, end, first, last in zip(
-            forest.row_begin, forest.row_end, forest.unit_begin, forest.unit_end, strict=True
+            forest.row_begin, forest.row_end, first_units(forest), forest.unit_end, strict=True
         )
     }
+
+
+def first_units(forest: Forest) -> Int64:
+    """[N]: where the units of each node begin, which is where those of its parent end."""
+    return np.where(forest.depth > 0, forest.unit_end[forest.parent], 0)
 
 
 def brute_force(paths: list[list[int]]) -> set[tuple[frozenset[int], int, int]]:
@@ -64,10 +69,10 @@ def test_parents_come_first_and_contain_their_children(paths: list[list[int]]) -
     forest = forest_of(paths)
     for node, up in enumerate(forest.parent):
         if up == node:
-            assert forest.depth[node] == forest.unit_begin[node] == 0
+            assert forest.depth[node] == 0
             continue
         assert up < node and forest.depth[node] == forest.depth[up] + 1
-        assert forest.unit_begin[node] == forest.unit_end[up]
+        assert forest.unit_end[up] < forest.unit_end[node]
         assert (
             forest.row_begin[up]
             <= forest.row_begin[node]

@@ -12,14 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tangram.compress.groups import (
-    adjacent,
-    allot_pages,
-    cluster,
-    compute_realised_retention,
-    group_budgets,
-)
+from tangram.compress.groups import allot_pages, cluster, compute_realised_retention, group_budgets
 from tangram.errors import ConfigError
+from tangram.lab.baselines.adjacent_groups import group_adjacent
 
 PAGE_TOKENS = 16
 
@@ -298,7 +293,7 @@ def test_neighbours_keep_at_least_what_clustering_gave_them(
     given_pages = {
         head: count for group, count in zip(groups, pages, strict=True) for head in group
     }
-    runs, deepest = adjacent(groups, pages, coarser)
+    runs, deepest = group_adjacent(groups, pages, coarser)
     heads = [head for run in runs for head in run]
     assert heads == sorted(given_pages) and all(len(run) == coarser for run in runs[:-1])
     assert deepest == [max(given_pages[head] for head in run) for run in runs]
@@ -306,5 +301,5 @@ def test_neighbours_keep_at_least_what_clustering_gave_them(
 
 def test_a_run_of_all_heads_is_a_layer() -> None:
     groups = [((0, 0), (1, 1)), ((1, 0), (0, 1))]
-    assert adjacent(groups, [3, 1], 2) == ([((0, 0), (0, 1)), ((1, 0), (1, 1))], [3, 3])
-    assert adjacent(groups, [3, 1], 1)[1] == [3, 1, 1, 3]
+    assert group_adjacent(groups, [3, 1], 2) == ([((0, 0), (0, 1)), ((1, 0), (1, 1))], [3, 3])
+    assert group_adjacent(groups, [3, 1], 1)[1] == [3, 1, 1, 3]

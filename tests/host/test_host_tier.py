@@ -213,7 +213,7 @@ def visit(cache: NumberedCache, tokens: Int64) -> int:
 
 
 def small(host_pages: int, *, windows: tuple[int | None, ...] = (None, None)) -> NumberedCache:
-    """Chunks of 8 tokens and, without windows, 8 pages; room for three of them on the device."""
+    """Chunks of 8 tokens and, without windows, 8 pages; space for three of them on the device."""
     (only,) = retentions(layout(4, model=geometry(2, 2, windows)))
     return NumberedCache(
         [only], total_pages=27, max_sequences=2, prefix_caching=True, host_pages=host_pages
@@ -251,10 +251,10 @@ def test_of_a_chain_the_end_is_let_go_first() -> None:
 
 def test_what_is_in_use_is_let_go_last_and_children_before_parents() -> None:
     tier, pages = HostTier(4, 9), iter(np.arange(9, dtype=np.int32)[:, None])
-    for key in (b"parent", b"child", b"stranger", b"other"):
+    for key in (b"parent", b"child", b"unrelated", b"other"):
         tier.offer(key, next(pages))
     with tier.holding([b"parent", b"child"]):
-        for key in (b"new", b"newer", b"no room"):
+        for key in (b"new", b"newer", b"too many"):
             tier.offer(key, next(pages))
         assert list(tier.links) == [b"child", b"parent", b"new", b"newer"]
     tier.offer(b"newest", next(pages))
@@ -269,7 +269,7 @@ def test_a_chunk_that_comes_back_is_not_pushed_out_by_what_makes_way_for_it() ->
     assert visit(cache, np.arange(9)) == 8
 
 
-def test_no_room_is_found_before_anything_is_copied() -> None:
+def test_no_space_is_found_before_anything_is_copied() -> None:
     cache = small(100)
     for start in (0, 100):
         visit(cache, np.arange(25) + start)

@@ -19,6 +19,45 @@ def test_every_option_is_one_of_serve() -> None:
     assert set(OPTIONS) <= served
 
 
+_QUEUE = {"max_queue", "overflow_every"}  # nobody else sends requests, nothing is scraped
+_STEPS = {"max_num_seqs", "max_num_batched_tokens"}
+_POOL = {"kv_cache_gib", "gpu_memory_utilization", "kv_cache_dtype"}
+# What changes how fast a server answers many clients, or what their requests choose among.
+_OF_SERVING = {
+    *("profile", "scheduling", "prompt_patience", "decode_policy", "max_model_len"),
+    *("enable_prefix_caching", "kv_offload_dtype", "kv_offload_gib", "speculative_config"),
+    "tensor_parallel_size",
+}
+# The options of the engine that a command does not take, and why. `serve` and `deploy` take all.
+LEFT_OUT = {
+    "chat": _QUEUE,
+    "generate": _QUEUE,
+    **dict.fromkeys(
+        (f"bench serving {load}" for load in ("throughput", "multi-turn", "trace", "ablation")),
+        _QUEUE,
+    ),
+    # It makes its profiles and engines by method, and asks for scores, not for speed.
+    "eval": _QUEUE | _OF_SERVING,
+    # It makes profiles, and runs prompts without an engine.
+    "calibrate": _QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager"},
+    # It counts bytes, and loads nothing.
+    "size": (_QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager"}) - {"kv_cache_dtype"}
+    | {"device", "threads", "seed", "load_format", "scorer", "scope", "gate"},
+    # It times the kernels alone, on random entries: only what gives them their form matters.
+    "bench calibrate-policy": set(OPTIONS) - {"page_tokens", "heads_per_page", "dtype"},
+    # Transformers' own cache, which has none of this.
+    "bench naive": set(OPTIONS) - {"model", "dtype", "load_format", "device", "threads"},
+}
+
+
+def test_commands_leave_out_what_they_have_no_use_for() -> None:
+    taken: dict[str, set[str]] = {}
+    for command, name, _ in OF_ENGINE:
+        taken.setdefault(command, set()).add(name.removeprefix("no_"))
+    left_out = {command: set(OPTIONS) - names for command, names in taken.items()}
+    assert left_out == {"serve": set(), "deploy": set()} | LEFT_OUT
+
+
 # A command's own default, where it is another one than the engine's, and why.
 OWN_DEFAULTS = {
     ("serve", "max_queue"): 1024,  # clients are many, and none sees the queue

@@ -167,10 +167,10 @@ def test_a_turn_continues_the_conversation_whose_prompt_it_begins_with() -> None
     other = world.begin([*system, 9])
     second = world.begin([*system, 4, 5, 6, 7, 8])
     again = world.begin([*system, 4, 5])
-    stranger = world.begin([*system, 4, 5, 6], client=b"other")
+    another_client = world.begin([*system, 4, 5, 6], client=b"other")
     lossless = world.begin([*system, 4, 5, 6], ratio=1.0)
     assert first.conversation == second.conversation == again.conversation
-    numbers = [first, other, stranger, lossless]
+    numbers = [first, other, another_client, lossless]
     assert len({one.conversation for one in numbers}) == 4
 
 

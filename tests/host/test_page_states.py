@@ -39,7 +39,7 @@ def check_states(manager: CacheManager) -> PageStates:
 
 
 def check_slots(manager: CacheManager) -> None:
-    """Entries by the tables' lengths, which the kernels follow, beside the formula and the room in
+    """Entries by the tables' lengths, which the kernels follow, beside the formula and the space in
     the pages.
     """
     for seq in manager.sequences.values():

@@ -120,7 +120,7 @@ def test_the_ten_most_common_words_are_counted_and_far_ahead(
     assert {word for word, _ in ranked[:10]} == set(made.questions[0].answers)
     assert ranked[9][1] >= 3 * ranked[10][1]
     if context_tokens == 3_000:
-        assert (ranked[9][1], ranked[10][1]) == (30, 3), "RULER's counts, as soon as there is room"
+        assert (ranked[9][1], ranked[10][1]) == (30, 3), "RULER's counts, as soon as there is space"
 
 
 @pytest.mark.parametrize(("context_tokens", "number"), [*CASES, (20_000, 0)])

@@ -160,7 +160,7 @@ def test_pages_hold_the_promise(
     assert kept.compressed_bytes <= kept.uncompressed_bytes
 
 
-def test_how_many_fit_leaves_room_for_the_peak() -> None:
+def test_how_many_fit_leaves_space_for_the_peak() -> None:
     size = kv_size("llama-3.1-8b", 32_000)
     assert size.pages == size.most_pages and size.how_many_fit(80) == 20
     latent = kv_size("deepseek-v3", 32_000)  # in groups of 4 of its 61 layers

@@ -159,7 +159,7 @@ def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
     assert links.count(Link.CHUNK) == 3 and links.count(Link.RAW) > 3
 
 
-def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_room_for_a_prompt() -> None:
+def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_space_for_a_prompt() -> None:
     service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
     service.submit([1] * 3, 3)
     service.step()

@@ -63,7 +63,7 @@ def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
 @pytest.mark.parametrize(
     "arguments", [["size", "smollm2"], ["size", "smollm2", "--json"], ["--help"]]
 )
-def test_output_without_room_is_one_line(arguments: list[str]) -> None:
+def test_output_without_space_is_one_line(arguments: list[str]) -> None:
     ended = shell('exec "$@" >/dev/full', *SIZE[:3], *arguments)
     assert ended.returncode == 1
     assert ended.stderr == "error: the output could not be written: No space left on device\n"

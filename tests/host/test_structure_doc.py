@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/structure.md").read_text()
 PACKAGES = (
     *("cache", "plan", "compress", "kernels", "model", "engine", "serve"),
-    *("calibrate", "gate_training", "cli", "speculate", "page", "ray", "routing"),
+    *("calibrate", "gate_training", "cli", "speculate", "page", "ray", "routing", "kv_events"),
 )
 
 
@@ -27,6 +27,14 @@ def section(package: str) -> str:
 def test_every_module_is_named(package: str) -> None:
     modules = {path.name for path in (ROOT / "tangram" / package).glob("*.py")} - {"__init__.py"}
     missing = {name for name in modules if f"{name}`" not in section(package)}
+    assert not missing
+
+
+def test_every_folder_of_the_lab_is_named() -> None:
+    lab = ROOT / "tangram/lab"
+    folders = {f"{path.parent.name}/" for path in lab.glob("*/__init__.py")}
+    names = folders | {path.name for path in lab.glob("*.py")} - {"__init__.py"}
+    missing = {name for name in names if f"`{name}`" not in section("lab")}
     assert not missing
 
 

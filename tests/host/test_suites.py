@@ -73,13 +73,13 @@ def test_right_replies_get_1_and_unrelated_ones_0(suite: str, task: str) -> None
 def test_the_answer_to_another_question_is_wrong(suite: str, task: str) -> None:
     made, other = sample(suite, task, number=0), sample(suite, task, number=1)
     for question in made.questions:
-        strangers = [
+        wrong = [
             one
             for one in (*made.questions, *other.questions)
             if not set(one.answers) & set(question.answers)
         ]
-        assert strangers
-        assert all(score_reply(question, gold(stranger)) == 0 for stranger in strangers)
+        assert wrong
+        assert all(score_reply(question, gold(one)) == 0 for one in wrong)
 
 
 @pytest.mark.parametrize(("suite", "task"), TASKS)

@@ -1,13 +1,9 @@
 """Servers to talk to: `fake_server` runs over an engine without a model, `server_url` is the real
-thing.
+thing. No torch here: most of these tests need none before they start a real server.
 """
 
 from __future__ import annotations
 
-# isort: off
-import tests.interpreter  # noqa: F401, before Triton is imported
-
-# isort: on
 import socket
 import subprocess
 import time

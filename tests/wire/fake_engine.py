@@ -80,6 +80,7 @@ class FakeGrammars:
 
     sources: list[tuple[str, str]] = field(default_factory=list)
     remembered: dict[str, Any] = field(default_factory=dict)
+    most_trial_s: int = 5
 
     def warm(self) -> None:
         pass

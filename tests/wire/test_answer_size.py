@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tangram.serve import answer_size
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, stream_data

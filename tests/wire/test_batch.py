@@ -122,14 +122,14 @@ def test_a_dead_engine_writes_no_answers_and_says_so(tmp_path: Path) -> None:
     assert run(tmp_path, [line("a"), line("b")])[1] == 0
 
 
-def test_a_machine_without_room_costs_no_line_its_answer(
+def test_a_machine_without_memory_costs_no_line_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
-        raise MachineError("no room to try the grammar")
+        raise MachineError("no space to try the grammar")
 
     lines = [line("a"), line("b", response_format={"type": "json_object"})]
-    with monkeypatch.context() as patched, pytest.raises(MachineError, match="no room"):
+    with monkeypatch.context() as patched, pytest.raises(MachineError, match="no space"):
         patched.setattr(FakeGrammars, "compile", fails)
         run(tmp_path, lines)
     records, failed = run(tmp_path, lines)
@@ -204,13 +204,13 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
 
 
 class FullFile(io.FileIO):
-    """A file on a disk with room for 700 bytes."""
+    """A file on a disk with space for 700 bytes."""
 
     def write(self, data: Any) -> int:
-        room = 700 - self.tell()
-        if room <= 0:
+        left = 700 - self.tell()
+        if left <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(data[:room])
+        return super().write(data[:left])
 
 
 def test_a_full_disk_costs_one_answer_at_most(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from transformers import LlamaConfig
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.small_engines import tiny_model
 from tests.wire.conftest import free_port, healthy, wait_until
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 from .conftest import CHAT, chat_body

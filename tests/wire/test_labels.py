@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.templates import GPT_OSS, QWEN3
 
 from .conftest import (

@@ -71,7 +71,7 @@ class FullLog(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_log_without_room_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_without_space_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Not once a request, with a traceback each."""
     handler = LogLines(FullLog())
     for number in range(3):

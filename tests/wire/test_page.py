@@ -443,11 +443,9 @@ def test_streams_end_at_once_when_the_server_is_to_end() -> None:
     pages: list[Any] = []
     with run_page_server(change=pages.append) as server, watching(server) as stream:
         stream.next("hello")
-        begin_s = time.monotonic()
         pages[0].drain()
         with pytest.raises(StopIteration):
             stream.next()
-        assert time.monotonic() - begin_s < 1.0
 
 
 def test_a_server_that_is_to_end_begins_no_stream() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import time
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -139,11 +138,9 @@ def test_a_watcher_does_not_hold_up_the_end(python: list[str]) -> None:
             with httpx.stream("GET", f"{url}/v1/kv/events", timeout=30) as response:
                 lines = response.iter_lines()
                 assert next(lines) == "event: hello"
-                begin_s = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 list(lines)
-            _, log = process.communicate(timeout=30)
-            assert time.monotonic() - begin_s < 15, "the grace is a minute"
+            _, log = process.communicate(timeout=30)  # the grace is a minute
         finally:
             process.kill()
     assert process.returncode == 0 and "Traceback" not in log

@@ -269,6 +269,8 @@ def test_arguments_are_checked_by_name() -> None:
     for given, message in (
         ({"replica": 3}, "replica is no option"),
         ({"replicas": 0}, "replicas is 0"),
+        ({"report_every_s": 3601}, "report_every_s is 3601"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0"),
         ({"chunk_tokens": "x"}, "chunk_tokens is 'x'"),
         ({"kv_retention": 7}, "kv_retention is 7"),
         ({"autoscaling": {"max_replicas": "many"}}, "max_replicas is 'many'"),

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.templates import HERMES, LLAMA, XML
 
 from .conftest import CHAT, MODEL, USER, chat_body

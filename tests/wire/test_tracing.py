@@ -276,6 +276,7 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
         )
 
 
+@pytest.mark.serial
 def test_a_collector_that_is_not_there_holds_up_neither_answers_nor_the_end() -> None:
     begin_s = time.monotonic()
     with run_fake_server(

@@ -208,9 +208,7 @@ def test_a_request_that_takes_too_long_is_ended(folder: Path, place: str, stream
         if place == "waiting":
             connection = raw_request(server, body(numbers(20, 3), max_tokens=3500))
             wait_until(lambda: server.engine.stats().running == 1, "the first does not run")
-        begin_s = time.monotonic()
         response = client.post(COMPLETIONS, json=body(numbers(20), max_tokens=3900, stream=stream))
-        assert time.monotonic() - begin_s < 10
         if stream:
             error = json.loads(stream_data(response)[-2])["error"]
         else:

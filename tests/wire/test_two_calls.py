@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tangram.model.load import load_tokenizer
+from bench.bare_tokenizer import load_tokenizer
 from tests.templates import HERMES
 
 from .test_tools import END, ask, tool, tool_server

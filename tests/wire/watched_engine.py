@@ -63,7 +63,7 @@ class ObservedFakeEngine(FakeEngine):
 
     def find_kept(self, key: bytes) -> KeptPositions | None:
         bits = np.packbits(CHOSEN, bitorder="little")
-        return KeptPositions(bits, LAYERS, HEADS, CHUNK, rest_dropped=True)
+        return KeptPositions(bits, LAYERS, HEADS, CHUNK)
 
     def pool(self) -> PoolReading:
         readings = [self._read(place) for place in self.prompts]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tangram.compress.profile import Profile, Scope, default_scope
+from tangram.compress.profile import Profile, default_scope
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.expected_attention import ExpectedAttention
@@ -20,7 +20,7 @@ from tangram.compress.scorers.kvzip import KVzip
 from tangram.compress.scorers.snapkv import SnapKV
 from tangram.compress.scorers.streaming_llm import StreamingLLM
 from tangram.compress.scorers.tova import TOVA
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, Scope
 from tangram.errors import ConfigError, ProfileError
 from tangram.speculative_config import CompressedKv
 

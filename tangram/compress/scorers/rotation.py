@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`.
+    """The inverse of `rotate`, in the same shapes.
 
     YaRN multiplies cos and sin by a factor f, so the inverse is the reverse rotation over f² = cos²
     + sin².

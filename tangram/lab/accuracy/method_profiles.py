@@ -12,8 +12,9 @@ import numpy as np
 from tangram.calibrate.measure import Magnitudes, ScoreSource, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
-from tangram.compress.profile import ALPHA, Profile, Scope
+from tangram.compress.profile import ALPHA, Profile
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
+from tangram.config import Scope
 from tangram.errors import ProfileError
 from tangram.lab.accuracy.methods import Method
 from tangram.progress import show_progress

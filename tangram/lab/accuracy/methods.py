@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-from tangram.compress.profile import ALPHA, SINK_TOKENS, Scope, default_scope
-from tangram.config import EngineConfig
+from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
+from tangram.config import EngineConfig, Scope
 from tangram.errors import ConfigError
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.speculative_config import CompressedKv
@@ -133,9 +133,7 @@ class Grid:
             limit = "each must lie in (0, 1): method full stands for 1.0, ask for it there"
             _refuse_unless(0.0 < retention < 1.0, "retentions", retention, limit)
         for scope in self.scopes or ():
-            _refuse_unless(
-                scope in ("layer", "model"), "scopes", scope, "it must be layer or model"
-            )
+            _refuse_unless(scope in get_args(Scope), "scopes", scope, "it must be layer or model")
         for chunk in self.chunk_tokens:
             _refuse_unless(chunk >= 1, "chunk_tokens", chunk, "each must be at least 1")
         for alpha in self.alphas:

@@ -110,7 +110,7 @@ class DynamicCache(LateCache):
     def _take_span(self, seq: SequenceCache) -> Int32:
         """The first pages taken for each group; the others are entered after them."""
         layout, chunk = seq.layout, seq.sealed_chunks
-        taken = self._take(layout.max_raw_pages).reshape(-1, layout.chunk_pages)
+        taken = self._take(layout.chunk_pages * len(layout.groups)).reshape(-1, layout.chunk_pages)
         entries = np.stack(
             [layout.raw_entries(chunk, page) for page in range(layout.chunk_pages)], axis=1
         )

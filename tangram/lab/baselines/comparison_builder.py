@@ -9,7 +9,6 @@ from typing import Any
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.compress.groups import adjacent
 from tangram.compress.profile import SINK_TOKENS, Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig
@@ -19,6 +18,7 @@ from tangram.engine.runner import Runner
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice
+from tangram.lab.baselines.adjacent_groups import group_adjacent
 from tangram.lab.baselines.caches import ByInputCache, DynamicCache, LateCache
 from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.lab.baselines.comparison_config import ComparisonConfig
@@ -70,7 +70,7 @@ class ComparisonBuilder(EngineBuilder):
         if self.config.head_groups == "clustered":
             found = super().retention(profile, scorer)
         else:
-            groups, pages = adjacent(profile.groups, profile.sealed_pages, self.page_heads)
+            groups, pages = group_adjacent(profile.groups, profile.sealed_pages, self.page_heads)
             fingerprint = f"{self.config.head_groups}:{profile.fingerprint()}"
             found = self.make_retention(profile, scorer, groups, pages, fingerprint)
         late = self.config.reclamation != "reserved"

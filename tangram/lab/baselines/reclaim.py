@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
-from tangram.compress.profile import Scope
 from tangram.compress.scorers import ChunkView, Scorer
 from tangram.compress.select import choose_entries, dynamic_choice, protect
+from tangram.config import Scope
 from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.runner import Runner
 from tangram.kernels.interface import PrefillRows

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tangram.calibrate.agreement import agreement, kind_correlations
 from tangram.calibrate.observations import Observations
 from tangram.compress.profile import PAPER_ALPHA
 from tangram.lab.calibration.enough import samples_needed
+from tangram.lab.calibration.kinds import correlate_kinds, measure_agreement
 from tangram.lab.calibration.lost_entries import measure_held_out_overflow, transfer
 
 Report = dict[str, Any]
@@ -52,9 +52,10 @@ def _figures(entry: Observations) -> dict[str, Any]:
         "overflow": measure_held_out_overflow(entry),  # first, since it raises for too few samples
         "realised_retention": entry.profile.realised_retention,
         "agreement": {
-            name: asdict(pairs) for name, pairs in agreement(entry.fractions, entry.kinds).items()
+            name: asdict(pairs)
+            for name, pairs in measure_agreement(entry.fractions, entry.kinds).items()
         },
-        "kind_correlations": kind_correlations(entry.fractions, entry.kinds),
+        "kind_correlations": correlate_kinds(entry.fractions, entry.kinds),
         "samples_needed": {str(size): figures for size, figures in samples_needed(entry).items()},
         "transfer": {
             f"alpha {alpha:g}": transfer(entry, alpha)

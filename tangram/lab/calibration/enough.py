@@ -8,7 +8,7 @@ import numpy as np
 
 from tangram.calibrate.agreement import rank_correlations
 from tangram.calibrate.observations import Observations, reserved_fractions
-from tangram.lab.calibration.lost_entries import overflow
+from tangram.lab.calibration.lost_entries import make_profile, overflow
 from tangram.types import Float64
 
 SIZES = (5, 10, 25, 50, 100)
@@ -49,7 +49,7 @@ def _draw(
 
 def _compare(evidence: Observations, drawn: Sequence[int]) -> dict[str, float]:
     """One draw's figures."""
-    whole, part = evidence.profile, evidence.profile_of(drawn)
+    whole, part = evidence.profile, make_profile(evidence, drawn)
     full, kept = reserved_fractions(whole), reserved_fractions(part)
     figures = {
         "mean": _distance(np.asarray(part.mean), np.asarray(whole.mean)),

@@ -22,6 +22,21 @@ ALPHAS = (0.0, 1.0, PAPER_ALPHA)
 Budgets = tuple[Float64, float]  # [L, H] fractions of C, and their share of a chunk
 
 
+def make_profile(
+    evidence: Observations, numbers: Sequence[int], alpha: float | None = None
+) -> Profile:
+    """The profile that these samples alone would have made; a number may come more than once.
+
+    `alpha` None is that of the profile.
+    """
+    chosen = evidence.fractions[list(numbers)]
+    return evidence.profile.with_statistics(
+        chosen.mean(axis=0),
+        chosen.std(axis=0),
+        alpha=evidence.profile.alpha if alpha is None else alpha,
+    )
+
+
 def overflow(wishes: Float64, budget: Float64) -> tuple[float, float]:
     """How often a wish exceeds its budget, and the share of all wished entries beyond it.
 
@@ -59,12 +74,12 @@ def measure_held_out_overflow(
     budgets = {"uniform": [even for _ in everything]}
     for alpha in alphas:
         budgets[f"alpha {alpha:g}"] = [
-            _budget(evidence.profile_of(others, alpha)) for others in left_out
+            _budget(make_profile(evidence, others, alpha)) for others in left_out
         ]
-    budgets["own"] = [_budget(evidence.profile_of([number], 0.0)) for number in everything]
+    budgets["own"] = [_budget(make_profile(evidence, [number], 0.0)) for number in everything]
     budgets["fitted"] = [_fit(evidence, others) for others in left_out]
     budgets["unscaled"] = [
-        _fill_unscaled(evidence.profile_of(others, PAPER_ALPHA)) for others in left_out
+        _fill_unscaled(make_profile(evidence, others, PAPER_ALPHA)) for others in left_out
     ]
     return {name: _summary(evidence, found) for name, found in budgets.items()}
 
@@ -98,7 +113,7 @@ def _count_lost(
     """The overflow of each served sample with a profile of the members except itself."""
     chosen = {number: tuple(other for other in members if other != number) for number in served}
     budgets = {
-        kept: reserved_fractions(evidence.profile_of(kept, alpha))
+        kept: reserved_fractions(make_profile(evidence, kept, alpha))
         for kept in set(chosen.values())
         if kept
     }
@@ -118,7 +133,7 @@ def _fit(evidence: Observations, numbers: Sequence[int]) -> Budgets:
 
     This is optimal, because a group's next page never holds more.
     """
-    profile = evidence.profile_of(numbers, 0.0)
+    profile = make_profile(evidence, numbers, 0.0)
     wishes = np.concatenate([evidence.wishes[number] for number in numbers])
     page = profile.page_tokens / profile.chunk_tokens
     fewest = fewest_pages(profile.sink_tokens, profile.window_tokens, profile.page_tokens)

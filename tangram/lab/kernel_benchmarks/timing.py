@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tangram.kernels.card import Card
-
 WARM_UPS = 3
 REPLAYS = 30
 SETTLE = 5  # replays before the measured ones
@@ -81,7 +79,7 @@ class ColdCache:
     """
 
     def __init__(self, device: torch.device) -> None:
-        size = max(256 << 20, 4 * Card.of(device).l2_bytes)
+        size = max(256 << 20, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
         self._written = torch.ones(size // 4, dtype=torch.int32, device=device)
         self._read = torch.ones(size // 4, dtype=torch.float32, device=device)
         self._sink = torch.empty((), dtype=torch.float32, device=device)

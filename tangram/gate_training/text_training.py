@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tangram.calibrate.measure import check_lengths
-from tangram.compress.profile import Scope
 from tangram.compress.provenance import GateTraining, ScorerSpec
 from tangram.compress.scorers import ChunkView
 from tangram.compress.scorers.base import require
 from tangram.compress.scorers.gate import Gate
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip
+from tangram.config import Scope
 from tangram.engine.observe import chunk_source
 from tangram.errors import ConfigError
 from tangram.gate_training.fit import LOSS, Examples, Recipe, overlap, train_gate
