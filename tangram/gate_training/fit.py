@@ -211,4 +211,5 @@ def _keep_best(scores: Tensor, retention: float, scope: Scope | None) -> Tensor:
         return dynamic_choice(scores, retention, scope, sinks=0, window=0, start=0)
     heads = scores.flatten(0, 1)
     count = round(retention * heads.shape[1])
-    return choose_entries(heads, torch.full((len(heads),), count)).reshape(scores.shape)
+    counts = torch.full((len(heads),), count, device=scores.device)
+    return choose_entries(heads, counts).reshape(scores.shape)
