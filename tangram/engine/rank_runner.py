@@ -223,10 +223,12 @@ class RankRunner(Runner):
         """Write the tables of this rank; the step as it computes it."""
         self._copy(told.writes)
         rows = tuple(self._row(row) for row in told.rows)
+        alike: dict[Retention, list[tuple[int, int, int]]] = {}
         for row in rows:
             if row.kind is RowKind.DECODE:
-                slots, starts = np.array([row.slot]), np.array([row.start])
-                self._tables.set_positions(row.retention.layout, slots, starts, len(row.tokens))
+                alike.setdefault(row.retention, []).append((row.slot, row.start, len(row.tokens)))
+        for retention, own in alike.items():
+            self._tables.set_positions(retention.layout, *np.array(own, np.int64).T)
         return Step(rows, told.epoch, told.moves, told.awaited)
 
     def _row(self, told: RankRow) -> Row:
