@@ -19,7 +19,6 @@ import numpy as np
 
 from tangram.compress.dealing import consecutive_heads, deal_heads, heads_of_rank
 from tangram.compress.profile import Profile
-from tangram.compress.scorers import ScorerChoice
 from tangram.import_profiles import SCORERS, ScorerSpec, import_published
 from tangram.types import Int64
 
@@ -59,7 +58,8 @@ def measure(pages: Int64, order: Int64, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    from tangram.lab.environment import environment  # imports torch
+    from tangram.compress.scorers import ScorerChoice  # these import torch
+    from tangram.lab.environment import environment
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
