@@ -27,8 +27,8 @@ _MULTIPLE = 8  # of inputs and outputs, for cuBLAS's product of integers
 FEW_ROWS = 16
 """The most rows that are multiplied with packed 4-bit weights.
 
-That product reads all weights again for each 16 rows. On an H100, 2560 -> 9728, it takes 24 µs for
-8 rows and 117 for 64; with weights that are widened first, either takes 50.
+That product reads all weights again for each 16 rows. With more rows, weights that are widened once
+cost less.
 """
 _ROWS = 32  # cuBLAS's product of integers refuses 16 rows and fewer
 _INNER_TILES = 8  # the widest loads of PyTorch's 4-bit product
