@@ -22,6 +22,7 @@ from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
 from tangram.page.collector import READ_EVERY_S
 from tangram.page.history import History, Line
+from tangram.page.watchers import PING_S
 from tests.wire.conftest import CHAT, USER, EngineServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
@@ -443,9 +444,11 @@ def test_streams_end_at_once_when_the_server_is_to_end() -> None:
     pages: list[Any] = []
     with run_page_server(change=pages.append) as server, watching(server) as stream:
         stream.next("hello")
+        begin_s = time.monotonic()
         pages[0].drain()
         with pytest.raises(StopIteration):
             stream.next()
+        assert time.monotonic() - begin_s < PING_S / 2, "it waits for the next ping"
 
 
 def test_a_server_that_is_to_end_begins_no_stream() -> None:
