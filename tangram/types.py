@@ -122,6 +122,14 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class ChosenToken:
+    """A token that the model goes on with; `logprob` for a request that asks for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
 class DraftedTokens:
     """The tokens that were drafted for a completion: those that are in it, and the others."""
 

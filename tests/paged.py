@@ -83,7 +83,7 @@ def make_batch(
     index = rng.permutation(lengths.size)
     flat_lengths = np.empty(lengths.size, np.int32)
     flat_lengths[index] = lengths.ravel()
-    rows = DecodeRows(
+    rows = DecodeRows.of(
         table.reshape(shape),
         rng.integers(0, per_page, shape),
         index.reshape(shape),

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.plan.form import TILE_MULTIPLE, Bool, WorkPlan
-from tangram.types import Int64
+from tangram.types import Int32, Int64
+
+# The place of each field in the records of a plan.
+COLUMNS = {
+    name: (records, column)
+    for records, names in {
+        "tasks": "table length_index column head kind a b row_begin row_end",
+        "entries": "rows direct slot",
+        "segments": "merge_row merge_head first_slot end_slot",
+    }.items()
+    for column, name in enumerate(names.split())
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,27 +62,18 @@ def assemble(tasks: TaskList, layers: int, kv_heads: int, tile_tokens: int) -> W
     layer, head, kind, a = (x[order] for x in (tasks.layer, tasks.head, tasks.kind, tasks.a))
     task = np.repeat(np.arange(len(order)), count)
     out = _outputs(layer[task], rows, head[task], kind[task], a[task], layers)
+    entries = np.stack([rows, out.direct, out.slot, np.zeros_like(rows)], axis=1).astype(np.int32)
+    ranges = (x[order] for x in (tasks.table, tasks.length_index, tasks.column))
+    fields = *ranges, head, kind, a, tasks.b[order], row_end - count, row_end
+    records = np.concatenate([np.stack(fields, axis=1), entries[row_end - count]], axis=1)
     return WorkPlan(
         kv_heads=kv_heads,
         tile_tokens=tile_tokens,
         layer_indptr=_indptr(layer, layers),
-        table=tasks.table[order],
-        length_index=tasks.length_index[order],
-        column=tasks.column[order],
-        head=head,
-        kind=kind,
-        a=a,
-        b=tasks.b[order],
-        row_begin=row_end - count,
-        row_end=row_end,
-        rows=rows,
-        direct=out.direct,
-        slot=out.slot,
+        tasks=records.astype(np.int32),
+        entries=entries,
         merge_indptr=out.merge_indptr,
-        merge_row=out.merge_row,
-        merge_head=out.merge_head,
-        part_indptr=out.part_indptr,
-        part_slot=out.part_slot,
+        segments=out.segments,
         partial_slots=out.partial_slots,
     )
 
@@ -83,17 +85,12 @@ def _indptr(layer: Int64, layers: int) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class _Outputs:
-    """Where the row-list entries write and how their parts are merged: the last eight fields of
-    `WorkPlan`.
-    """
+    """Where the row-list entries write and how their parts are merged: fields of `WorkPlan`."""
 
     direct: Bool
     slot: Int64
     merge_indptr: Int64
-    merge_row: Int64
-    merge_head: Int64
-    part_indptr: Int64
-    part_slot: Int64
+    segments: Int32
     partial_slots: int
 
 
@@ -115,14 +112,33 @@ def _outputs(layer: Int64, row: Int64, head: Int64, kind: Int64, a: Int64, layer
     direct, slot = np.empty(len(cells), np.bool_), np.zeros(len(cells), np.int64)
     direct[order] = ~partial
     slot[order[partial]] = part_slot
-    merged = cells[starts[sizes > 1]]
+    merged, parts = cells[starts[sizes > 1]], sizes[sizes > 1]
+    first = part_slot[np.cumsum(parts) - parts]
+    segments = np.concatenate([merged[:, 1:], np.stack([first, first + parts], axis=1)], axis=1)
     return _Outputs(
         direct,
         slot,
         _indptr(merged[:, 0], layers),
-        merged[:, 1],
-        merged[:, 2],
-        np.append(0, np.cumsum(sizes[sizes > 1])),
-        part_slot,
+        segments.astype(np.int32),
         int(layer_slots.max(initial=0)),
     )
+
+
+def change_plan(
+    plan: WorkPlan, field: str, values: Int64 | int, index: int | None = None
+) -> WorkPlan:
+    """`plan` with `values` in `field`, everywhere or at `index`. Tasks still repeat their entries,
+    where they have some.
+    """
+    tasks, entries, segments = plan.tasks.copy(), plan.entries.copy(), plan.segments.copy()
+    changed = replace(plan, tasks=tasks, entries=entries, segments=segments)
+    column = COLUMNS.get(field)
+    if column is None:
+        array = getattr(plan, field).copy()
+        changed = replace(changed, **{field: array})
+    else:
+        array = vars(changed)[column[0]][:, column[1]]
+    array[slice(None) if index is None else index] = values
+    if column is not None and column[0] == "entries":
+        tasks[:, 9:] = entries[tasks[:, 7]]
+    return changed

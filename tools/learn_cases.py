@@ -490,7 +490,7 @@ def _balance() -> Iterator[Case]:
     ):
         zeros = np.zeros((1, 1, len(entries)), np.int64)
         budget = np.array(entries, np.float64).reshape(zeros.shape)
-        rows = DecodeRows(zeros, zeros, zeros, budget, (None,), 16)
+        rows = DecodeRows.of(zeros, zeros, zeros, budget, (None,), 16)
         plan = plan_aot(rows, workers, tasks_per_worker=tasks, tile_tokens=16, min_tokens=least)
         counts = np.bincount(plan.head, minlength=len(entries))
         yield [entries, workers, tasks, least], counts.tolist()
@@ -563,7 +563,7 @@ def count_packed_entries(tree: Tree, cost: CostModel, rule: str) -> int:
     shape = (len(paths), 1, 1)
     place = np.zeros(shape, np.int64)
     index = np.arange(len(paths)).reshape(shape)
-    rows = DecodeRows(place, place, index, lengths.reshape(shape).astype(float), (None,), 16)
+    rows = DecodeRows.of(place, place, index, lengths.reshape(shape).astype(float), (None,), 16)
     plan = plan_packing(
         rows,
         lengths,

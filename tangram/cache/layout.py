@@ -149,6 +149,12 @@ class Layout:
         """[L, H]: entries each head keeps of a sealed chunk."""
         return np.asarray(self.sealed_pages[self.head_group] * self.page_tokens, np.int32)
 
+    @cached_property
+    def head_address(self) -> Int32:
+        """[L, H, 3]: where a sequence in slot 0 has the head's page entries, column and length."""
+        places = self.group_offset[self.head_group], self.head_column, self.head_group
+        return np.stack(places, axis=-1).astype(np.int32)
+
     def _per_head(self, values: list[list[int]]) -> Int32:
         table = np.zeros((self.geometry.layers, self.geometry.kv_heads), np.int32)
         for members, numbers in zip(self.groups, values, strict=True):

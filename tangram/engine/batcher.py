@@ -32,6 +32,7 @@ from tangram.model.sealing import (
 )
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows
+from tangram.plan.loops import address_rows
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
@@ -296,38 +297,36 @@ class Batcher:
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
-        layout = row.retention.layout
-        table = row.slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
-        return np.stack([table, layout.head_column], axis=-1)
+        table = np.array([row.slot * self.cache.tables.shape[1], 0])
+        return np.asarray(row.retention.layout.head_address[..., :2] + table)
 
     def _decoding(
         self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
     ) -> Decoding:
         """`rows` over block `tables` and `lengths`, which have one line for each slot."""
-        layouts = [row.retention.layout for row in rows]
-        kept = np.stack([layout.head_kept_tokens for layout in layouts]).astype(np.int64)
-        group, slots = layouts[0].geometry.group_size, len(self.cache.lengths)
+        one, slots = rows[0].retention.layout, len(self.cache.lengths)
+        kept = one.head_kept_tokens
+        if len({row.retention for row in rows}) > 1:
+            kept = np.stack([row.retention.layout.head_kept_tokens for row in rows])
         decode = self._decode_rows(rows)
-        prefixes = partial(_prefixes, rows, layouts, decode.table, tables.reshape(-1))
+        prefixes = partial(_prefixes, rows, decode.table, tables.reshape(-1))
+        kept, group = np.broadcast_to(kept, decode.shape), one.geometry.group_size
         return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries, slots)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
-        slots, start = (
-            np.array([getattr(row, name) for row in rows]) for name in ("slot", "start")
-        )
+        slots, start = np.array([(row.slot, row.start) for row in rows]).T
         first = self.retentions[0].layout
-        shape = (len(rows), *first.head_group.shape)
-        table, column, index = (np.empty(shape, np.int64) for _ in range(3))
-        budget = np.empty(shape)
-        for retention in dict.fromkeys(row.retention for row in rows):
-            own = np.array([row.retention is retention for row in rows])
-            layout = retention.layout
-            slot = slots[own, None, None]
-            table[own] = slot * self.cache.tables.shape[1] + layout.group_offset[layout.head_group]
-            column[own] = layout.head_column
-            index[own] = slot * self.cache.lengths.shape[1] + layout.head_group
-            budget[own] = _estimate_entries(layout, start[own])[:, layout.head_group]
-        return DecodeRows(table, column, index, budget, self.windows, first.page_tokens)
+        layers, heads = first.head_group.shape
+        address = np.empty((layers, len(rows), heads, 3), np.int32)
+        budget = np.empty((len(rows), layers, heads), np.int32)
+        retentions = [row.retention for row in rows]
+        for retention in set(retentions):
+            own = np.flatnonzero([one is retention for one in retentions])
+            layout, slot = retention.layout, slots[own]
+            table, index = (slot * x.shape[1] for x in (self.cache.tables, self.cache.lengths))
+            entries = _estimate_entries(layout, start[own])
+            address_rows(layout.head_address, own, table, index, entries, address, budget)
+        return DecodeRows(address, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
@@ -400,25 +399,27 @@ class Batcher:
         return None if overflow is None else overflow.sample(row.retention, row.start)
 
 
-def _prefixes(
-    rows: Sequence[Row], layouts: Sequence[Layout], table: Int64, tables: Int32
-) -> Forest:
+def _prefixes(rows: Sequence[Row], table: Int32, tables: Int32) -> Forest:
     """The prefix forest as one head of `table` [R, L, H] shows it.
 
     It consists of sealed chunks and the full pages of raw tails.
     """
-    full = layouts[0].geometry.full_layers
-    starts = [
-        divmod(row.start, layout.chunk_tokens) for row, layout in zip(rows, layouts, strict=True)
-    ]
-    chunks, raw = np.asarray(starts if full else [(0, 0)] * len(rows), np.int64).T
+    full = rows[0].retention.layout.geometry.full_layers
     probe = full[0] if full else 0
-    sealed = np.asarray(
-        [layout.sealed_pages[layout.head_group[probe, 0]] for layout in layouts], np.int64
-    )
-    raw_pages = raw // layouts[0].page_tokens
-    units = units_of(tables, table[:, probe, 0], sealed, chunks, raw_pages)
-    return build_forest(*units, chunks)
+    retentions = [row.retention for row in rows]
+    sizes = {retention: _size_units(retention.layout, probe) for retention in set(retentions)}
+    chunk_tokens, page_tokens, pages = np.array([sizes[one] for one in retentions]).T
+    chunks, raw = np.divmod(np.array([row.start if full else 0 for row in rows]), chunk_tokens)
+    first = table[:, probe, 0]
+    if len(set(tables[first].tolist())) == len(rows):  # no two rows begin with the same page
+        return build_forest(np.zeros((len(rows), 0), np.int64), np.zeros_like(chunks), chunks)
+    return build_forest(*units_of(tables, first, pages, chunks, raw // page_tokens), chunks)
+
+
+def _size_units(layout: Layout, probe: int) -> tuple[int, int, int]:
+    """Tokens of a chunk and of a page, and the pages that stay of a chunk in layer `probe`."""
+    pages = layout.sealed_pages[layout.head_group[probe, 0]]
+    return layout.chunk_tokens, layout.page_tokens, int(pages)
 
 
 def _estimate_entries(layout: Layout, positions: Int64) -> Int32:

@@ -495,8 +495,9 @@ class EngineBuilder:
         """A runner with compiled kernels and captured graphs."""
         config, loaded = self.config, self.loaded
         fast = loaded.device.type == "cuda" and not config.enforce_eager
-        if fast:
+        if fast or loaded.device.type == "cpu":
             join_projections(loaded.model)
+        if fast:
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)

@@ -17,7 +17,8 @@ import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,67 +58,33 @@ COMPILED = {
 
 @dataclass(frozen=True, eq=False)
 class CpuPlan:
-    """A work plan packed for the compiled kernel, once per plan. Build it with `CpuPlan.build`.
+    """A work plan for the compiled kernel. Build it with `CpuPlan.build`.
 
-    `tasks` [N, 9]: table, length_index, column, head, kind, a, b, row_begin, row_end. `entries` [M,
-    3]: row, direct, slot. `segments` [S, 4]: row, head, part_begin, part_end. `address` [L, R, H,
-    3]: table, column, length_index.
+    `address` [L, R, H, 3] is that of `DecodeRows`.
     """
 
     plan: WorkPlan
     threads: int
-    tasks: Int64
-    entries: Int64
-    segments: Int64
-    address: Int64
+    address: Int32
 
     @classmethod
     def build(cls, plan: WorkPlan, rows: DecodeRows, threads: int | None = None) -> CpuPlan:
-        """Pack `plan` for `threads` threads; None means as many as torch uses."""
-        task_fields = (
-            plan.table,
-            plan.length_index,
-            plan.column,
-            plan.head,
-            plan.kind,
-            plan.a,
-            plan.b,
-            plan.row_begin,
-            plan.row_end,
-        )
-        segments = (plan.merge_row, plan.merge_head, plan.part_indptr[:-1], plan.part_indptr[1:])
-        address = np.stack([rows.table, rows.column, rows.length_index], axis=-1).swapaxes(0, 1)
-        return cls(
-            plan,
-            _threads(threads),
-            np.stack(task_fields, axis=1).astype(np.int64),
-            np.stack([plan.rows, plan.direct, plan.slot], axis=1).astype(np.int64),
-            np.stack(segments, axis=1).astype(np.int64),
-            np.ascontiguousarray(address, np.int64),
-        )
+        """`plan` for `threads` threads; None means as many as torch uses."""
+        return cls(plan, _threads(threads), rows.address)
 
-    @property
+    @cached_property
     def layer_tasks(self) -> LayerTasks:
         """What compiled code reads of all layers."""
         plan = self.plan
-        return LayerTasks(
-            self.tasks,
-            self.entries,
-            self.segments,
-            plan.part_slot,
-            plan.partial_slots,
-            plan.tile_tokens,
-        )
+        records = plan.tasks, plan.entries, plan.segments
+        return LayerTasks(*records, plan.partial_slots, plan.tile_tokens)
 
-    def bounds(self, layer: int) -> tuple[int, int, int, int]:
-        """Where the tasks and the segments of a layer begin and end."""
-        tasks, segments = self.plan.layer_indptr, self.plan.merge_indptr
-        return (
-            int(tasks[layer]),
-            int(tasks[layer + 1]),
-            int(segments[layer]),
-            int(segments[layer + 1]),
-        )
+    @cached_property
+    def bounds(self) -> list[tuple[int, int, int, int]]:
+        """Where the tasks and the segments of each layer begin and end."""
+        tasks, segments = self.plan.layer_indptr.tolist(), self.plan.merge_indptr.tolist()
+        ends = zip(pairwise(tasks), pairwise(segments), strict=True)
+        return [(*of_tasks, *of_segments) for of_tasks, of_segments in ends]
 
 
 def _threads(wanted: int | None = None) -> int:
@@ -147,7 +114,7 @@ def warm_up(dtype: torch.dtype) -> None:
     """
     threads = torch.get_num_threads()
     one = np.zeros((1, 1, 1), np.int64)
-    rows = DecodeRows(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
+    rows = DecodeRows.of(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
@@ -171,18 +138,19 @@ def decode_step(
     layer: int,
     *,
     scaling: float,
-    counts: Int32 | None = None,
+    first_tokens: Int64 | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
-    k is [T, H, D], v [T, H, V]. `counts` are the tokens of each row; None means one. Compiled code
-    computes in float32; pools of dtypes that are not `COMPILED` go to the reference.
+    k is [T, H, D], v [T, H, V]. `first_tokens` int64 [R + 1] says where the tokens of each row
+    begin; None means one a row. Compiled code computes in float32; pools of dtypes that are not
+    `COMPILED` go to the reference.
     """
-    if counts is None:
-        counts = np.ones(plan.address.shape[1], np.int32)
+    first = np.arange(plan.address.shape[1] + 1) if first_tokens is None else first_tokens
     if not runs_compiled(pool):
+        counts = np.diff(first).astype(np.int32)
         table, column, index = np.moveaxis(plan.address[layer], -1, 0)
         reference.append(k, v, pool, tables, lengths, table, column, index, counts)
         decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
@@ -196,7 +164,7 @@ def decode_step(
     sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
     rows = DecodeTokens(
         _array(q.float()).reshape(*by_head, q.shape[2]),
-        np.append(0, np.cumsum(counts)),
+        first,
         out.numpy().reshape(*by_head, v.shape[-1]),
         _array(lengths),
         sink.reshape(by_head[1:]),
@@ -208,7 +176,7 @@ def decode_step(
         *(_array(reference.as_entries(x, pool.dtype).view(bits)) for x in (k, v)),
         Pages(_array(reference.blocks(pool).view(bits)), pool.shape[1], _array(tables)),
         plan.layer_tasks,
-        plan.bounds(layer),
+        plan.bounds[layer],
         plan.address[layer],
         plan.threads,
     )
@@ -218,15 +186,13 @@ def decode_step(
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
     """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
 
-    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel stays for bfloat16 where there is AMX,
-    which it uses: the two were not compared.
+    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel, which uses AMX, is faster
+    where there is one, but there a query's bits depend on the queries and keys beside it.
     """
     has_products = (
         torch.cpu._is_avx512_supported()
         if q.dtype is torch.float32
-        else q.dtype is torch.bfloat16
-        and torch.cpu._is_avx512_bf16_supported()
-        and not torch.cpu._is_amx_tile_supported()
+        else q.dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     )
     return has_products and runs_compiled(pool) and q.shape[-1] % 2 == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tangram.kernels.numba_cache import compile_kept
+from tangram.numba_cache import compile_kept
 
 
 @compile_kept()

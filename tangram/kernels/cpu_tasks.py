@@ -17,7 +17,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from tangram.kernels.numba_cache import compile_kept
+from tangram.numba_cache import compile_kept
 
 if platform.machine() in ("x86_64", "AMD64"):
     from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
@@ -60,12 +60,11 @@ class Pages(NamedTuple):
 
 
 class LayerTasks(NamedTuple):
-    """The arrays of a `CpuPlan`, and the partial results of its largest layer."""
+    """The records of a `WorkPlan`, and the partial results of its largest layer."""
 
     tasks: Any
     entries: Any
     segments: Any
-    part_slot: Any
     slots: Any
     tile: Any
 
@@ -165,7 +164,7 @@ def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int,
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
     """`threads`, or 1 where tasks [first, last) read too little to share.
 
-    `tasks` has the rows of `CpuPlan.tasks`.
+    `tasks` are those of a `WorkPlan`.
     """
     tokens = 0
     for task in range(first, last):
@@ -383,22 +382,22 @@ def finish(part, lse, sinks, out):  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def merge(parts, number, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
-    """Merge `parts` of token `number` of a row in that order into out [G, D].
+def merge(begin, end, number, partial_out, partial_lse, sinks, out):  # type: ignore[no-untyped-def]
+    """Merge the parts in slots `begin` to `end`, of token `number` of a row, into out [G, D].
 
-    They are slots of partial_out [slots, tokens, G, D] and partial_lse [slots, tokens, G].
+    Slots are those of partial_out [slots, tokens, G, D] and partial_lse [slots, tokens, G].
     """
     for g in range(out.shape[0]):
         top = -np.inf
-        for slot in parts:
+        for slot in range(begin, end):
             top = max(top, partial_lse[slot, number, g])
         out[g, :] = 0
         if top == -np.inf:
             continue
         total = np.exp(sinks[g] - top)
-        for slot in parts:
+        for slot in range(begin, end):
             total += np.exp(partial_lse[slot, number, g] - top)
-        for slot in parts:
+        for slot in range(begin, end):
             weight = np.float32(np.exp(partial_lse[slot, number, g] - top) / total)
             for d in range(out.shape[1]):
                 out[g, d] += weight * partial_out[slot, number, g, d]
@@ -425,7 +424,7 @@ def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type
     """Write the results of a task, out [M, V] and lse [M], to where its `entries` say."""
     first, group = rows.first, rows.queries.shape[2]
     at = 0
-    for row, direct, slot in entries:
+    for row, direct, slot, _ in entries:
         for token in range(first[row], first[row + 1]):
             part, part_lse = out[at : at + group], lse[at : at + group]
             at += group
@@ -439,7 +438,7 @@ def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type
 @compile_kept()
 def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignore[no-untyped-def]
     """One task: its attention, and where its results go."""
-    table, length_index, column, head, kind, a, b, row_begin, row_end = tasks.tasks[task]
+    table, length_index, column, head, kind, a, b, row_begin, row_end = tasks.tasks[task, :9]
     length, entries = rows.lengths[length_index], tasks.entries[row_begin:row_end]
     begin, end = resolve_one(kind, a, b, length, tasks.tile)
     query, group = gather_queries(rows, entries, head), rows.queries.shape[2]
@@ -500,7 +499,8 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
         row, head, begin, end = tasks.segments[segment]
         for number in range(first[row + 1] - first[row]):
             merge(
-                tasks.part_slot[begin:end],
+                begin,
+                end,
                 number,
                 partials[0],
                 partials[1],

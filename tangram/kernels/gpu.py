@@ -21,7 +21,7 @@ from tangram.kernels.card import Card
 from tangram.kernels.decode import decode_tasks
 from tangram.kernels.e4m3 import address
 from tangram.kernels.merge import merge_segments
-from tangram.kernels.packed import Capacity, DecodeOptions, PackedPlan, pack
+from tangram.kernels.packed import FIXED, Capacity, DecodeOptions, PackedPlan, count_words, pack
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
@@ -102,7 +102,7 @@ class GpuDecode:
         self._merges = size.segments > 0
         self._tiles = dict[torch.dtype, list[Tile]]()
         self._chained = self._card.chains and self._options.chained
-        self._upload(packed[0])
+        self._load(plans[0], lengths)
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
         sizes = self.capacity.sizes
@@ -128,21 +128,25 @@ class GpuDecode:
 
     def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
         group, finishes = self._group * self._queries, np.asarray(self.capacity.finishes)
-        packed = pack(plan, group, self._options, lengths, finishes)
+        # Megabytes: written directly to memory that the device reads.
+        words = count_words(plan, self._options)
+        whole = torch.empty(words, dtype=torch.int32, pin_memory=self._pool.is_cuda)
+        packed = pack(plan, group, self._options, lengths, finishes, whole.numpy())
         misfit = self.capacity.misfit(plan, packed)
         if misfit is None:
-            self._upload(packed)
+            self._upload(packed, whole)
         return misfit
 
-    def _upload(self, packed: PackedPlan) -> None:
-        # Megabytes: written directly to memory that the device reads.
-        whole = torch.empty(
-            len(self._device_plan), dtype=torch.int32, pin_memory=self._pool.is_cuda
-        )
-        host = self._views(whole)
-        for name, array in packed.arrays.items():
-            host[name].numpy()[: array.size] = array.ravel()
-        self._device_plan.copy_(whole, non_blocking=True)
+    def _upload(self, packed: PackedPlan, whole: Tensor) -> None:
+        """Copy the arrays of `packed`, which lie end to end in `whole`, to their places."""
+        sizes = {name: array.size for name, array in packed.arrays.items()}
+        # Sizes of bounds are fixed, so bounds and tasks lie end to end on both sides.
+        first = sum(sizes.pop(name) for name in (*FIXED, "tasks"))
+        self._device_plan[:first].copy_(whole[:first], non_blocking=True)
+        for name, size in sizes.items():
+            if size:
+                self._plan[name][:size].copy_(whole[first : first + size], non_blocking=True)
+            first += size
 
     def attend(
         self,

@@ -48,6 +48,12 @@ class PrefillRows:
         """The most queries of an asking row; 0 if there is none."""
         return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
 
+    @cached_property
+    def shortest(self) -> int:
+        """The least queries of an asking row; 0 if there is none."""
+        queries = (self.spans[:, 1] - self.spans[:, 0])[self.asking]
+        return int(queries.min()) if len(queries) else 0
+
     def repeat_row(self, row: int, tokens: int) -> PrefillRows:
         """`row` alone, with queries for `tokens` repeated tokens after its own.
 

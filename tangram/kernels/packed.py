@@ -5,25 +5,25 @@ int32 arrays, tasks sorted by tile, static capacities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from tangram.errors import ConfigError
 from tangram.kernels.interface import MOST_QUERIES
-from tangram.kernels.sorted_tasks import find_finishers, sort_by_kind, write_entries, write_tasks
+from tangram.kernels.sorted_tasks import find_finishers, find_kinds, sort_by_kind
 from tangram.kernels.tiling import Tile
-from tangram.plan.form import Bool, RangeKind, WorkPlan
+from tangram.plan.form import Bool, WorkPlan
+from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
-# Table, length_index, column, head, kind, a, b, row_begin, row_end; then those of the first entry.
-TASK_FIELDS = 13
-# Row, direct, slot, parts to finish; also the tasks' last four.
-ENTRY_FIELDS = 4
-
+FIXED = ("task_indptr", "merge_indptr")  # arrays whose sizes do not depend on the plan
 
 # Fastest on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
 TILES = (
@@ -83,10 +83,13 @@ class DecodeOptions:
 class PackedPlan:
     """A plan's arrays, and counts per layer and kind, [L, kinds].
 
-    `counts` are the tasks, `finishes` the entries that finish a row.
+    `arrays` have the records of a `WorkPlan`, the tasks of each layer sorted by kind: `task_indptr`
+    [L, kinds + 1], `merge_indptr` [L + 1], `tasks`, `entries` and `segments`. Where a task merges
+    other parts of a row, its entry is `direct` and ends with their number. `counts` are the tasks,
+    `finishes` the entries that finish a row.
     """
 
-    arrays: dict[str, Int32 | Int64]
+    arrays: dict[str, Int32]
     counts: Int64
     finishes: Int64
 
@@ -97,103 +100,88 @@ def pack(
     options: DecodeOptions,
     lengths: Int32 | None,
     finishing: Bool | None = None,
+    into: Int32 | None = None,
 ) -> PackedPlan:
     """Sort each layer's tasks by kind, keeping their order, and build the arrays for the kernels.
 
     `finishing` [kinds] says whose tasks may finish rows, if `options` allow it (default: the two
-    smallest kinds). Raises `ConfigError` if a task serves more queries than the largest tile holds.
+    smallest kinds). All arrays lie end to end in `into`, of at least `count_words`, in the order of
+    `PackedPlan`. Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
     kind, kinds = _kinds(plan, group, options, lengths), len(options.kinds)
-    order, counts = np.empty(len(kind), np.int64), np.zeros((plan.layers, kinds), np.int64)
-    task_indptr = np.empty((plan.layers, kinds + 1), np.int32)
-    sort_by_kind(kind, plan.layer_indptr, order, task_indptr, counts)
-    may = np.arange(kinds) < FINISHING if finishing is None else finishing
-    before, left, finishes = _finishers(plan, kind, may, options)
-    tasks, entries = (
-        np.empty((len(order), TASK_FIELDS), np.int32),
-        np.empty((len(plan.rows), ENTRY_FIELDS), np.int32),
-    )
-    write_tasks(
-        order,
-        plan.table,
-        plan.length_index,
-        plan.column,
-        plan.head,
-        plan.kind,
-        plan.a,
-        plan.b,
-        plan.row_begin,
-        plan.row_end,
-        plan.rows,
-        plan.direct,
-        plan.slot,
-        before,
-        tasks,
-    )
-    write_entries(plan.rows, plan.direct, plan.slot, before, entries)
-    slots = (
-        plan.part_slot[plan.part_indptr[:-1][left]],
-        plan.part_slot[plan.part_indptr[1:][left] - 1] + 1,
-    )
-    arrays: dict[str, Int32 | Int64] = {
-        "tasks": tasks,
-        "entries": entries,
-        "segments": np.stack([plan.merge_row[left], plan.merge_head[left], *slots], axis=1),
-        "merge_indptr": np.append(0, np.cumsum(left))[plan.merge_indptr],
-        "task_indptr": task_indptr,
+    shapes = _shapes(plan, options)
+    ends = list(accumulate(map(math.prod, shapes.values())))
+    whole = np.empty(ends[-1], np.int32) if into is None else into
+    arrays = {
+        name: part.reshape(shape)
+        for part, (name, shape) in zip(
+            np.split(whole[: ends[-1]], ends[:-1]), shapes.items(), strict=True
+        )
     }
+    counts, finishes = np.zeros((2, plan.layers, kinds), np.int64)
+    tasks, task_indptr = arrays["tasks"], arrays["task_indptr"]
+    sort_by_kind(plan.tasks, kind, plan.layer_indptr, tasks, task_indptr, counts)
+    arrays["entries"][:] = plan.entries
+    merges, segments = arrays["merge_indptr"], arrays["segments"]
+    merges[:] = plan.merge_indptr
+    if options.merge == "tails" and len(segments):
+        may = np.arange(kinds) < FINISHING if finishing is None else finishing
+        left = find_finishers(
+            tasks,
+            arrays["entries"],
+            task_indptr,
+            may,
+            plan.segments,
+            plan.merge_indptr,
+            segments,
+            merges,
+            finishes,
+        )
+        arrays["segments"] = segments[:left]
+    else:
+        segments[:] = plan.segments
     return PackedPlan(arrays, counts, finishes)
 
 
-def _finishers(
-    plan: WorkPlan, kind: Int64, may: Bool, options: DecodeOptions
-) -> tuple[Int32, Bool, Int64]:
-    """The parts that each entry's task merges, the segments left, and the tasks that finish rows.
-
-    Shapes: [M], [S] and [L, kinds]. `kind` [N] is the kind of each task; `may` [kinds] says which
-    kinds may finish rows.
-    """
-    before, left = np.zeros(len(plan.rows), np.int32), np.ones(len(plan.merge_row), np.bool_)
-    finishes = np.zeros((plan.layers, len(may)), np.int64)
-    if options.merge == "tails" and len(left):
-        find_finishers(
-            kind,
-            may,
-            plan.layer_indptr,
-            plan.row_begin,
-            plan.row_end,
-            plan.direct,
-            plan.slot,
-            plan.merge_indptr,
-            plan.part_indptr,
-            before,
-            left,
-            finishes,
-        )
-    return before, left, finishes
+def rehearse_packing() -> None:
+    """Compile planning and packing (~20 s), or load them from Numba's cache (~0.7 s)."""
+    plan, lengths = rehearse_planning()
+    pack(plan, 1, DecodeOptions(one_tile_tasks=0), lengths)
 
 
-def _kinds(plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None) -> Int64:
+def count_words(plan: WorkPlan, options: DecodeOptions) -> int:
+    """The most int32 numbers that `pack` makes of `plan`."""
+    return sum(math.prod(shape) for shape in _shapes(plan, options).values())
+
+
+def _shapes(plan: WorkPlan, options: DecodeOptions) -> dict[str, tuple[int, ...]]:
+    """The shapes of `PackedPlan.arrays`, whatever tasks finish."""
+    return {
+        "task_indptr": (plan.layers, len(options.kinds) + 1),
+        "merge_indptr": (plan.layers + 1,),
+        "tasks": plan.tasks.shape,
+        "entries": plan.entries.shape,
+        "segments": plan.segments.shape,
+    }
+
+
+def _kinds(
+    plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None
+) -> npt.NDArray[np.uint8]:
     """[N]: the kind of each task."""
-    queries = (plan.row_end - plan.row_begin) * group
-    limits = [tile.queries for tile in options.tiles]
-    if len(queries) and queries.max() > limits[-1]:
+    kind = np.empty(len(plan.tasks), np.uint8)
+    limits = np.array([tile.queries for tile in options.tiles])
+    one_tile = np.diff(plan.layer_indptr).max(initial=0) <= options.one_tile_tasks
+    brief = lengths is not None and group <= options.short.queries and not one_tile
+    known = np.zeros(0, np.int32) if lengths is None else lengths
+    most = find_kinds(plan.tasks, known, limits, group, options.short_tokens * brief, kind)
+    if most > limits[-1]:
         raise ConfigError(
-            f"a task serves {queries.max()} queries, the largest tile holds {limits[-1]}: plan "
+            f"a task serves {most} queries, the largest tile holds {limits[-1]}: plan "
             f"with max_query_rows={limits[-1]}"
         )
-    kind = 1 + np.searchsorted(limits, queries)
-    if np.diff(plan.layer_indptr).max(initial=0) <= options.one_tile_tasks:
-        return np.full(len(kind), kind.max(initial=1))
-    if lengths is not None:
-        alone = (
-            (plan.row_end - plan.row_begin == 1)
-            & (plan.kind <= RangeKind.OPEN)
-            & (group <= options.short.queries)
-            & (options.short_tokens > 0)
-        )
-        end = np.where(plan.kind == RangeKind.OPEN, lengths[plan.length_index], plan.b)
-        kind[alone & (end - plan.a <= options.short_tokens)] = 0
+    if one_tile:
+        kind[:] = kind.max(initial=1)
     return kind
 
 
@@ -216,7 +204,7 @@ class Capacity:
     def rounded(self) -> Capacity:
         """Positive sizes rounded up to powers of two, because consecutive plans differ a little."""
         return Capacity(
-            {name: _round_up(size) for name, size in self.sizes.items()},
+            {name: size if name in FIXED else _round_up(size) for name, size in self.sizes.items()},
             _round_up(self.slots),
             tuple(_round_up(count) for count in self.tasks),
             self.finishes,
@@ -227,7 +215,7 @@ class Capacity:
     @property
     def doubled(self) -> Capacity:
         """Twice the sizes: plans for as many rows of other lengths have up to that many tasks."""
-        sizes = {name: 2 * size for name, size in self.sizes.items()}
+        sizes = {name: size if name in FIXED else 2 * size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes, slots=2 * self.slots)
 
     def launching_all(self, options: DecodeOptions, parts: int) -> Capacity:

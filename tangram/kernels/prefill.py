@@ -1,23 +1,31 @@
 """Prefill attention on the GPU: a chunk attends to its sequence's pages, then causally to itself.
 
 One Triton launch computes the chunks of several requests. Every program serves one tile of new
-tokens of one query head, with online softmax in float32. Its result depends on its own request
-alone.
+tokens of one query head, with online softmax in float32. A row of few tokens behind a long past has
+too few tiles to fill the card: several programs share the past of a tile then, and a second launch
+merges what they found (FlashDecoding). A row's result depends on its own tokens and past alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import widen
-from tangram.kernels.tiles import LOG2E, multiply, soft_cap
+from tangram.kernels.tiles import LOG2E, multiply, soft_cap, take_part
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 
 # Fastest on Hopper; the wide tile is for heads of more than 128 dimensions.
 TILE, WIDE_TILE = (Tile(64), Tile(64, entries=32))
+# Of a row that is split: the most programs of a query head, and the entries of a past for each.
+SLOTS, SPLIT_ENTRIES = 8, 1024
+MOST_CELLS = 64  # of a launch that splits rows: with G 4 and D 128 its parts take 64 MiB
+MERGED_QUERIES = 16  # of a program that merges
 
 
 @triton.jit
@@ -59,6 +67,12 @@ def _load_dimensions(place, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(place, mask=(d < D)[None, :], other=0.0)
 
 
+@triton.jit
+def _count_splits(tiles, past, SLOTS: tl.constexpr, LEAST: tl.constexpr):
+    """How many programs share the past of each of a row's tiles."""
+    return tl.maximum(1, tl.minimum(SLOTS // tl.maximum(tiles, 1), tl.cdiv(past, LEAST)))
+
+
 @triton.jit(
     do_not_specialize=["layer"],
     do_not_specialize_on_alignment=["tables", "address", "spans", "order"],
@@ -75,6 +89,8 @@ def prefill_tiles(
     scales,
     sinks,
     out,
+    parts,
+    part_lse,
     layer,
     scaling,
     softcap,
@@ -97,13 +113,16 @@ def prefill_tiles(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """Grid (tiles of the longest row, rows · Q heads).
+    """Grid (tiles of the longest row, or SLOTS if there are more; rows · Q heads).
 
     `spans` [rows, 5]: queries [begin, end) and keys [begin, end) in the flattened batch, and the
     position of the first key. The queries belong to a row's last keys. `address` [rows, H, 3]:
     table offset, column, past length. `order` [rows · H] lists the (row, head) cells; those that
-    read most start first.
+    read most start first. Where SLOTS > 1, programs of a row that is split leave `parts` [rows · Q,
+    SLOTS, BLOCK_M, D] and `part_lse` for `merge_splits`, in the order of the cells.
     """
     cell = tl.load(order + tl.program_id(1) // G)
     part = cell // H
@@ -113,14 +132,23 @@ def prefill_tiles(
     k_begin = tl.load(spans + part * 5 + 2)
     k_end = tl.load(spans + part * 5 + 3)
     start = tl.load(spans + part * 5 + 4)
+    record = address + cell * 3
+    past = tl.load(record + 2)
+    tiles = tl.cdiv(q_end - q_begin, BLOCK_M)
+    splits = 1
+    if SLOTS > 1:
+        splits = _count_splits(tiles, past, SLOTS, LEAST)
+    split = tl.program_id(0) % splits
     # The last tiles see the most keys, so they start first.
-    tile = tl.cdiv(q_end - q_begin, BLOCK_M) - 1 - tl.program_id(0)
+    tile = tiles - 1 - tl.program_id(0) // splits
     if tile >= 0:
         query_head = head * G + tl.program_id(1) % G
-        record = address + cell * 3
         table = tl.load(record)
         column = tl.load(record + 1)
-        past = tl.load(record + 2)
+        share = tl.cdiv(tl.cdiv(past, BLOCK_N), splits) * BLOCK_N
+        past_begin = split * share
+        past_end = tl.minimum(past, past_begin + share)
+        last = split == splits - 1  # takes the row's own entries, too
         lead = (k_end - k_begin) - (q_end - q_begin)
         first = tile * BLOCK_M
         m = first + tl.arange(0, BLOCK_M)
@@ -139,14 +167,14 @@ def prefill_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        begin = 0
+        begin = past_begin
         if WINDOW:
             # Pages that no query of the tile sees may have been released: they are not read at all.
             begin = tl.maximum(0, start + lead + first - window + 1)
         else:
             # Whole tiles that every query sees need no mask; the rest of the past does.
-            begin = past // BLOCK_N * BLOCK_N
-            for at in range(0, begin, BLOCK_N):
+            begin = tl.maximum(past_begin, past_end // BLOCK_N * BLOCK_N)
+            for at in range(past_begin, begin, BLOCK_N):
                 n = at + tl.arange(0, BLOCK_N)
                 page = tl.load(tables + table + n // P).to(tl.int64)
                 place = (
@@ -159,7 +187,7 @@ def prefill_tiles(
                 acc, peak, total = _absorb(
                     acc, peak, total, past_query, keys, values, 0, scaling, softcap, False, SOFTCAP
                 )
-        for at in range(begin, past, BLOCK_N):
+        for at in range(begin, past_end, BLOCK_N):
             n = at + tl.arange(0, BLOCK_N)
             page = tl.load(tables + table + n // P, mask=n < past, other=0).to(tl.int64)
             place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
@@ -176,13 +204,13 @@ def prefill_tiles(
             )
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
-        own_end = tl.minimum(lead + first + BLOCK_M, k_end - k_begin)
+        own_end = tl.where(last, tl.minimum(lead + first + BLOCK_M, k_end - k_begin), 0)
         own_k = k + head * stride_k_head + k_begin.to(tl.int64) * stride_k
         own_v = v + head * stride_v_head + k_begin.to(tl.int64) * stride_v
         if WINDOW:
             own_begin = tl.maximum(0, lead + first - window + 1)
         else:
-            own_begin = (lead + first) // BLOCK_N * BLOCK_N
+            own_begin = tl.where(last, (lead + first) // BLOCK_N * BLOCK_N, 0)
             for at in range(0, own_begin, BLOCK_N):
                 n = (at + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
                 keys = _load_dimensions(own_k + n * stride_k + d[None, :], d, D, BLOCK_D)
@@ -204,10 +232,64 @@ def prefill_tiles(
             )
         if SINKS:
             sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
-            total = total + tl.exp2(sink - peak)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+            total = total + tl.where(last, tl.exp2(sink - peak), 0.0)
+        divisor = tl.where(total > 0, total, 1.0)
+        result = acc / divisor[:, None]
+        if SLOTS > 1:
+            slot = tl.program_id(1).to(tl.int64) * SLOTS + tile * splits + split
+            at = slot * BLOCK_M + tl.arange(0, BLOCK_M)
+            shared = wanted & (splits > 1)
+            tl.store(parts + at[:, None] * D + d[None, :], result, mask=shared)
+            lse = peak + tl.log2(divisor)  # -inf where a share is empty
+            tl.store(part_lse + at, lse, mask=(m < q_end - q_begin) & (splits > 1))
+            wanted = wanted & (splits == 1)
         place = out + (token[:, None] * (H * G) + query_head) * D + d[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize_on_alignment=["address", "spans", "order"])
+def merge_splits(
+    parts,
+    part_lse,
+    address,
+    spans,
+    order,
+    out,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Merge the parts that `prefill_tiles` left of rows that were split.
+
+    Grid (BLOCK_R queries each of up to SLOTS / 2 tiles, rows · Q heads).
+    """
+    cell = tl.load(order + tl.program_id(1) // G)
+    part = cell // H
+    q_begin = tl.load(spans + part * 5)
+    queries = tl.load(spans + part * 5 + 1) - q_begin
+    splits = _count_splits(tl.cdiv(queries, BLOCK_M), tl.load(address + cell * 3 + 2), SLOTS, LEAST)
+    m = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if (splits > 1) & (tl.program_id(0) * BLOCK_R < queries):
+        d = tl.arange(0, BLOCK_D)
+        wanted = (m < queries)[:, None] & (d < D)[None, :]
+        acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_R], tl.float32)
+        first = tl.program_id(1).to(tl.int64) * SLOTS + m // BLOCK_M * splits
+        for split in range(0, splits):
+            at = (first + split) * BLOCK_M + m % BLOCK_M
+            lse = tl.load(part_lse + at, mask=m < queries, other=float("-inf"))
+            value = tl.load(parts + at[:, None] * D + d[None, :], mask=wanted, other=0.0)
+            acc, peak, total = take_part(acc, peak, total, lse, value)
+        query_head = (cell % H) * G + tl.program_id(1) % G
+        place = ((q_begin + m).to(tl.int64)[:, None] * (H * G) + query_head) * D + d[None, :]
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted)
 
 
 def tile_of(operands: Operands, card: Card) -> Tile:
@@ -226,6 +308,7 @@ def prefill(
     order: Tensor,
     *,
     layer: int,
+    shortest: int,
     longest: int,
     scaling: float,
     window: int | None = None,
@@ -234,43 +317,95 @@ def prefill(
     scales: Tensor | None = None,
     out: Tensor | None = None,
     card: Card | None = None,
+    split_entries: int = SPLIT_ENTRIES,
 ) -> Tensor:
     """Attention of the new tokens of several requests: q [T, Q, D] → [T, Q, D], in q's dtype.
 
     k, v are [T', H, D]. `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys
     [begin, end) in k, and the position of their first key. `address` int32 [rows, H, 3]: each
-    head's table offset, column and past length in the pool. `longest` is the most queries of a row.
-    `order` int32 [cells] lists the cells row · H + head that are computed, in their order.
-    Otherwise the contract of `reference.prefill`. Parts of `out` without span or cell are
-    unchanged. `card` None is the pool's own.
+    head's table offset, column and past length in the pool. `shortest` and `longest` are the least
+    and the most queries of a row. `order` int32 [cells] lists the cells row · H + head that are
+    computed, in their order. Otherwise the contract of `reference.prefill`. Parts of `out` without
+    span or cell are unchanged. `card` None is the pool's own. Without a window, the past of a row
+    of few tiles is split among programs, one for `split_entries` entries or more.
     """
-    query_heads, dim = q.shape[1:]
-    heads = k.shape[1]
+    heads, dim = k.shape[1], q.shape[2]
+    group = q.shape[1] // heads
     out = q.new_empty(q.shape) if out is None else out
     block_dim = triton.next_power_of_2(dim)
     # Depends on head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
     tile = tile_of(operands, card or Card.of(pool.device))
-    grid = (triton.cdiv(longest, tile.queries), query_heads // heads * len(order))
-    tensors = (q, k, v, pool, tables, address, spans, order)
-    scale, sink = (scales if scales is not None else k), (sinks if sinks is not None else q)
     numbers = (layer, scaling, softcap or 1.0, window or 0)
-    prefill_tiles[grid](
-        *(*tensors, scale, sink, out, *numbers),
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        H=heads,
-        G=query_heads // heads,
-        D=dim,
-        HP=pool.shape[1],
-        P=pool.shape[3],
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.entries,
-        BLOCK_D=block_dim,
-        WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        SCALED=scales is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    launch = _Launch(
+        ((q, k, v, pool, tables, address, spans), (scales, sinks), out),
+        (*numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        {"H": heads, "G": group, "D": dim, "BLOCK_M": tile.queries, "BLOCK_D": block_dim},
+        tile,
+        window is not None,
+        softcap is not None,
     )
+    tiles = triton.cdiv(longest, tile.queries)
+    if window is None and 2 * triton.cdiv(shortest, tile.queries) <= SLOTS:
+        launch.run_split(order, tiles, split_entries)
+    else:
+        launch.run(order, tiles, (out, out), 1, split_entries)
     return out
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What all launches of a call have.
+
+    `tensors` are the inputs, the scales and sinks if there are any, and the output. `numbers` are
+    the arguments behind them, `shape` those that both kernels are compiled for.
+    """
+
+    tensors: tuple[tuple[Tensor, ...], tuple[Tensor | None, Tensor | None], Tensor]
+    numbers: tuple[int | float, ...]
+    shape: dict[str, int]
+    tile: Tile
+    windowed: bool
+    capped: bool
+
+    def run(
+        self, cells: Tensor, programs: int, parts: tuple[Tensor, Tensor], slots: int, least: int
+    ) -> None:
+        """Compute `cells` by up to `programs` programs of each query head."""
+        inputs, (scales, sinks), out = self.tensors
+        pool = inputs[3]
+        prefill_tiles[(programs, self.shape["G"] * len(cells))](
+            *(*inputs, cells, out if scales is None else scales, out if sinks is None else sinks),
+            *(out, *parts, *self.numbers),
+            **self.shape,
+            HP=pool.shape[1],
+            P=pool.shape[3],
+            BLOCK_N=self.tile.entries,
+            WINDOW=self.windowed,
+            SOFTCAP=self.capped,
+            SINKS=sinks is not None,
+            SCALED=scales is not None,
+            SLOTS=slots,
+            LEAST=least,
+            num_warps=self.tile.warps,
+            num_stages=self.tile.stages,
+        )
+
+    def run_split(self, order: Tensor, tiles: int, least: int) -> None:
+        """The same for the cells `order` of rows that may be split; parts are merged."""
+        (*_, address, spans), _, out = self.tensors
+        group, dim, queries = (self.shape[name] for name in ("G", "D", "BLOCK_M"))
+        places = group * min(MOST_CELLS, len(order)) * SLOTS * queries
+        parts, part_lse = (
+            torch.empty(places * size, dtype=torch.float32, device=out.device) for size in (dim, 1)
+        )
+        merges = min(SLOTS // 2, tiles) * queries // MERGED_QUERIES
+        for cells in torch.split(order, MOST_CELLS):
+            self.run(cells, max(tiles, SLOTS), (parts, part_lse), SLOTS, least)
+            merge_splits[(merges, group * len(cells))](
+                *(parts, part_lse, address, spans, cells, out),
+                **self.shape,
+                BLOCK_R=MERGED_QUERIES,
+                SLOTS=SLOTS,
+                LEAST=least,
+            )

@@ -130,11 +130,8 @@ def decode(
     final, parts = _run_tasks(
         queries, pool, tables, lengths, plan, layer, scaling, softcap, rows, out.shape[-1]
     )
-    segments = plan.segments(layer)
-    for segment in range(segments.start, segments.stop):
-        slots = plan.part_slot[plan.part_indptr[segment] : plan.part_indptr[segment + 1]].tolist()
-        cell = int(plan.merge_row[segment]), int(plan.merge_head[segment])
-        final[cell] = merge_parts([parts[slot] for slot in slots])
+    for row, head, first_slot, end_slot in plan.segments[plan.merges(layer)].tolist():
+        final[row, head] = merge_parts([parts[slot] for slot in range(first_slot, end_slot)])
     for (row, head), part in final.items():
         found = apply_sinks(part, None if sink is None else sink[head]).to(q.dtype)
         out[rows[row], head] = found
@@ -165,7 +162,7 @@ def _run_tasks(
     """
     final: dict[tuple[int, int], Part] = {}
     parts: dict[int, Part] = {}
-    tasks = plan.tasks(layer)
+    tasks = plan.of_layer(layer)
     host = lengths.cpu().numpy()
     spans = plan.table[tasks], plan.column[tasks], *plan.spans(host, tasks)
     entries = plan.head[tasks], plan.row_begin[tasks], plan.row_end[tasks]

@@ -1,4 +1,4 @@
-"""Numba code of `packed.py`: writes a plan's tasks in the order and format that the GPU reads.
+"""Numba code of `packed.py`: a plan's tasks in the order in which the GPU runs them.
 
 Planning is host work between two steps, and with hundreds of rows NumPy's passes over a plan took
 longer than a step. All of it is in one file, because Numba's cache of a function detects changes in
@@ -7,18 +7,39 @@ that function's file only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from tangram.kernels.numba_cache import compile_kept
+from tangram.numba_cache import compile_kept
+
+ABS, OPEN = 0, 1  # of `RangeKind`
 
 
-@compile_kept()
-def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignore[no-untyped-def]
-    """Sort each layer's tasks by `kind` [N], keeping their order within a kind.
+@compile_kept(error_model="numpy")
+def find_kinds(tasks, lengths, limits, group, short_tokens, kind):  # type: ignore[no-untyped-def]
+    """Write `kind` [N] of `tasks` [N, 13]: 1 + the first of `limits` that holds its queries.
 
-    Writes `order` [N], `counts` [L, kinds] (zeros before) and `task_indptr` [L, kinds + 1].
+    Each row has `group` queries. It is 0 for a task that serves one row and has at most
+    `short_tokens` entries at `lengths`. Returns the most queries of a task.
+    """
+    most = 0
+    for task in range(len(tasks)):
+        queries = (tasks[task, 8] - tasks[task, 7]) * group
+        most, found = max(most, queries), 0
+        while found < len(limits) and limits[found] < queries:
+            found += 1
+        kind[task] = found + 1
+        if queries == group and short_tokens and tasks[task, 4] <= OPEN:
+            end = tasks[task, 6] if tasks[task, 4] == ABS else lengths[tasks[task, 1]]
+            if end - tasks[task, 5] <= short_tokens:
+                kind[task] = 0
+    return most
+
+
+@compile_kept(error_model="numpy")
+def sort_by_kind(tasks, kind, layer_indptr, placed, task_indptr, counts):  # type: ignore[no-untyped-def]
+    """Write `placed` [N, 13]: each layer's `tasks` by `kind` [N], in their order within a kind.
+
+    Writes `counts` [L, kinds] (zeros before) and `task_indptr` [L, kinds + 1], too.
     """
     layers, kinds = counts.shape
     place = np.empty(kinds, np.int64)
@@ -31,103 +52,52 @@ def sort_by_kind(kind, layer_indptr, order, task_indptr, counts):  # type: ignor
             task_indptr[layer, one] = place[one] = at
             at += counts[layer, one]
         task_indptr[layer, kinds] = at
+        if counts[layer].max() == end - begin:
+            placed[begin:end] = tasks[begin:end]
+            continue
         for task in range(begin, end):
-            order[place[kind[task]]] = task
+            at = place[kind[task]]
             place[kind[task]] += 1
+            for word in range(tasks.shape[1]):
+                placed[at, word] = tasks[task, word]
 
 
-@compile_kept()
+@compile_kept(error_model="numpy")
 def find_finishers(  # type: ignore[no-untyped-def]
-    kind,
-    may,
-    layer_indptr,
-    row_begin,
-    row_end,
-    direct,
-    slot,
-    merge_indptr,
-    part_indptr,
-    before,
-    left,
-    finishes,
+    tasks, entries, task_indptr, may, segments, merge_indptr, left, left_indptr, finishes
 ):
-    """Find the entries whose tasks finish their row, and the segments that are `left`.
+    """Let tasks finish rows, and write the segments that are `left` with `left_indptr` [L + 1].
 
     A row's last part finishes it if its kind `may` [kinds] and comes after those of all its other
-    parts. It then merges `before` [M] other parts. Initially `before` is 0 and `left` [S] is true.
-    `finishes` [L, kinds], initially 0, counts such entries.
+    parts. Then `entries` and `tasks`, which are sorted by kind, say how many parts it merges.
+    `finishes` [L, kinds], initially 0, counts such entries. Returns how many segments are left.
     """
-    parts = part_indptr[-1]
-    entry, of_part = np.empty(parts, np.int64), np.empty(parts, kind.dtype)
-    for layer in range(len(layer_indptr) - 1):
-        first = part_indptr[merge_indptr[layer]]
-        for task in range(layer_indptr[layer], layer_indptr[layer + 1]):
-            for number in range(row_begin[task], row_end[task]):
-                if not direct[number]:
-                    entry[first + slot[number]] = number
-                    of_part[first + slot[number]] = kind[task]
+    slots = 0
+    for segment in range(len(segments)):
+        slots = max(slots, segments[segment, 3])
+    entry, task_of = np.empty(slots, np.int32), np.empty(slots, np.int32)
+    of_part, count = np.empty(slots, np.int32), 0
+    for layer in range(len(finishes)):
+        for kind in range(finishes.shape[1]):
+            for task in range(task_indptr[layer, kind], task_indptr[layer, kind + 1]):
+                for number in range(tasks[task, 7], tasks[task, 8]):
+                    if not entries[number, 1]:
+                        slot = entries[number, 2]
+                        entry[slot], task_of[slot], of_part[slot] = number, task, kind
         for segment in range(merge_indptr[layer], merge_indptr[layer + 1]):
-            begin, last = part_indptr[segment], part_indptr[segment + 1] - 1
+            begin, last = segments[segment, 2], segments[segment, 3] - 1
             least, alone = of_part[last], may[of_part[last]]
             for part in range(begin, last):
                 alone = alone and of_part[part] > least
             if alone:
-                before[entry[last]] = last - begin
-                left[segment] = False
+                number, task = entry[last], task_of[last]
+                entries[number, 1], entries[number, 3] = 1, last - begin
+                if tasks[task, 7] == number:
+                    tasks[task, 10], tasks[task, 12] = 1, last - begin
                 finishes[layer, least] += 1
-
-
-@compile_kept()
-def write_tasks(  # type: ignore[no-untyped-def]
-    order,
-    table,
-    length_index,
-    column,
-    head,
-    kind,
-    a,
-    b,
-    row_begin,
-    row_end,
-    rows,
-    direct,
-    slot,
-    before,
-    tasks,
-):
-    """Write `tasks` [N, 13] in `order`; see `packed.TASK_FIELDS`. `kind` is the kind of range."""
-    for place in range(len(order)):
-        task = order[place]
-        first, words = row_begin[task], tasks[place]
-        words[0], words[1], words[2], words[3] = (
-            table[task],
-            length_index[task],
-            column[task],
-            head[task],
-        )
-        words[4], words[5], words[6], words[7], words[8] = (
-            kind[task],
-            a[task],
-            b[task],
-            first,
-            row_end[task],
-        )
-        words[9], words[10], words[11] = (
-            rows[first],
-            direct[first] or before[first] > 0,
-            slot[first],
-        )
-        words[12] = before[first]
-
-
-@compile_kept()
-def write_entries(rows: Any, direct: Any, slot: Any, before: Any, entries: Any) -> None:
-    """Write `entries` [M, 4]; see `packed.ENTRY_FIELDS`."""
-    for number in range(len(rows)):
-        words = entries[number]
-        words[0], words[1], words[2] = (
-            rows[number],
-            direct[number] or before[number] > 0,
-            slot[number],
-        )
-        words[3] = before[number]
+            else:
+                for word in range(segments.shape[1]):
+                    left[count, word] = segments[segment, word]
+                count += 1
+        left_indptr[layer + 1] = count
+    return count

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranki
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
+from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
-from tangram.types import Int32
+from tangram.types import Int32, Int64
 
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
 # Rows that share pages read these together.
@@ -41,7 +43,7 @@ class TorchKernels:
     _tables: Tensor
     _lengths: Tensor
     _shape: tuple[int, ...]
-    _counts: Int32
+    _first_tokens: Int64
     _mask: Tensor | None = None
     _scales: Tensor | None = None
 
@@ -56,6 +58,7 @@ class TorchKernels:
                 f"the schedule is {schedule.text!r}: +{foreign[0]} is an option of "
                 f"the GPU's kernels, leave it out on {pool.device.type}"
             )
+        rehearse_planning()
         if cpu.runs_compiled(pool):
             cpu.warm_up(pool.dtype)
 
@@ -81,7 +84,8 @@ class TorchKernels:
     ) -> None:
         """See `PoolKernels`."""
         self._waiting.adjust()
-        self._tables, self._width, self._counts, self._rows = tables, width, counts, prefill
+        self._tables, self._width, self._rows = tables, width, prefill
+        self._first_tokens = np.append(0, np.cumsum(counts, dtype=np.int64))
         self._shape = lengths.shape
         self._lengths = torch.tensor(lengths, device=self._pool.device).view(-1)
 
@@ -115,7 +119,7 @@ class TorchKernels:
                 self._lengths,
                 self._plan,
                 layer,
-                counts=self._counts,
+                first_tokens=self._first_tokens,
                 scaling=scaling,
                 softcap=softcap,
                 sinks=sinks,
@@ -137,8 +141,10 @@ class TorchKernels:
         expand: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
-        q, k, v = self._fold(layer, q, k, v)
         rows = range(self._rows.asking.start, self._rows.asking.stop)
+        if not rows:
+            return
+        q, k, v = self._fold(layer, q, k, v)
         spans = self._rows.spans
         for row in rows:
             if self._rows.whole[layer, row]:
@@ -147,7 +153,7 @@ class TorchKernels:
         where = self._pool, self._tables
         rule = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
         compiled = expand is None and cpu.prefills_compiled(q, self._pool)
-        if compiled and rows:
+        if compiled:
             own = self._rows.asking
             cpu.prefill(q, k, v, out, *where, self._rows.address[layer, own], spans[own], **rule)  # type: ignore[arg-type]
         for row in rows:

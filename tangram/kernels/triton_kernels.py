@@ -27,7 +27,7 @@ from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
 from tangram.kernels.interface import MOST_BYTES, Expansion, PaddedShape, PrefillRows, Ranking
-from tangram.kernels.packed import Capacity, DecodeOptions, pack
+from tangram.kernels.packed import Capacity, DecodeOptions, pack, rehearse_packing
 from tangram.kernels.padded import RowBuffers
 from tangram.kernels.torch_kernels import NOTHING_FUSED
 from tangram.kernels.transfer import advance, stage, upload
@@ -80,7 +80,9 @@ class TritonKernels:
         self._latent = pool.shape[2] == 1
         self.fused_scores = NOTHING_FUSED if self._latent else FUSED_SCORES
         self.fused_gate = gate.score
-        self._group, self._policy, self._width, self._fixed = group, policy, 0, schedule
+        self._group, self._policy, self._width = group, policy, 0
+        self._fixed = None if schedule is None else (schedule, DecodeOptions.of(schedule))
+        self._schedules = dict[str, tuple[Schedule, DecodeOptions]]()
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
@@ -96,6 +98,7 @@ class TritonKernels:
             not self._latent and fused_causal.serves(pool, self._card),
         )
         self._copies, self._long_copies = list[Tensor](), list[Tensor]()
+        rehearse_packing()
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: few widths, so that few graphs serve all batches."""
@@ -113,12 +116,9 @@ class TritonKernels:
 
         Each number of queries has its own kernels.
         """
-        self._scale(*batch.rows.table.shape[1:])
-        schedule = self._schedule(batch)
-        plan, options = (
-            schedule.plan(batch, self._card.processors, self._cost),
-            DecodeOptions.of(schedule),
-        )
+        self._scale(*batch.rows.shape[1:])
+        schedule, options = self._schedule(batch)
+        plan = schedule.plan(batch, self._card.processors, self._cost)
         place = width, options, batch.queries
         known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
@@ -135,12 +135,9 @@ class TritonKernels:
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`."""
-        self._scale(*batch.rows.table.shape[1:])
-        schedule = self._schedule(batch)
-        plan, options = (
-            schedule.plan(batch, self._card.processors, self._cost),
-            DecodeOptions.of(schedule),
-        )
+        self._scale(*batch.rows.shape[1:])
+        schedule, options = self._schedule(batch)
+        plan = schedule.plan(batch, self._card.processors, self._cost)
         apart = replace(options, merge="kernel")
         for one, parts in (
             (options, FEW_PARTS[0]),
@@ -175,11 +172,12 @@ class TritonKernels:
 
         Rows beyond the batch have length 0.
         """
-        count, layers, heads = rows.table.shape
-        address = np.zeros((layers, width, heads, 3), np.int32)
-        address[..., 2] = nowhere
-        for place, values in enumerate((rows.table, rows.column, rows.length_index)):
-            address[:, :count, :, place] = values.swapaxes(0, 1)
+        count, layers, heads = rows.shape
+        address = rows.address
+        if width > count:
+            address = np.zeros((layers, width, heads, 3), np.int32)
+            address[:, :count] = rows.address
+            address[:, count:, :, 2] = nowhere
         kept = self._addresses.setdefault(
             width, torch.empty(address.shape, dtype=torch.int32, device=self._pool.device)
         )
@@ -189,11 +187,17 @@ class TritonKernels:
         if self._scales is None and self._pool.dtype.itemsize == 1:
             self._scales = torch.ones(layers, heads, 2, device=self._pool.device)
 
-    def _schedule(self, batch: Decoding) -> Schedule:
-        if self._fixed is not None or self._policy is None:
-            return Schedule.parse(UNMEASURED) if self._fixed is None else self._fixed
-        # FlashInfer would plan every layer on the host at every step, too slow for an engine.
-        return Schedule.parse(self._policy.choose(StepLoad.of(batch), library=False))
+    def _schedule(self, batch: Decoding) -> tuple[Schedule, DecodeOptions]:
+        if self._fixed is not None:
+            return self._fixed
+        text = UNMEASURED
+        if self._policy is not None:
+            # FlashInfer would plan every layer on the host at every step, too slow for an engine.
+            text = self._policy.choose(StepLoad.of(batch), library=False)
+        if text not in self._schedules:
+            parsed = Schedule.parse(text)
+            self._schedules[text] = parsed, DecodeOptions.of(parsed)
+        return self._schedules[text]
 
     def begin(
         self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
@@ -374,6 +378,7 @@ class TritonKernels:
                 spans,
                 self._order[layer, paged],
                 layer=layer,
+                shortest=rows.shortest,
                 longest=rows.longest,
                 scaling=scaling,
                 window=window,

@@ -20,7 +20,7 @@ def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 |
     where = plan.rows, plan.task_layer[task], plan.head[task]
     begin, end = plan.spans(lengths)
     _check_sources(plan, rows, task, where, begin[task], end[task], tables)
-    cell = np.ravel_multi_index(where, rows.table.shape)
+    cell = np.ravel_multi_index(where, rows.shape)
     _check_coverage(plan, rows, lengths, cell, begin[task], end[task])
     _check_outputs(plan, rows, cell, where[1])
 
@@ -40,31 +40,12 @@ def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
-    """Index arrays are well formed and within bounds, so that the other checks may use them."""
-    count, layers, heads = rows.table.shape
-    task_fields = (
-        plan.table,
-        plan.length_index,
-        plan.column,
-        plan.head,
-        plan.kind,
-        plan.a,
-        plan.b,
-        plan.row_begin,
-    )
-    n, m, s = len(plan.row_end), len(plan.rows), len(plan.merge_row)
-    _demand(np.array([len(x) == n for x in task_fields]), "task arrays differ in length")
-    _demand(
-        np.array([len(plan.direct) == m, len(plan.slot) == m]), "row-list arrays differ in length"
-    )
-    _demand(
-        np.array([len(plan.merge_head) == s, len(plan.part_indptr) == s + 1]),
-        "segment arrays differ in length",
-    )
+    """Records are well formed and within bounds, so that the other checks may use them."""
+    count, layers, heads = rows.shape
+    n, m, s = len(plan.tasks), len(plan.entries), len(plan.segments)
     for name, indptr, size, parts in (
         ("layer_indptr", plan.layer_indptr, n, layers),
         ("merge_indptr", plan.merge_indptr, s, layers),
-        ("part_indptr", plan.part_indptr, len(plan.part_slot), s),
         ("row_begin and row_end", np.append(plan.row_begin, m), m, n),
     ):
         good = (
@@ -75,6 +56,7 @@ def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
         )
         _demand(np.array([good]), f"{name} does not divide {size} entries into {parts} runs")
     _demand(plan.row_end == np.append(plan.row_begin, m)[1:], "row_begin and row_end leave gaps")
+    first, last = plan.segments[:, 2], plan.segments[:, 3]
     for name, values, limit in (
         ("rows", plan.rows, count),
         ("head", plan.head, heads),
@@ -82,19 +64,24 @@ def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
         ("length_index", plan.length_index, lengths),
         ("merge_row", plan.merge_row, count),
         ("merge_head", plan.merge_head, heads),
-        ("part_slot", plan.part_slot, plan.partial_slots),
+        ("first slot", first, plan.partial_slots),
+        ("end of slots", last, plan.partial_slots + 1),
         ("slot", plan.slot[~plan.direct], plan.partial_slots),
     ):
         _demand(
             (values >= 0) & (values < limit), f"{name} is out of range, it must lie in [0, {limit})"
         )
+    _demand(first < last, "a segment has no slots")
+    served = plan.row_begin < plan.row_end
+    repeated = (plan.tasks[:, 9:] == plan.entries[plan.row_begin % max(m, 1)]).all(axis=1)
+    _demand(served & repeated, "a task does not repeat its first entry")
 
 
 def _check_sources(
     plan: WorkPlan,
     rows: DecodeRows,
     task: Int64,
-    where: tuple[Int64, Int64, Int64],
+    where: tuple[Int32, Int64, Int32],
     begin: Int64,
     end: Int64,
     tables: Int32 | None,
@@ -103,7 +90,7 @@ def _check_sources(
 
     Only immutable spans serve several rows.
     """
-    cell, shape = np.ravel_multi_index(where, rows.table.shape), rows.table.shape
+    cell, shape = np.ravel_multi_index(where, rows.shape), rows.shape
     _demand(rows.column[where] == plan.column[task], "wrong column", cell, shape)
     absolute = plan.kind[task] == 0
     _demand(
@@ -147,7 +134,7 @@ def _check_coverage(
 
     The non-empty ranges run from the first visible entry to the cell's length.
     """
-    shape = rows.table.shape
+    shape = rows.shape
     length = lengths[rows.length_index].astype(np.int64)
     window = np.where(rows.windowed, rows.window_tokens, np.iinfo(np.int64).max)
     start = np.maximum(length - window[None, :, None], 0).ravel()
@@ -174,7 +161,7 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
 
     Each slot is listed exactly once.
     """
-    shape, size = rows.table.shape, rows.table.size
+    shape, size = rows.shape, rows.table.size
     direct = np.bincount(cell[plan.direct], minlength=size)
     partial = np.bincount(cell[~plan.direct], minlength=size)
     segment_layer = np.repeat(np.arange(plan.layers), np.diff(plan.merge_indptr))
@@ -188,19 +175,19 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
         every,
         shape,
     )
-    part_segment = np.repeat(np.arange(len(segment)), np.diff(plan.part_indptr))
-    listed = np.stack([segment_layer[part_segment], plan.part_slot, segment[part_segment]], axis=1)
-    written = np.stack([layer, plan.slot, cell], axis=1)[~plan.direct]
-    layer_parts = np.bincount(segment_layer[part_segment], minlength=plan.layers)
-    order = np.arange(len(plan.part_slot)) - np.repeat(
-        np.cumsum(layer_parts) - layer_parts, layer_parts
-    )
+    first, parts = plan.segments[:, 2], plan.segments[:, 3] - plan.segments[:, 2]
+    before = np.cumsum(parts) - parts
+    opens = plan.merge_indptr[segment_layer]
     _demand(
-        plan.part_slot == order,
+        first == before - before[opens],
         "slots do not follow the order of the merges",
-        segment[part_segment],
+        segment,
         shape,
     )
+    part_segment = np.repeat(np.arange(len(segment)), parts)
+    slot = np.arange(len(part_segment)) - np.repeat(before - first, parts)
+    listed = np.stack([segment_layer[part_segment], slot, segment[part_segment]], axis=1)
+    written = np.stack([layer, plan.slot, cell], axis=1)[~plan.direct]
     unique = len(np.unique(written[:, :2], axis=0)) == len(written)
     _demand(np.array([unique]), "two parts of a layer write one slot")
     same = len(listed) == len(written) and (_sort(listed) == _sort(written)).all()

@@ -88,7 +88,7 @@ def runs(begin: Int64, count: Int64) -> Int64:
 
 
 def units_of(
-    tables: Int32, table: Int64, sealed_pages: Int64, sealed_chunks: Int64, raw_pages: Int64
+    tables: Int32, table: Int32 | Int64, sealed_pages: Int64, sealed_chunks: Int64, raw_pages: Int64
 ) -> tuple[Int64, Int64]:
     """`units` [R, K] and `unit_count` [R] of each row for `build_forest`.
 
@@ -105,19 +105,6 @@ def units_of(
     return np.where(valid, tables[np.where(valid, table[:, None] + page, 0)], 0).astype(
         np.int64
     ), count
-
-
-def boundary_tokens(
-    units: Int64, sealed_units: Int64, kept_tokens: Int64, page_tokens: int
-) -> Int64:
-    """[n, L, H]: the entries that each head has before the unit boundaries `units` [n].
-
-    The rows have `sealed_units` [n] sealed chunks. `kept_tokens` [L, H] or [n, L, H] is what a head
-    keeps of each; a later unit is one page.
-    """
-    sealed = np.minimum(units, sealed_units)[:, None, None]
-    raw = np.maximum(units - sealed_units, 0)[:, None, None]
-    return np.asarray(sealed * kept_tokens + raw * page_tokens)
 
 
 def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest:
@@ -162,6 +149,9 @@ def _sort(units: Int64, unit_count: Int64) -> tuple[Int64, Int64]:
 
 def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64]:
     """The last five fields of `Forest`: level by level, a node ends where two neighbours differ."""
+    empty = np.zeros(0, np.int64)
+    if not shared.any():
+        return empty, empty, empty, empty, empty
     begin, end = np.zeros(1, np.int64), np.full(1, rows)
     # Of a root above the roots, which has no units.
     parent, at = (np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -185,9 +175,6 @@ def _nodes(shared: Int64, rows: int) -> tuple[Int64, Int64, Int64, Int64, Int64]
         )
         begin, end, at, parent = first, last, until, number
         total, depth = total + len(first), depth + 1
-    if not levels:
-        empty = np.zeros(0, np.int64)
-        return empty, empty, empty, empty, empty
     parents, depths, firsts, lasts, ends = (
         np.concatenate(column) for column in zip(*levels, strict=True)
     )

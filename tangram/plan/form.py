@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import ConfigError
-from tangram.types import Float64, Int32, Int64
+from tangram.types import Int32, Int64
 
 Bool = npt.NDArray[np.bool_]
 
@@ -50,50 +50,78 @@ class RangeKind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class DecodeRows:
-    """The input of a planner: R rows that decode one token each. Arrays are [R, L, H].
+    """The input of a planner: R rows that decode one token each.
 
-    `table` is the offset, in the flat block tables, of the first page entry of the (row, layer, KV
-    head). `column` is the head's column in its group's pages. `length_index` points into the flat
-    lengths array, whose values are rewritten at every step. `budget` is the number of entries that
-    each is expected to hold while the plan is used. `windows` gives each layer's sliding window in
-    tokens, None = full; entry i of a window layer's table holds position i.
+    `address` [L, R, H, 3], int32, has three numbers of each (layer, row, KV head), as kernels read
+    them. `table` is the offset of its first page entry in the flat block tables. `column` is the
+    head's column in its group's pages. `length_index` points into the flat lengths array, whose
+    values are rewritten at every step. `budget` [R, L, H] is the number of entries that each is
+    expected to hold while the plan is used. `windows` gives each layer's sliding window in tokens,
+    None = full; entry i of a window layer's table holds position i.
     """
 
-    table: Int64
-    column: Int64
-    length_index: Int64
-    budget: Float64
+    address: Int32
+    budget: npt.NDArray[np.float64 | np.int32]
     windows: tuple[int | None, ...]
     page_tokens: int
 
     def __post_init__(self) -> None:
-        shape = self.table.shape
-        if len(shape) != 3 or any(
-            x.shape != shape for x in (self.column, self.length_index, self.budget)
-        ):
+        layers, rows, heads, _ = self.address.shape
+        if self.budget.shape != (rows, layers, heads):
             raise ConfigError(
-                "table, column, length_index and budget must all be [R, L, H], table is "
-                f"{list(shape)}"
+                f"budget is {list(self.budget.shape)}, it must be [R, L, H], "
+                f"{[rows, layers, heads]}"
             )
-        if not self.table.size:
+        if not self.address.size:
             raise ConfigError(
-                f"table is {list(shape)}, it must have at least one row, layer and head"
+                f"there are {[rows, layers, heads]} rows, layers and heads, there must be at least "
+                "one row, layer and head"
             )
-        if len(self.windows) != shape[1]:
+        if len(self.windows) != layers:
             raise ConfigError(
-                f"windows has {len(self.windows)} entries, it must have one a layer, {shape[1]}"
+                f"windows has {len(self.windows)} entries, it must have one a layer, {layers}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        table: npt.NDArray[np.integer],
+        column: npt.NDArray[np.integer],
+        length_index: npt.NDArray[np.integer],
+        budget: npt.NDArray[np.float64 | np.int32],
+        windows: tuple[int | None, ...],
+        page_tokens: int,
+    ) -> DecodeRows:
+        """From the parts of `address`, each [R, L, H]."""
+        address = np.stack([table, column, length_index], axis=-1).swapaxes(0, 1)
+        return cls(np.ascontiguousarray(address, np.int32), budget, windows, page_tokens)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(R, L, H)."""
+        layers, rows, heads, _ = self.address.shape
+        return rows, layers, heads
+
+    @property
+    def table(self) -> Int32:
+        """[R, L, H]: see `address`; a view."""
+        return self.address[..., 0].swapaxes(0, 1)
+
+    @property
+    def column(self) -> Int32:
+        """[R, L, H]: see `address`; a view."""
+        return self.address[..., 1].swapaxes(0, 1)
+
+    @property
+    def length_index(self) -> Int32:
+        """[R, L, H]: see `address`; a view."""
+        return self.address[..., 2].swapaxes(0, 1)
 
     def layer(self, layer: int) -> DecodeRows:
         """The same rows in one layer alone, [R, 1, H], for planning layer by layer."""
         one = slice(layer, layer + 1)
         return DecodeRows(
-            self.table[:, one],
-            self.column[:, one],
-            self.length_index[:, one],
-            self.budget[:, one],
-            self.windows[one],
-            self.page_tokens,
+            self.address[one], self.budget[:, one], self.windows[one], self.page_tokens
         )
 
     @cached_property
@@ -112,40 +140,29 @@ class WorkPlan:
     """The tasks of all layers, in the order they should start, and how their results are merged.
 
     Layer l owns tasks [layer_indptr[l], layer_indptr[l+1]) and segments [merge_indptr[l],
-    merge_indptr[l+1]). Per task [N]: `table`, `column`, `length_index` (as in `DecodeRows`, of the
-    first row served), `head` (KV head), `kind`, `a`, `b` (range), `row_begin`, `row_end` into the
-    row list. Runs of the row list follow the order of tasks.
+    merge_indptr[l+1]). All records are int32, as kernels read them:
 
-    Per entry of the row list [M]: `rows` (query row), `direct`, `slot`. A `direct` entry is the
-    row's only part, and its task writes the output. Otherwise `slot` is the place of the partial
-    result, counted from 0 in each layer.
+    `tasks` [N, 13]: `table`, `length_index`, `column` (as in `DecodeRows`, of the first row
+    served), `head` (KV head), `kind`, `a`, `b` (range), `row_begin`, `row_end` into the row list.
+    The last four repeat its first entry. Runs of the row list follow the order of tasks.
 
-    Per merge segment [S]: `merge_row`, `merge_head` and the slots part_slot[part_indptr[s] :
-    part_indptr[s+1]]. These are merged in that order, so that equal plans give equal bits. Slots
-    are numbered in the order of the merges. `partial_slots` is the most slots that any layer uses.
-    A slot holds the G query heads of one row and KV head. `kv_heads` is H.
+    `entries` [M, 4] of the row list: `rows` (query row), `direct`, `slot`, 0. A `direct` entry is
+    the row's only part, and its task writes the output. Otherwise `slot` is the place of the
+    partial result, counted from 0 in each layer.
+
+    `segments` [S, 4]: `merge_row`, `merge_head`, and the slots that are merged, from the first to
+    before the last. Slots are merged in that order, so that equal plans give equal bits. They are
+    numbered in the order of the merges. `partial_slots` is the most slots that any layer uses. A
+    slot holds the G query heads of one row and KV head. `kv_heads` is H.
     """
 
     kv_heads: int
     tile_tokens: int
     layer_indptr: Int64
-    table: Int64
-    length_index: Int64
-    column: Int64
-    head: Int64
-    kind: Int64
-    a: Int64
-    b: Int64
-    row_begin: Int64
-    row_end: Int64
-    rows: Int64
-    direct: Bool
-    slot: Int64
+    tasks: Int32
+    entries: Int32
     merge_indptr: Int64
-    merge_row: Int64
-    merge_head: Int64
-    part_indptr: Int64
-    part_slot: Int64
+    segments: Int32
     partial_slots: int
 
     @property
@@ -154,15 +171,85 @@ class WorkPlan:
         return len(self.layer_indptr) - 1
 
     @property
+    def table(self) -> Int32:
+        """[N]: offset of the page entries; a view."""
+        return self.tasks[:, 0]
+
+    @property
+    def length_index(self) -> Int32:
+        """[N]: place of the length; a view."""
+        return self.tasks[:, 1]
+
+    @property
+    def column(self) -> Int32:
+        """[N]: column in the pages; a view."""
+        return self.tasks[:, 2]
+
+    @property
+    def head(self) -> Int32:
+        """[N]: KV head; a view."""
+        return self.tasks[:, 3]
+
+    @property
+    def kind(self) -> Int32:
+        """[N]: kind of the range; a view."""
+        return self.tasks[:, 4]
+
+    @property
+    def a(self) -> Int32:
+        """[N]: first number of the range; a view."""
+        return self.tasks[:, 5]
+
+    @property
+    def b(self) -> Int32:
+        """[N]: second number of the range; a view."""
+        return self.tasks[:, 6]
+
+    @property
+    def row_begin(self) -> Int32:
+        """[N]: first entry of the row list; a view."""
+        return self.tasks[:, 7]
+
+    @property
+    def row_end(self) -> Int32:
+        """[N]: end of its entries; a view."""
+        return self.tasks[:, 8]
+
+    @property
+    def rows(self) -> Int32:
+        """[M]: query row; a view."""
+        return self.entries[:, 0]
+
+    @property
+    def direct(self) -> Bool:
+        """[M]: whether the entry's task writes the output."""
+        return np.asarray(self.entries[:, 1] != 0)
+
+    @property
+    def slot(self) -> Int32:
+        """[M]: place of the partial result; a view."""
+        return self.entries[:, 2]
+
+    @property
+    def merge_row(self) -> Int32:
+        """[S]: query row; a view."""
+        return self.segments[:, 0]
+
+    @property
+    def merge_head(self) -> Int32:
+        """[S]: KV head; a view."""
+        return self.segments[:, 1]
+
+    @property
     def task_layer(self) -> Int64:
         """[N]: the layer of each task."""
         return np.repeat(np.arange(self.layers, dtype=np.int64), np.diff(self.layer_indptr))
 
-    def tasks(self, layer: int) -> slice:
+    def of_layer(self, layer: int) -> slice:
         """The tasks of one layer."""
         return slice(int(self.layer_indptr[layer]), int(self.layer_indptr[layer + 1]))
 
-    def segments(self, layer: int) -> slice:
+    def merges(self, layer: int) -> slice:
         """The merge segments of one layer."""
         return slice(int(self.merge_indptr[layer]), int(self.merge_indptr[layer + 1]))
 
@@ -184,14 +271,18 @@ class WorkPlan:
 
 
 def resolve(
-    kind: Int64, a: Int64, b: Int64, length: npt.NDArray[np.integer], tile: int
+    kind: npt.NDArray[np.integer],
+    a: npt.NDArray[np.integer],
+    b: npt.NDArray[np.integer],
+    length: npt.NDArray[np.integer],
+    tile: int,
 ) -> tuple[Int64, Int64]:
     """[N], [N]: begin and end of ranges; the specification for every kernel.
 
     FRAC divides ceil(length / tile) tiles into b shares, as evenly as whole tiles allow. The last
     tile may be partial.
     """
-    length = np.asarray(length, np.int64)
+    length, a, b = (np.asarray(x, np.int64) for x in (length, a, b))
     tiles, shares = -(-length // tile), np.maximum(b, 1)
     choices = [kind == member for member in RangeKind]
     begin = np.select(

@@ -22,11 +22,12 @@ import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.plan.cost import CostModel
-from tangram.plan.forest import Forest, boundary_tokens
+from tangram.plan.forest import Forest
 from tangram.plan.form import Bool, DecodeRows, WorkPlan
-from tangram.plan.profit import PackingRule, Prefixes, pack_measured, pack_nothing
+from tangram.plan.loops import bound_cells, gather_lengths
+from tangram.plan.profit import PackingRule, Prefixes, pack_measured
 from tangram.plan.split import Sources
-from tangram.plan.workqueue import Grain, cut
+from tangram.plan.workqueue import Grain, cut, cut_tails
 from tangram.types import Int32, Int64
 
 MAX_QUERY_ROWS = 64
@@ -36,7 +37,7 @@ def plan_packing(
     rows: DecodeRows,
     lengths: Int32,
     forest: Forest,
-    kept_tokens: Int64,
+    kept_tokens: Int32 | Int64,
     workers: int,
     *,
     group: int,
@@ -59,25 +60,22 @@ def plan_packing(
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens, finer)
     if not 1 <= group <= max_query_rows:
         raise ConfigError(f"group is {group}, it must lie in 1 to max_query_rows, {max_query_rows}")
-    kept = np.broadcast_to(kept_tokens, rows.table.shape)
-    end = lengths[rows.length_index].astype(np.int64)
-    prefixes = Prefixes.of(forest, end, kept, rows)
-    most_rows, shares = max_query_rows // group, prefixes.any and forest.nodes > 0
-    packed = rule(forest, prefixes, cost, group, most_rows) if shares else pack_nothing(forest)
+    if not forest.nodes or rows.windowed.all():
+        return cut_tails(rows, lengths, grain)
+    kept = np.ascontiguousarray(np.broadcast_to(kept_tokens, rows.shape), np.int64)
+    prefixes = Prefixes.of(forest, lengths[rows.length_index], kept, rows)
+    most_rows = max_query_rows // group
+    packed = rule(forest, prefixes, cost, group, most_rows)
     node, sources = _pack(forest, packed.edge, packed.tail, most_rows)
+    if not len(node):
+        return cut_tails(rows, lengths, grain)
+    shape = rows.shape[1], len(sources.owner), rows.shape[2]
+    begin, end = (np.empty(shape, np.int32) for _ in range(2))
     first = np.concatenate([packed.begin[node], packed.tail_begin])
-    owner = sources.owner
-    begin = boundary_tokens(first, forest.sealed_units[owner], kept[owner], rows.page_tokens)
-    shared_end = boundary_tokens(
-        forest.unit_end[node],
-        forest.sealed_units[owner[: len(node)]],
-        kept[owner[: len(node)]],
-        rows.page_tokens,
-    )
-    weight = cost.token_us(sources.readers * group) / cost.token_us(np.asarray(group))
-    begin, end = (
-        np.ascontiguousarray(x.swapaxes(0, 1)) for x in (begin, np.concatenate([shared_end, end]))
-    )
+    for units, tokens in ((first, begin), (forest.unit_end[node], end)):
+        bound_cells(units, sources.owner, forest.sealed_units, kept, rows.page_tokens, tokens)
+    gather_lengths(rows.address, lengths, end)
+    weight = cost.token_us(sources.counts * group) / cost.token_us(np.asarray(group))
     return cut(rows, sources, begin, end, weight, grain)
 
 

@@ -15,4 +15,4 @@ from tangram.plan.split import split_evenly
 
 def plan_plain(rows: DecodeRows) -> WorkPlan:
     """One task for each (row, layer, KV head): no partial results, no merge."""
-    return split_evenly(rows, np.ones(rows.table.shape, np.int64), TILE_MULTIPLE)
+    return split_evenly(rows, np.ones(rows.shape, np.int64), TILE_MULTIPLE)

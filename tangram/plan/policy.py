@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -30,8 +30,10 @@ from tangram.errors import ConfigError
 from tangram.foreign_files import read_text, replace_file
 from tangram.plan.cost import CostModel
 from tangram.plan.profit import Prefixes
-from tangram.plan.schedule import Decoding
 from tangram.types import Float64
+
+if TYPE_CHECKING:  # commands read policies, and do not wait for Numba
+    from tangram.plan.schedule import Decoding
 
 FLASHINFER = "flashinfer"  # the other route, beside the names of schedules
 REACHES = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -12,7 +12,7 @@ Rules:
   sum of the nodes' depths.
 - `thrifty` is `measured` where that saves at least a sixteenth of the batch's reads, and drops all
   edges elsewhere. A prefix that all rows share makes parts of all heads of all rows, and such a
-  plan takes the host twice as long whenever the batch changes.
+  plan takes the host 1.4 times as long whenever the batch changes.
 
 The lab has more, for comparison (`lab/baselines/packing_rules.py`).
 """
@@ -27,7 +27,7 @@ import numpy as np
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import Bool, DecodeRows
-from tangram.types import Float64, Int64
+from tangram.types import Float64, Int32, Int64
 
 THRIFT = 1 / 16  # by the rule `thrifty`, packing must save this share of a batch's entries
 
@@ -37,25 +37,26 @@ class Prefixes:
     """Entries per head, averaged over the full-attention layers.
 
     Costs are linear, so the average decides exactly. `end` [N]: where each node's range ends.
-    `length` [R]: the length of the row at each position. `any` is False if every layer has a
-    sliding window, so that nothing can be shared.
+    `length` [R]: the length of the row at each position. Both are 0 if every layer has a sliding
+    window, so that nothing can be shared.
     """
 
     end: Float64
     length: Float64
-    any: bool
 
     @classmethod
-    def of(cls, forest: Forest, lengths: Int64, kept_tokens: Int64, rows: DecodeRows) -> Prefixes:
+    def of(
+        cls, forest: Forest, lengths: Int32 | Int64, kept_tokens: Int32 | Int64, rows: DecodeRows
+    ) -> Prefixes:
         """From `lengths` and `kept_tokens`, both [R, L, H]."""
         if rows.windowed.all():
-            return cls(np.zeros(forest.nodes), np.zeros(len(forest.order)), False)
+            return cls(np.zeros(forest.nodes), np.zeros(len(forest.order)))
         full = ~rows.windowed if rows.windowed.any() else slice(None)  # a slice spares two copies
         kept, first = kept_tokens[:, full].mean(axis=(1, 2)), forest.first_row
         sealed = forest.sealed_units[first]
         end = np.minimum(forest.unit_end, sealed) * kept[first]
         end += np.maximum(forest.unit_end - sealed, 0) * rows.page_tokens
-        return cls(end, lengths[:, full].mean(axis=(1, 2))[forest.order], True)
+        return cls(end, lengths[:, full].mean(axis=(1, 2))[forest.order])
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,7 +51,7 @@ class Decoding:
     rows: DecodeRows
     lengths: Int32
     group: int
-    kept_tokens: Int64
+    kept_tokens: Int32 | Int64
     prefixes: Callable[[], Forest]
     queries: int = 1
     most_rows: int = MOST_ROWS
@@ -73,7 +73,7 @@ class Decoding:
                 self.queries,
                 self.most_rows,
             )
-            for i in range(self.rows.table.shape[1])
+            for i in range(self.rows.shape[1])
         ]
 
 

@@ -26,13 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.split import Parts, Sources, finish, fit_parts, require_positive
-from tangram.types import Float64, Int32, Int64
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.loops import count_parts, gather_lengths
+from tangram.plan.split import Sources, finish, require_positive
+from tangram.types import Float64, Int32
 
-# Parts for each cell where these are about as many as workers: enough to cut the long ones, not
-# all.
-SPARE = 1.75
 # Fewer cells than workers are cut into more tasks by this factor, where each would still read so
 # many entries. A multiprocessor then runs several one after the other, and all end at nearly the
 # same time. With 3 workers a multiprocessor these are 8 tasks, the fastest number on an H200: up to
@@ -81,13 +79,19 @@ def plan_workqueue(
     `ConfigError` naming the argument that is out of range.
     """
     grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens, finer)
-    end = lengths[rows.length_index].swapaxes(0, 1).astype(np.int64)
-    own = Sources.own(end.shape[1])
-    return cut(rows, own, np.zeros_like(end), end, np.ones(len(own.owner)), grain)
+    return cut_tails(rows, lengths, grain)
+
+
+def cut_tails(rows: DecodeRows, lengths: Int32, grain: Grain) -> WorkPlan:
+    """Cut every (row, layer, KV head) from its first entry on."""
+    count, layers, heads = rows.shape
+    end = np.empty((layers, count, heads), np.int32)
+    gather_lengths(rows.address, lengths, end)
+    return cut(rows, Sources.own(count), np.zeros_like(end), end, np.ones(count), grain)
 
 
 def cut(
-    rows: DecodeRows, sources: Sources, begin: Int64, end: Int64, weight: Float64, grain: Grain
+    rows: DecodeRows, sources: Sources, begin: Int32, end: Int32, weight: Float64, grain: Grain
 ) -> WorkPlan:
     """Cut sources [begin, end), both [L, S, H], into equal work.
 
@@ -95,59 +99,18 @@ def cut(
     order: they end OPEN. In sliding-window layers they are read by WINDOW, and all other sources
     are dropped.
     """
-    shared = end.shape[1] - len(rows.table)
-    tokens = np.maximum(end - begin, 0)
-    count, work = _count(rows, tokens, weight, shared, grain)
-    tasks = Parts.of(count, work / np.maximum(count, 1))
-    a = _begins(tasks, tokens, grain.tile_tokens)
-    b, kind = np.empty_like(a), np.zeros_like(a)
-    if shared:
-        a += tasks.per_cell(begin)
-    b[:-1] = a[1:]
-    b[tasks.last] = 0
-    kind[tasks.last] = int(RangeKind.OPEN)
-    if shared:
-        every = np.arange(end.shape[1])[:, None]
-        closed = tasks.last[
-            np.broadcast_to(every < shared, end.shape).ravel().take(tasks.cell.take(tasks.last))
-        ]
-        b[closed] = end.ravel().take(tasks.cell.take(closed))
-        kind[closed] = int(RangeKind.ABS)
-    return finish(rows, sources, tasks, kind, a, b, grain.tile_tokens)
-
-
-def _count(
-    rows: DecodeRows, tokens: Int64, weight: Float64, shared: int, grain: Grain
-) -> tuple[Int64, Float64]:
-    """[L, S, H]: the number of parts, and the work of each cell.
-
-    A tail has at least one part; in window layers it has exactly one.
-    """
-    tile, least = grain.tile_tokens, -(-grain.min_tokens // grain.tile_tokens)
-    work = tokens * weight[:, None]
-    few, cells = grain.workers * grain.tasks_per_worker, tokens[0].size
+    few = grain.workers * grain.tasks_per_worker
     many = int(FINER * few)
-    long = work.sum(axis=(1, 2), keepdims=True) >= LONG_TOKENS * many
-    wanted = np.where(long & grain.finer & (cells <= few), many, few)
-    wanted = np.where(cells <= 2 * wanted, np.maximum(wanted, int(SPARE * cells)), wanted)
-    tiles, most = -(-tokens // tile) * weight[:, None], np.maximum(tokens // grain.min_tokens, 1)
-    target = np.maximum(tiles.sum(axis=(1, 2), keepdims=True) / wanted, least)
-    count = fit_parts(tiles, target, wanted, most)
-    np.maximum(count[:, shared:], 1, out=count[:, shared:])
-    count[rows.windowed, :shared], count[rows.windowed, shared:] = 0, 1
-    return count, work
-
-
-def _begins(tasks: Parts, tokens: Int64, tile: int) -> Int64:
-    """[N]: where each part begins, relative to its cell; parts differ by at most one tile.
-
-    Larger parts come last, where the last tile may be partial.
-    """
-    tiles, count = -(-tokens // tile), tasks.count
-    # Exact, and far faster than integer division.
-    base = (tiles / np.maximum(count, 1)).astype(np.int64)
-    begin = tasks.number - tasks.per_cell(count - (tiles - base * count))
-    np.maximum(begin, 0, out=begin)
-    begin += tasks.number * tasks.per_cell(base)
-    begin *= tile
-    return begin
+    count, work = count_parts(
+        begin,
+        end,
+        weight,
+        len(sources.owner) - rows.shape[0],
+        rows.windowed,
+        few,
+        many if grain.finer else few,
+        LONG_TOKENS * many,
+        grain.tile_tokens,
+        grain.min_tokens,
+    )
+    return finish(rows, sources, count, work, (begin, end), grain.tile_tokens)

@@ -67,7 +67,7 @@ def run_compiled(
         cpu.CpuPlan.build(plan, batch.rows, threads),
         layer,
         scaling=SCALING,
-        counts=batch.counts,
+        first_tokens=np.append(0, np.cumsum(batch.counts)),
         **options,  # type: ignore[arg-type]
     )
 

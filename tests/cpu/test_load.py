@@ -22,7 +22,7 @@ from tangram.lab.load.clock import (
     TimedAnswer,
     answer_all,
 )
-from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
+from tangram.types import ChosenToken, Event, FinishReason, Request, SamplingParams
 from tests.small_engines import check_books
 
 
@@ -341,7 +341,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
     monkeypatch.setattr(engine, "ahead", ahead)
     read, reads = SampledTokens.tokens_on_host, list[int]()
 
-    def broken(choice: SampledTokens) -> list[TokenLogprob]:
+    def broken(choice: SampledTokens) -> list[ChosenToken | None]:
         reads.append(1)
         if len(reads) == 3:
             raise ModelError("the logits are NaN")

@@ -41,6 +41,7 @@ KERNELS = {
     "gather_chunks",
     "gather_pasts",
     "merge_segments",
+    "merge_splits",
     "prefill_tiles",
     "score_tokens",
     "seal_chunk",

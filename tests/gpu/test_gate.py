@@ -38,14 +38,19 @@ def test_scores_are_the_gates(name: str, dtype: torch.dtype, device: torch.devic
     assert scores.std() > 0.01
 
 
-def test_chunks_scored_together_score_as_alone(device: torch.device) -> None:
+@pytest.mark.parametrize("chunk", [50, 64])
+def test_chunks_scored_together_score_as_alone(chunk: int, device: torch.device) -> None:
     from tangram.kernels import gate
 
     shape = SHAPES["embedded model"]
     weights = random_layer(shape, device)
-    hidden = torch.randn(3, 50, shape.hidden, device=device).to(torch.bfloat16)
+    hidden = torch.randn(3, chunk, shape.hidden, device=device).to(torch.bfloat16)
     alone = torch.cat([gate.score(weights, own, 1, NORM_EPSILON) for own in hidden])
-    assert torch.equal(gate.score(weights, hidden.flatten(0, 1), 3, NORM_EPSILON), alone)
+    together = gate.score(weights, hidden.flatten(0, 1), 3, NORM_EPSILON)
+    # The interpreter's product is NumPy's, which on some CPUs rounds a row by its place in a tile
+    # of 32: that of a token moves if chunks are no multiple of it.
+    rounding = 1e-5 if device.type == "cpu" and chunk % 32 else 0.0
+    torch.testing.assert_close(together, alone, rtol=rounding, atol=0.0)
 
 
 def test_a_row_of_a_wider_tensor_is_read_by_its_stride(device: torch.device) -> None:

@@ -61,11 +61,20 @@ def fill_window(batch: Batch, past: Sequence[np.ndarray]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(("softcap", "use_sinks"), [(None, False), (None, True), (2.0, False)])
+@pytest.mark.parametrize("split_entries", [1024, 32])
 def test_prefill_of_several_requests_equals_each_alone(
-    dtype: torch.dtype, layer: int, softcap: float | None, use_sinks: bool, device: torch.device
+    dtype: torch.dtype,
+    layer: int,
+    softcap: float | None,
+    use_sinks: bool,
+    split_entries: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Split or whole, in launches of all cells or of three."""
     from tangram.kernels import prefill
 
+    monkeypatch.setattr(prefill, "MOST_CELLS", 3)
     batch = make_batch(3, HEADS, GROUP, DIM, longest=130, dtype=dtype, seed=5)
     sizes = [70, 1, 33]
     torch.manual_seed(0)
@@ -87,11 +96,13 @@ def test_prefill_of_several_requests_equals_each_alone(
         torch.tensor(places, dtype=torch.int32, device=device),
         torch.randperm(len(sizes) * HEADS).int().to(device),
         layer=layer,
+        shortest=min(sizes),
         longest=max(sizes),
         scaling=SCALING,
         window=window,
         softcap=softcap,
         sinks=None if sinks is None else sinks.to(device),
+        split_entries=split_entries,
     ).cpu()
     for row, (begin, end) in enumerate(spans):
         expected = reference.prefill(
@@ -110,7 +121,10 @@ def test_prefill_of_several_requests_equals_each_alone(
         assert_close(out[begin:end], expected)
 
 
-def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device) -> None:
+@pytest.mark.parametrize("split_entries", [1024, 8])
+def test_queries_of_a_second_pass_see_the_keys_before_them(
+    split_entries: int, device: torch.device
+) -> None:
     """More keys than queries, as when a chunk is repeated behind itself."""
     from tangram.kernels import prefill
 
@@ -128,8 +142,10 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
         torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device),
         torch.arange(HEADS, dtype=torch.int32, device=device),
         layer=0,
+        shortest=20,
         longest=20,
         scaling=SCALING,
+        split_entries=split_entries,
     ).cpu()
     expected = reference.prefill(
         q,
@@ -146,7 +162,10 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(device: torch.device)
     assert_close(out, expected)
 
 
-def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device) -> None:
+@pytest.mark.parametrize("split_entries", [1024, 16])
+def test_a_row_is_computed_alike_whatever_is_beside_it(
+    split_entries: int, device: torch.device
+) -> None:
     from tangram.kernels import prefill
 
     batch, sizes = make_batch(2, HEADS, GROUP, DIM, longest=40), [9, 150]
@@ -174,8 +193,10 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(device: torch.device) -> 
             spans[: len(order) // HEADS],
             order,
             layer=0,
+            shortest=9,
             longest=longest,
             scaling=SCALING,
+            split_entries=split_entries,
         )
         for order, longest in zip(orders, (150, 9), strict=True)
     )
@@ -321,9 +342,8 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         0,
         scales=scales.to(device),
     )
-    assert torch.equal(on_device.cpu().view(torch.uint8), pool.view(torch.uint8)), (
-        "append stores what was stored before"
-    )
+    stored = on_device.cpu().view(torch.uint8)
+    assert torch.equal(stored, pool.view(torch.uint8)), "append stores what was stored before"
     decoder = gpu.GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
     out = decoder.attend(0, q, tables, lengths, scaling=SCALING).cpu()
     expected = reference.decode(
@@ -335,7 +355,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(
         device, torch.int32
     )
-    spans = torch.tensor([[0, 10, 0, 10, int(past.max())]], dtype=torch.int32, device=device)
+    spans = torch.tensor([[0, 10, 0, 10, past.max()]], dtype=torch.int32, device=device)
     out = prefill.prefill(
         *(x.to(device) for x in new),
         on_device,
@@ -344,6 +364,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         spans,
         torch.arange(HEADS).int().to(device),
         layer=0,
+        shortest=10,
         longest=10,
         scaling=SCALING,
         scales=scales.to(device),

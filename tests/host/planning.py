@@ -78,7 +78,7 @@ def shared_batch(
     table = np.array(offsets).reshape(shape)
     tables = np.concatenate(runs).astype(np.int32)
     budget = np.broadcast_to(1e4 * kept_pages / CHUNK_PAGES, shape)
-    rows = DecodeRows(
+    rows = DecodeRows.of(
         table,
         np.zeros(shape, np.int64),
         np.arange(table.size).reshape(shape),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tangram.cache.layout import Layout
 from tangram.errors import ConfigError
-from tangram.plan.forest import Forest, boundary_tokens, build_forest, units_of
+from tangram.plan.forest import Forest, build_forest, units_of
+from tangram.plan.loops import bound_cells
 from tangram.types import Geometry, Int64
 
 
@@ -107,13 +108,12 @@ def test_equal_rows_share_everything_and_a_chain_is_as_deep_as_it_is_long() -> N
 def test_boundaries_count_what_each_head_keeps_of_sealed_chunks_and_whole_pages_after_them() -> (
     None
 ):
-    kept = np.array([[512, 64]])
-    tokens = boundary_tokens(np.array([0, 1, 2, 5]), np.array([2, 2, 2, 2]), kept, 16)
-    assert tokens.tolist() == [[[0, 0]], [[512, 64]], [[1024, 128]], [[1024 + 48, 128 + 48]]]
-    by_row = boundary_tokens(
-        np.array([1, 1]), np.array([1, 1]), np.array([[[512, 64]], [[128, 256]]]), 16
-    )
-    assert by_row.tolist() == [[[512, 64]], [[128, 256]]]
+    kept, sealed, owner = np.array([[[512, 64]], [[128, 256]]]), np.array([2, 1]), np.zeros(4, int)
+    tokens = np.empty((1, 5, 2), np.int32)
+    bound_cells(np.array([0, 1, 2, 5]), owner, sealed, kept, 16, tokens)
+    assert tokens[0, :4].tolist() == [[0, 0], [512, 64], [1024, 128], [1024 + 48, 128 + 48]]
+    bound_cells(np.array([1, 1]), np.array([0, 1]), sealed, kept, 16, tokens)
+    assert tokens[0, :2].tolist() == [[512, 64], [128, 256]]
 
 
 def test_units_are_read_where_the_layout_puts_sealed_chunks_and_raw_pages() -> None:

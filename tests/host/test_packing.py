@@ -254,9 +254,9 @@ def test_a_node_that_does_not_pay_is_read_in_front_of_its_children() -> None:
 def test_sliding_window_layers_are_read_row_by_row() -> None:
     batch = shared_batch([(1, 2)] * 3, [1] * 3, [10] * 3, np.full((2, 1), 4), (None, 50))
     plan = pack(batch)
-    inside = plan.tasks(1)
+    inside = plan.of_layer(1)
     assert (plan.kind[inside] == RangeKind.WINDOW).all() and len(plan.kind[inside]) == 3
-    assert (plan.row_end - plan.row_begin)[plan.tasks(0)].max() == 3
+    assert (plan.row_end - plan.row_begin)[plan.of_layer(0)].max() == 3
 
 
 def test_long_prefixes_and_tails_are_cut_so_that_tasks_are_alike() -> None:

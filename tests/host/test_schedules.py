@@ -19,13 +19,13 @@ def rows_of(
     rows: int, layers: int, heads: int, windows: tuple[int | None, ...] | None = None
 ) -> DecodeRows:
     cell = np.arange(rows * layers * heads).reshape(rows, layers, heads)
-    return DecodeRows(
+    return DecodeRows.of(
         cell * 9000, cell % 4, cell, np.full(cell.shape, 1e4), windows or (None,) * layers, 16
     )
 
 
 def sizes(plan: WorkPlan, lengths: np.ndarray, layer: int = 0) -> np.ndarray:
-    begin, end = plan.spans(lengths, plan.tasks(layer))
+    begin, end = plan.spans(lengths, plan.of_layer(layer))
     return end - begin
 
 
@@ -65,7 +65,7 @@ def test_queue_tasks_are_as_large_as_the_target_and_no_smaller_than_asked(
     )
     for layer in (0, 1):
         here = lengths[rows.length_index[:, layer]]
-        size, inside = sizes(plan, lengths, layer), plan.tasks(layer)
+        size, inside = sizes(plan, lengths, layer), plan.of_layer(layer)
         assert size.max() <= 2 * max(here.sum() / (workers * 4), least) + 2 * tile
         if here.size <= workers * 4:
             assert (size > 0).sum() <= 1.02 * workers * 4, "one task too many makes all wait for it"

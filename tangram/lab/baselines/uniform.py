@@ -18,7 +18,7 @@ import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.split import Parts, Sources, finish, require_positive, split_evenly
+from tangram.plan.split import require_positive, split_evenly
 from tangram.types import Int32, Int64
 
 BUSY_ENOUGH = 0.8
@@ -49,11 +49,11 @@ def plan_uniform_splits(
     length is divided. Raises `ConfigError` naming the argument out of range.
     """
     require_positive(workers=workers, tile_tokens=tile_tokens)
-    count, _, heads = rows.table.shape
+    count, _, heads = rows.shape
     full = lengths[rows.length_index[:, ~rows.windowed]]
     tiles = -(-int(full.max(initial=0)) // tile_tokens)
     splits = splits_for(np.asarray(count * heads), np.asarray(tiles), workers)
-    return split_evenly(rows, np.broadcast_to(splits, rows.table.shape), tile_tokens)
+    return split_evenly(rows, np.broadcast_to(splits, rows.shape), tile_tokens)
 
 
 def plan_buckets(
@@ -100,13 +100,16 @@ def _pad(
 
     The part that holds the last entry is OPEN, those after it are EMPTY.
     """
-    length, bucket, count = (x.swapaxes(0, 1).copy() for x in (length, bucket, splits))
-    count[rows.windowed] = 1
-    tasks = Parts.of(count, bucket / count)
-    width = tasks.per_cell(-(-bucket // (count * tile_tokens)) * tile_tokens)
-    a, entries = tasks.number * width, tasks.per_cell(length)
-    holds = (a < entries) | (tasks.number == 0)
-    opens = holds & ((a + width >= entries) | (tasks.number + 1 == tasks.per_cell(count)))
+    plan = split_evenly(rows, splits, tile_tokens, bucket)
+    cell = plan.rows, plan.task_layer, plan.head
+    full = ~rows.windowed[plan.task_layer]
+    parts = np.where(full, splits[cell], 1)
+    number = np.where(plan.kind == RangeKind.FRAC, plan.a, 0)
+    width = -(-bucket[cell] // (parts * tile_tokens)) * tile_tokens
+    a, entries = number * width, length[cell]
+    holds = (a < entries) | (number == 0)
+    opens = holds & ((a + width >= entries) | (number + 1 == parts))
     kind = np.where(opens, int(RangeKind.OPEN), int(RangeKind.ABS))
     b = np.where(opens, 0, np.where(holds, a + width, a))
-    return finish(rows, Sources.own(len(rows.table)), tasks, kind, a, b, tile_tokens)
+    plan.tasks[full, 4:7] = np.stack([kind, a, b], axis=1)[full]
+    return plan

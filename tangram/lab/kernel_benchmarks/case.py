@@ -197,6 +197,6 @@ def _one_layer(
     )
     share = np.repeat(budget, geometry.heads_per_page, axis=1)[:, None]
     column = np.broadcast_to(np.arange(geometry.kv_heads) % geometry.heads_per_page, table.shape)
-    return DecodeRows(
+    return DecodeRows.of(
         table, np.ascontiguousarray(column), index, share, (None,), geometry.page_tokens
     )

@@ -61,7 +61,7 @@ class Sequences:
             )
         per_page, size = pool.shape[1], pool.shape[3]
         length = lengths[rows.length_index[:, layer]].astype(np.int64)
-        table, column = rows.table[:, layer], rows.column[:, layer]
+        table, column = (x[:, layer].astype(np.int64) for x in (rows.table, rows.column))
         width = per_page if _whole_pages(table, column, length, per_page) else 1
         table, column, length = (x[:, ::width].ravel() for x in (table, column, length))
         pages = -(-length // size)
