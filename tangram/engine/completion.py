@@ -17,12 +17,12 @@ from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.engine.text import TextCodec, TextStream
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import (
+    ChosenToken,
     DraftedTokens,
     Event,
     FinishReason,
     Request,
     SamplingParams,
-    TokenLogprob,
     Usage,
 )
 
@@ -74,7 +74,7 @@ class Completion:
         """Whether the next token depends on the value of the one before."""
         return self.sampler.matcher is not None
 
-    def take(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
+    def take(self, token: ChosenToken) -> tuple[str, FinishReason | None]:
         """Add the expected token. Returns the text that is certain now, and a finish reason if any.
 
         After an `error` there is neither.
@@ -82,7 +82,7 @@ class Completion:
         self.sequence.settle(token.token_id)
         return self._write(token)
 
-    def goes_on(self, tokens: Sequence[TokenLogprob]) -> bool:
+    def goes_on(self, tokens: Sequence[ChosenToken]) -> bool:
         """Whether it is certain, without their text, that none of the next `tokens` ends it."""
         sequence = self.sequence
         return (
@@ -93,11 +93,11 @@ class Completion:
             and all(token.token_id not in self.end_token_ids for token in tokens)
         )
 
-    def write(self, token: TokenLogprob) -> str:
+    def write(self, token: ChosenToken) -> str:
         """The text that is certain with `token`, which is settled and does not end it."""
         return self._write(token)[0]
 
-    def _write(self, token: TokenLogprob) -> tuple[str, FinishReason | None]:
+    def _write(self, token: ChosenToken) -> tuple[str, FinishReason | None]:
         if (matcher := self.sampler.matcher) is not None:
             matcher.take(token.token_id)
             if matcher.error is not None:
@@ -116,20 +116,20 @@ class Completion:
     def event(
         self,
         usage: Usage,
-        token: TokenLogprob | None,
+        token: ChosenToken | None,
         text: str,
         reason: FinishReason | None,
         error: str | None = None,
         error_field: str | None = None,
     ) -> Event:
         """An event for the client."""
-        wants_logprobs = self.request.sampling.logprobs is not None
+        logprob = None if token is None else token.logprob
         return Event(
             request_id=self.request.request_id,
             index=self.index,
             token_ids=() if token is None else (token.token_id,),
             text=text,
-            logprobs=(token,) if token is not None and wants_logprobs else (),
+            logprobs=() if logprob is None else (logprob,),
             usage=usage,
             finish_reason=reason,
             error=error,
@@ -147,7 +147,7 @@ class Parcel:
     """
 
     completion: Completion
-    tokens: Sequence[TokenLogprob]
+    tokens: Sequence[ChosenToken]
     completion_tokens: int
     sealed_chunks: int
     drafted: DraftedTokens

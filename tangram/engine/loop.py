@@ -39,7 +39,7 @@ from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import DraftedTokens, FinishReason, Geometry, Request, TokenLogprob, Usage
+from tangram.types import ChosenToken, DraftedTokens, FinishReason, Geometry, Request, Usage
 from tangram.watch import Observer, Watched
 
 STATS_EVERY_S = 0.05
@@ -318,7 +318,7 @@ class Engine:
         if self._runner.recorder is not None:
             self._runner.recorder.commit(self._scheduler.running)
 
-    def _take_all(self, completion: Completion, tokens: Sequence[TokenLogprob | None]) -> None:
+    def _take_all(self, completion: Completion, tokens: Sequence[ChosenToken | None]) -> None:
         """Enter `tokens` one after the other, until one of them ends the completion.
 
         On a GPU those that end nothing are sent while it computes the next step.
@@ -337,7 +337,7 @@ class Engine:
             completion.sampler.extend([token.token_id])
             self._take(completion, token)
 
-    def _take_later(self, completion: Completion, tokens: Sequence[TokenLogprob]) -> None:
+    def _take_later(self, completion: Completion, tokens: Sequence[ChosenToken]) -> None:
         sequence = completion.sequence
         if self._speculation is None or sequence.cache is None:
             raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
@@ -513,7 +513,7 @@ class Engine:
 
     # -- emit --------------------------------------------------------------------------------------
 
-    def _take(self, completion: Completion, token: TokenLogprob) -> None:
+    def _take(self, completion: Completion, token: ChosenToken) -> None:
         text, reason = completion.take(token)
         if completion.error is not None:
             self._drop(completion.request.request_id, *completion.error)

@@ -174,7 +174,6 @@ def find_or_make_profile(
         texts=texts,
         source="built-in calibration texts, quick",
         most_tokens=most_tokens,
-        foretell=True,
     )[0]
     path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
     try:
@@ -211,12 +210,11 @@ def calibrate_model(
     source: str,
     most_tokens: int | None = None,
     observe: Observer | None = None,
-    foretell: bool = False,
 ) -> list[Profile]:
     """One profile of `loaded` for each ρ, from the scores of `texts`, up to `most_tokens` of each.
 
-    Draws a progress bar in a terminal. `observe` is called with each text's shares, as in
-    `tangram.calibrate.calibrate`. With `foretell` the log first estimates the duration.
+    The log first estimates the duration, and a terminal shows a progress bar. `observe` is called
+    with each text's shares, as in `tangram.calibrate.calibrate`.
     """
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
@@ -225,8 +223,7 @@ def calibrate_model(
     # A latent is key and value, with one scale for both: it stays 1.
     magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
-    if foretell:
-        foretell_calibration(scores, samples, config.chunk_tokens)
+    foretell_calibration(scores, samples, config.chunk_tokens)
     return calibrate(
         scores,
         samples,

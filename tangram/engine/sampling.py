@@ -33,7 +33,7 @@ from tangram.engine.draw import draw, row_key
 from tangram.engine.filters import on_device, pick, weights_of
 from tangram.errors import RequestError
 from tangram.kernels.transfer import HostCopies, place
-from tangram.types import Matcher, SamplingParams, TokenLogprob
+from tangram.types import ChosenToken, Matcher, SamplingParams, TokenLogprob
 
 BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for the model's dtype"
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
@@ -181,28 +181,29 @@ class _History:
 class SampledTokens:
     """The chosen tokens: `tokens` int64 [R] on the device. The rest is being copied to the host.
 
-    `figures` are the tokens, their log-probabilities and the logsumexp of their rows. `best` are
-    the most likely tokens and their log-probabilities, each [n, k], of the rows listed with them.
+    `figures` are the tokens and the largest logit of their rows. `logprobs` are, with the rows [n]
+    that ask for as many, the log-probabilities [n] of the tokens, and the most likely tokens and
+    their log-probabilities, each [n, k].
     """
 
     tokens: Tensor
     figures: HostCopies
-    best: Sequence[tuple[Sequence[int], HostCopies]]
+    logprobs: Sequence[tuple[Sequence[int], HostCopies]]
 
-    def tokens_on_host(self) -> list[TokenLogprob | None]:
+    def tokens_on_host(self) -> list[ChosenToken | None]:
         """The tokens; waits for the device. None for a row without one.
 
         The logits of such a row hold NaN or +∞, or are all −∞.
         """
-        token_ids, logprobs, sums = (part.tolist() for part in self.figures.get())
-        top: dict[int, tuple[tuple[int, float], ...]] = {}
-        for rows, found in self.best:
-            pairs = zip(*(part.tolist() for part in found.get()), strict=True)
-            top.update((row, _possible(*pair)) for row, pair in zip(rows, pairs, strict=True))
-        chosen = zip(token_ids, logprobs, sums, strict=True)
+        token_ids, largest = (part.tolist() for part in self.figures.get())
+        logprobs: dict[int, TokenLogprob] = {}
+        for rows, found in self.logprobs:
+            parts = zip(*(part.tolist() for part in found.get()), strict=True)
+            for row, (logprob, *best) in zip(rows, parts, strict=True):
+                logprobs[row] = TokenLogprob(token_ids[row], logprob, _possible(*best))
         return [
-            TokenLogprob(token_id, logprob, top.get(row, ())) if math.isfinite(normaliser) else None
-            for row, (token_id, logprob, normaliser) in enumerate(chosen)
+            ChosenToken(token_id, logprobs.get(row)) if math.isfinite(logit) else None
+            for row, (token_id, logit) in enumerate(zip(token_ids, largest, strict=True))
         ]
 
 
@@ -217,28 +218,27 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
     Greedy rows take the first of equal maxima.
     """
     raw = _mask_forbidden(logits.float(), rows)
-    tokens = _choose(raw, rows)
-    normaliser = raw.logsumexp(dim=-1)
-    logprobs = raw.gather(1, tokens[:, None])[:, 0] - normaliser
-    return SampledTokens(
-        tokens, HostCopies(tokens, logprobs, normaliser), _best(raw, normaliser, rows)
-    )
+    tokens, largest = _choose(raw, rows)
+    return SampledTokens(tokens, HostCopies(tokens, largest), _logprobs(raw, tokens, rows))
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """The tokens of `choose` alone: int64 [R] on the device."""
-    return _choose(_mask_forbidden(logits.float(), rows), rows)
+    return _choose(_mask_forbidden(logits.float(), rows), rows)[0]
 
 
-def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+    """The tokens [R] and the largest logit of each row [R], which is NaN if one is."""
     changed = _change(raw, rows)
-    tokens = changed.argmax(dim=-1)
+    largest, tokens = changed.max(dim=-1)
+    if changed is not raw:
+        largest = raw.amax(dim=-1)  # a mask may hide a NaN
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
         weights = weights_of(pick(changed, random), [rows[i].params for i in random])
         keys = [row_key(rows[i].seed, rows[i].sample_index, rows[i].step) for i in random]
         tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
-    return tokens
+    return tokens, largest
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
@@ -300,16 +300,19 @@ def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return changed
 
 
-def _best(
-    raw: Tensor, normaliser: Tensor, rows: Sequence[SampleRow]
+def _logprobs(
+    raw: Tensor, tokens: Tensor, rows: Sequence[SampleRow]
 ) -> list[tuple[Sequence[int], HostCopies]]:
-    """The best alternatives of the rows that request some, best first; see `SampledTokens.best`."""
-    wanted: dict[int, list[int]] = {}
+    """The figures of the rows that ask for some, alternatives best first; see `SampledTokens`."""
+    asked: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        if row.params.logprobs:
-            wanted.setdefault(min(row.params.logprobs, raw.shape[1]), []).append(index)
+        if row.params.logprobs is not None:
+            asked.setdefault(min(row.params.logprobs, raw.shape[1]), []).append(index)
     found: list[tuple[Sequence[int], HostCopies]] = []
-    for count, indices in wanted.items():
-        values, token_ids = pick(raw, indices).topk(count, dim=-1)
-        found.append((indices, HostCopies(token_ids, values - pick(normaliser, indices)[:, None])))
+    for count, indices in asked.items():
+        own, chosen = pick(raw, indices), pick(tokens, indices)[:, None]
+        normaliser = own.logsumexp(dim=-1, keepdim=True)
+        logprobs = (own.gather(1, chosen) - normaliser)[:, 0]
+        values, token_ids = own.topk(count, dim=-1)
+        found.append((indices, HostCopies(logprobs, token_ids, values - normaliser)))
     return found

@@ -28,7 +28,7 @@ from tangram.metrics import SpeculationStats
 from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
 from tangram.speculate.pace import REST_STEPS, Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
-from tangram.types import DraftedTokens, Int64, TokenLogprob
+from tangram.types import ChosenToken, DraftedTokens, Int64
 
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
@@ -132,9 +132,7 @@ def verifiers(sampler: SampleRow, drafts: Tensor) -> list[SampleRow]:
     return [sampler.ahead(count, drafts) for count in range(len(drafts) + 1)]
 
 
-def accept(
-    drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
-) -> list[TokenLogprob | None]:
+def accept(drafts: Sequence[int], tokens: Sequence[ChosenToken | None]) -> list[ChosenToken | None]:
     """The tokens that a sequence goes on with: those of accepted drafts and the one behind them.
 
     `tokens` [n + 1] are what the `verifiers` of `drafts` [n] have chosen.

@@ -21,10 +21,10 @@ from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
-from tangram.types import TokenLogprob
+from tangram.types import ChosenToken
 
 # A completion, and the tokens that its sequence goes on with; None for unsound logits.
-Verified = tuple[Completion, list[TokenLogprob | None]]
+Verified = tuple[Completion, list[ChosenToken | None]]
 
 
 class Verifier:
@@ -76,8 +76,8 @@ class Verifier:
         return replace(step, moves=()), drafter.draft(drafting)
 
     def _settle(
-        self, completion: Completion, drafts: Sequence[int], tokens: Sequence[TokenLogprob | None]
-    ) -> list[TokenLogprob | None]:
+        self, completion: Completion, drafts: Sequence[int], tokens: Sequence[ChosenToken | None]
+    ) -> list[ChosenToken | None]:
         """The tokens that a sequence goes on with: accepted drafts and one more."""
         taken = accept(drafts, tokens)
         accepted = len(taken) - 1

@@ -304,10 +304,14 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         row_of(SamplingParams(temperature=2.0, logprobs=2)),
     ]
     got = sample(logits, rows)
+    unasked = sample(logits[:1], [row_of(SamplingParams(temperature=0.0))])[0]
+    assert unasked.logprob is None
     assert torch.equal(logits, before)
     assert got[0].token_id == 12
-    assert [len(token.top) for token in got] == [5, 0, 2]
-    for index, token in enumerate(got):
+    found = [token.logprob for token in got if token.logprob is not None]
+    assert [len(token.top) for token in found] == [5, 0, 2]
+    for index, token in enumerate(found):
+        assert token.token_id == got[index].token_id
         assert token.logprob == pytest.approx(expected[index, token.token_id].item(), abs=1e-4)
         best = expected[index].sort(descending=True).values[: len(token.top)]
         assert [value for _, value in token.top] == pytest.approx(best.tolist(), abs=1e-4)
@@ -334,6 +338,14 @@ def test_broken_logits_are_reported_with_their_row(temperature: float, bad: floa
     rows = [row_of(SamplingParams(temperature=temperature)) for _ in range(3)]
     tokens = choose(logits, rows).tokens_on_host()
     assert [token is None for token in tokens] == [False, True, False]
+
+
+def test_a_nan_at_an_end_that_may_not_come_yet_is_reported() -> None:
+    logits = random_logits(6, rows=1)
+    logits[0, 4] = torch.nan
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    row = SampleRow(params, prompt_token_ids=(), vocab_size=VOCAB, seed=0, end_token_ids=(4,))
+    assert choose(logits, [row]).tokens_on_host() == [None]
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])

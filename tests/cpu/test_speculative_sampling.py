@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tangram.engine.sampling import SampleRow, choose_tokens
 from tangram.engine.speculation import accept, verifiers
-from tangram.types import SamplingParams, TokenLogprob
+from tangram.types import ChosenToken, SamplingParams
 from tests.small_engines import probabilities
 from tests.speculation import few
 
@@ -106,7 +106,7 @@ DRAFTERS = {"certain": certain, "drawn": draw_drafts}
 
 def serving(turn: Round) -> list[int]:
     """What the engine does."""
-    taken = accept(turn.drafts, [TokenLogprob(token, 0.0) for token in turn.chosen])
+    taken = accept(turn.drafts, [ChosenToken(token) for token in turn.chosen])
     return [token.token_id for token in taken if token is not None]
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tangram.engine.sampling import SampleRow, choose
-from tangram.types import TokenLogprob
+from tangram.types import ChosenToken
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprob]:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[ChosenToken]:
     """The tokens of `rows`, whose `logits` are finite."""
     tokens = choose(logits, rows).tokens_on_host()
     found = [token for token in tokens if token is not None]
