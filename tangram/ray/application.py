@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray import serve
@@ -76,8 +77,9 @@ def build_application(
         max_surge_percent=100,  # the new one answers before the old one ends
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
-    engines = engine.bind(_with_whole_paths(config), options.log_format, options.events)
-    return ingress.bind(engines, model, options)
+    version = uuid4().hex  # Ray replaces all replicas whenever it takes another application
+    engines = engine.bind(_with_whole_paths(config), options.log_format, version, options.events)
+    return ingress.bind(engines, model, options, version)
 
 
 def _scale(options: FleetOptions) -> dict[str, Any]:

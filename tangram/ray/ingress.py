@@ -11,8 +11,10 @@ from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
 
 from tangram.metrics import EngineStats
+from tangram.page.chat_alone import ChatPage
 from tangram.ray.logs import log_in_worker
 from tangram.ray.options import FleetOptions
+from tangram.ray.payloads import FactsQuestion
 from tangram.ray.replicated_engine import ReplicatedEngine
 from tangram.serve.bridge import Limits
 from tangram.serve.guard import Protection
@@ -35,11 +37,13 @@ class Ingress:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, replicas: DeploymentHandle[Any], model: str, options: FleetOptions
+        self, replicas: DeploymentHandle[Any], model: str, options: FleetOptions, version: str
     ) -> None:
         log_in_worker(options.log_format)
         self._model, self._options = model, options
-        facts, first = await replicas.describe.remote(), await replicas.report.remote()
+        # In a redeploy this waits for engines of the same deployment: older ones have other facts.
+        facts = await replicas.describe.remote(FactsQuestion(version))
+        first = await replicas.report.remote()
         most = facts.config.max_queue
         self._limits = Limits(
             options.request_timeout_s,
@@ -48,7 +52,7 @@ class Ingress:
         self._fleet = ReplicatedEngine(replicas, facts, first)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application of `tangram serve`, without the page of one engine's cache."""
+        """The application of `tangram serve`; its page has conversations and no cache."""
         options, model = self._options, self._model
         app = build_app(
             self._fleet,
@@ -59,6 +63,7 @@ class Ingress:
                 options.metrics_aliases is not None, traces_to(options.otlp_endpoint, model)
             ),
             let_unknown_by=options.unknown_fields == "warn",
+            page=ChatPage(),
         )
         app.state.service.metrics.registry.register(_ReplicaCollector(lambda: self._fleet.replicas))
         return app

@@ -20,40 +20,52 @@ from tangram.errors import EngineError, OverloadError, RequestError, TangramErro
 from tangram.kv_events.address import EventAddress
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.logs import log_in_worker
-from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
-from tangram.ray.reports import MOST_KEYS, make_routing_stats
+from tangram.ray.payloads import EngineFacts, FactsQuestion, Origin, SentRequest, StatsReport
+from tangram.ray.reports import MOST_KEYS, make_routing_stats, repeat_or_renew
 from tangram.serve.logs import LogForm
 from tangram.types import Event, FinishReason, Grammar, Usage
 from tangram.watch import ChunkPlace
 
 _HEALTH_CHECK_S = 1.0
+_REPLACED = (
+    "the model was replaced by another one after the request was tokenized: send the request again"
+)
 _log = logging.getLogger(__name__)
 
 
 class EngineReplica:
     """Serves requests with an engine of its own, and publishes its KV events beside `events`.
 
-    Ray Serve calls `record_routing_stats`, `check_health` and, when the replica has no requests
+    `version` names the deployment. Ray Serve calls `record_replica_metadata` once,
+    `record_routing_stats`, `check_health` and, when the replica has no requests
     left or their time is over, `__del__`.
     """
 
     def __init__(
-        self, config: EngineConfig, log_format: LogForm, events: EventAddress | None = None
+        self,
+        config: EngineConfig,
+        log_format: LogForm,
+        version: str,
+        events: EventAddress | None = None,
     ) -> None:
         log_in_worker(log_format)
         self._engine = build_engine(config)
+        self._origin = Origin.of(version, config.model, self._engine.codec.tokenizer)
         if events is not None:
             _publish(self._engine, events)
         self._held = HeldKeys(MOST_KEYS)
         self._watched = self._engine.watch(self._held)
         self._unanswered: dict[str, SentRequest] = {}
+        self._taken = self._told_taken = 0
+        self._told: Mapping[str, Any] = {}
         self._engine.grammars.warm()
         self._engine.start()
 
-    def describe(self) -> EngineFacts:
-        """What the ingress must know of this engine."""
+    def describe(self, question: FactsQuestion) -> EngineFacts:
+        """What the ingress must know of this engine, to which the router has led `question`."""
         engine = self._engine
         return EngineFacts(
+            self._origin,
             engine.config,
             engine.admission,
             engine.codec.tokenizer,
@@ -65,11 +77,19 @@ class EngineReplica:
         replica_id = serve.get_replica_context().replica_id.unique_id
         return StatsReport(replica_id, self._engine.stats())
 
+    def record_replica_metadata(self) -> Mapping[str, Any]:
+        """What the router knows of this replica from the beginning."""
+        return {"version": self._origin.version}
+
     def record_routing_stats(self) -> Mapping[str, Any]:
         """What the router reads of this replica."""
-        held = self._held.list_held(self._watched)
+        taken, held = self._taken, self._held.list_held(self._watched)
         pending = sum(map(self._count_missing, list(self._unanswered.values())))
-        return make_routing_stats(held, pending, self._engine.stats())
+        made = make_routing_stats(held, pending, self._engine.stats())
+        # What the router has sent counts there until a new report.
+        told = self._told if taken == self._told_taken else {}
+        self._told, self._told_taken = repeat_or_renew(told, made), taken
+        return self._told
 
     def _count_missing(self, sent: SentRequest) -> int:
         """The chunks of a prompt that are not computed, and its rest as one more."""
@@ -89,7 +109,10 @@ class EngineReplica:
         """
         arrived_s = time.monotonic()
         left = set(range(sent.options["sampling"].n))
+        self._taken += 1
         try:
+            if sent.origin.vocabulary != self._origin.vocabulary:
+                raise EngineError(_REPLACED)
             async for events in self._run(sent):
                 left -= {event.index for event in events if event.finish_reason is not None}
                 yield [_count_from(arrived_s, event) for event in events]

@@ -52,15 +52,16 @@ _log = logging.getLogger(__name__)
 class ReplicatedEngine:
     """The replicas behind `handle`, as one engine. For one event loop, that of `start`.
 
-    A request is checked here, and its chunk keys are computed here, since all replicas have the
-    model and the profiles that `facts` describe. Each replica holds a queue of its own; all queues
-    together take `max_queue` completions for each replica. `first` is the first report.
+    A request is checked here, and its chunk keys are computed here, by `facts`. The router sends it
+    to a replica of the deployment that has these facts, as long as there is one. Each replica holds
+    a queue of its own; all queues together take `max_queue` completions for each replica. `first`
+    is the first report.
     """
 
     def __init__(
         self, handle: DeploymentHandle[Any], facts: EngineFacts, first: StatsReport
     ) -> None:
-        self._handle, self._config = handle, facts.config
+        self._handle, self._config, self._origin = handle, facts.config, facts.origin
         self._answering = handle.options(stream=True).answer
         self._admission = facts.admission
         self.codec = TextCodec(facts.tokenizer, eos_token_ids=facts.eos_token_ids)
@@ -147,7 +148,7 @@ class ReplicatedEngine:
         tokens = np.asarray(request.prompt_token_ids, np.int64)
         chunk_tokens = retention.layout.chunk_tokens
         keys = list_keys(retention.fingerprint, request.cache_salt, chunk_tokens, tokens)
-        return SentRequest.of(request, tokens, tuple(keys))
+        return SentRequest.of(self._origin, request, tokens, tuple(keys))
 
     async def _send(self, relay: _Relay, sent: SentRequest) -> None:
         try:

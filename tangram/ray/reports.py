@@ -12,6 +12,8 @@ from tangram.routing.replica_choice import ReplicaReport
 
 # A digest has no more keys: 8 million tokens in chunks of 512, and 128 KiB of a report.
 MOST_KEYS = 2**14
+# So long an idle replica tells the same report: a third of the age at which the router drops one.
+REPEATED_S = 20.0
 
 
 def make_routing_stats(
@@ -32,9 +34,25 @@ def make_routing_stats(
     }
 
 
-def read_routing_stats(stats: Mapping[str, Any]) -> tuple[float, ReplicaReport] | None:
-    """The report, and when it was made, in seconds of `time.time`; None before the first."""
-    if not stats:
+def repeat_or_renew(told: Mapping[str, Any], made: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report `told` again while `made` says the same, for `REPEATED_S` at most; else `made`.
+
+    If one report has changed, Ray sends all of them to each router.
+    """
+    if not told or made["made_s"] - told["made_s"] > REPEATED_S:
+        return made
+    return told if {**made, "made_s": told["made_s"]} == told else made
+
+
+def read_routing_stats(
+    stats: Mapping[str, Any], known_s: float | None = None
+) -> tuple[float, ReplicaReport] | None:
+    """The report, and when it was made, in seconds of `time.time`.
+
+    None before the first, and for the one that was made at `known_s`. It is not decoded again: a
+    full digest takes milliseconds.
+    """
+    if not stats or stats["made_s"] == known_s:
         return None
     made_s, values = stats["made_s"], dict(stats)
     del values["made_s"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tangram.ray.payloads import SentRequest
+from tangram.ray.payloads import FactsQuestion, SentRequest
 from tangram.ray.reports import read_routing_stats
 from tangram.routing.replica_choice import Candidate, LoadCosts, Placement, Router
 
@@ -17,7 +17,10 @@ from tangram.routing.replica_choice import Candidate, LoadCosts, Placement, Rout
 class ChunkRouter(RequestRouter):
     """Sends a request where it is expected to be answered first, by the chunks that replicas hold.
 
-    Calls that are not a `SentRequest` go to any replica.
+    In a redeploy there are replicas of two deployments. A `SentRequest` goes to those by whose
+    facts it was read, and to others if none of these is left. A `FactsQuestion` waits until half
+    of the replicas are of its deployment, since the ingress that asks sends all requests there.
+    Other calls go to any replica.
     """
 
     # A busy replica answers late, and is the right one none the less.
@@ -42,8 +45,8 @@ class ChunkRouter(RequestRouter):
         self._made_s = {name: at for name, at in self._made_s.items() if name in self._names}
         for replica in replicas:
             name = replica.replica_id.unique_id
-            found = read_routing_stats(replica.routing_stats)
-            if found is not None and found[0] != self._made_s.get(name):
+            found = read_routing_stats(replica.routing_stats, self._made_s.get(name))
+            if found is not None:
                 self._made_s[name], report = found
                 self._policy.take_report(name, report)
         super().update_replicas(replicas)
@@ -54,27 +57,30 @@ class ChunkRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The candidates, best first, each in a rank of its own."""
-        sent = _read_request(pending_request)
-        if pending_request is None or sent is None:
+        call = _read_call(pending_request)
+        if pending_request is None or call is None:
             return [candidate_replicas]
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        ranked = [one for one in self._policy.rank(sent.chain) if one.replica in by_name]
+        pending_request.routing_context.should_backoff = True
+        if isinstance(call, FactsQuestion):
+            own = _select_deployment(candidate_replicas, call.version)
+            return [own] if 2 * len(own) >= len(candidate_replicas) else []
+        own = _select_deployment(candidate_replicas, call.origin.version)
+        by_name = {replica.replica_id.unique_id: replica for replica in own or candidate_replicas}
+        ranked = [one for one in self._policy.rank(call.chain) if one.replica in by_name]
         identity = pending_request.metadata.internal_request_id
         self._ranked[identity] = {one.replica: one for one in ranked}
-        pending_request.routing_context.should_backoff = True
         return [[by_name[one.replica]] for one in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
         """Note that the replica has accepted the request."""
-        identity, sent = (
-            pending_request.metadata.internal_request_id,
-            _read_request(pending_request),
-        )
+        identity, call = pending_request.metadata.internal_request_id, _read_call(pending_request)
         candidate = self._ranked.pop(identity, {}).get(replica_id.unique_id)
-        if sent is not None and candidate is not None and candidate.replica in self._names:
-            self._placements[identity] = self._policy.begin(candidate, sent.chain)
+        if not isinstance(call, SentRequest) or candidate is None:
+            return
+        if candidate.replica in self._names:
+            self._placements[identity] = self._policy.begin(candidate, call.chain)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Note that a request has ended, in whatever way."""
@@ -83,7 +89,12 @@ class ChunkRouter(RequestRouter):
             self._policy.end(placement)
 
 
-def _read_request(pending: PendingRequest | None) -> SentRequest | None:
-    if pending is None or not pending.args or not isinstance(pending.args[0], SentRequest):
+def _read_call(pending: PendingRequest | None) -> SentRequest | FactsQuestion | None:
+    if pending is None or not pending.args:
         return None
-    return pending.args[0]
+    first = pending.args[0]
+    return first if isinstance(first, SentRequest | FactsQuestion) else None
+
+
+def _select_deployment(replicas: list[RunningReplica], version: str) -> list[RunningReplica]:
+    return [replica for replica in replicas if replica.replica_metadata.get("version") == version]

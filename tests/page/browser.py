@@ -20,6 +20,7 @@ PHONE: dict[str, Any] = {
     **{"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2},
     **{"is_mobile": True, "has_touch": True},
 }
+TIMEOUT_MS = 15_000  # for what a busy machine shows late
 SERIOUS = ("serious", "critical")
 
 
@@ -41,7 +42,7 @@ def open_page(
     """
     context = browser.new_context(**{**DESKTOP, "accept_downloads": True, **options})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(TIMEOUT_MS)
     watched = WatchedPage(context.new_page())
     watched.page.on("console", lambda message: _note(watched, message))
     watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
@@ -62,9 +63,13 @@ def _note(watched: WatchedPage, message: Any) -> None:
 
 
 def open_view(page: Any, name: str) -> None:
-    """Open a view, and wait for it: another one may have fields of the same names."""
+    """Open a view, and wait for it and for what the server tells it.
+
+    Another view may have fields of the same names.
+    """
     page.get_by_role("link", name=name).click()
     page.locator('nav [aria-current="page"]', has_text=name).wait_for()
+    page.get_by_text("Waiting for the server.").wait_for(state="hidden")
 
 
 def ask(page: Any, question: str) -> None:

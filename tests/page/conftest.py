@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
-from tests.page.browser import CHROMIUM, NO_CHROMIUM, WatchedPage, open_page
+from tests.page.browser import CHROMIUM, NO_CHROMIUM, TIMEOUT_MS, WatchedPage, open_page
 from tests.page.fake_server import FakeServer, run_fake_page
 
 
@@ -17,8 +18,7 @@ from tests.page.fake_server import FakeServer, run_fake_page
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip(NO_CHROMIUM)
-    from playwright.sync_api import sync_playwright
-
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         # Tests run as root in containers, where Chromium's sandbox cannot start.
         started = playwright.chromium.launch(

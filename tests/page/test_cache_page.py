@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from playwright.sync_api import expect
 
 from tests.page.browser import WatchedPage, answers, ask, open_page, open_view, paste, send
 from tests.page.fake_cache import (
@@ -227,14 +228,14 @@ def test_an_answer_without_drafts_says_so(browser: Any) -> None:
         page.get_by_text(f"{len(tokens)} tokens, ended").wait_for()
         undrafted = page.get_by_text("This answer has no drafts, because its cache drops entries.")
         undrafted.wait_for()
-        assert page.get_by_text("entries held of").count() == 1
-        assert page.get_by_text("read by drafts").count() == 0
+        expect(page.get_by_text("entries held of")).to_have_count(1)
+        expect(page.get_by_text("read by drafts")).to_have_count(0)
         check_scale({at: share(request, at) for at in tokens}, painted_tokens(page, request.tokens))
         page.get_by_text("Settings of this conversation").click()
         page.get_by_label("KV retention").select_option("1 – nothing dropped")
         ask(page, "And item eight?")
         page.get_by_text("entries read by drafts").wait_for()
-        assert undrafted.count() == 0
+        expect(undrafted).to_have_count(0)
 
 
 def test_a_token_in_host_memory_says_so(page: Any, asked: FakeRequest, fake: FakeServer) -> None:
@@ -577,7 +578,7 @@ def test_a_bar_is_as_high_as_its_time_and_divided_by_what_it_computed(
 def test_the_server_view_shows_the_last_hour(page: Any) -> None:
     open_view(page, "Server")
     page.get_by_role("img", name="Throughput, tokens/s over time").locator("canvas").wait_for()
-    assert page.locator(".plot canvas").count() == 6
+    expect(page.locator(".plot canvas")).to_have_count(6)
     assert page.locator('[data-field="queue"]').inner_text() == "0"
 
 

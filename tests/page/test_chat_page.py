@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.page.browser import (
     WatchedPage,
@@ -32,7 +33,7 @@ def test_an_answer_streams_and_a_reload_keeps_the_conversation(page: Any) -> Non
     page.get_by_role("button", name="Send").wait_for()
     assert questions(page) == ["What is a page?", "And a chunk?"]
     assert len(answers(page)) == 2
-    assert page.get_by_role("button", name="What is a page?", exact=True).is_visible()
+    expect(page.get_by_role("button", name="What is a page?", exact=True)).to_be_visible()
 
 
 def test_code_is_highlighted_and_can_be_copied(page: Any) -> None:
@@ -50,7 +51,9 @@ def test_hostile_answers_are_text(page: Any) -> None:
     assert page.evaluate("() => window.pwned") is None
     assert '<img src=x onerror="window.pwned = 1">' in answers(page)[0]
     assert questions(page)[1] == "<img src=x onerror='window.pwned = 5'> <b>bold</b>"
-    assert page.locator(".message img, .message script, .message iframe, .message svg").count() == 0
+    expect(
+        page.locator(".message img, .message script, .message iframe, .message svg")
+    ).to_have_count(0)
     links = page.locator(".message a")
     targets = [links.nth(at).get_attribute("href") for at in range(links.count())]
     assert set(targets) == {"https://evil.example/x.png", "https://evil.example/"}
@@ -115,7 +118,7 @@ def test_a_long_paste_and_a_text_file_are_documents(
 ) -> None:
     paste(page, WORDS)
     page.get_by_text("pasted text 1").wait_for()
-    assert page.get_by_label("Question", exact=True).input_value() == ""
+    expect(page.get_by_label("Question", exact=True)).to_have_value("")
     notes, picture = tmp_path / "notes.txt", tmp_path / "picture.png"
     notes.write_text("A note.")
     picture.write_bytes(b"\x89PNG\0\xff")
@@ -123,7 +126,7 @@ def test_a_long_paste_and_a_text_file_are_documents(
     page.get_by_text("picture.png is not a text file in UTF-8.").wait_for()
     ask(page, "What is in them?")
     assert questions(page) == ["What is in them?"]
-    assert page.locator(".message .chips li").count() == 2
+    expect(page.locator(".message .chips li")).to_have_count(2)
     sent = fake.bodies[-1]["messages"][0]["content"]
     documents = f'Document "pasted text 1":\n{WORDS}\n\nDocument "notes.txt":\nA note.'
     assert sent == f"{documents}\n\nWhat is in them?"
@@ -158,8 +161,8 @@ def test_settings_are_sent_and_kept_with_the_conversation(page: Any, fake: FakeS
     page.reload()
     page.get_by_text(", connected").wait_for(state="attached")  # then the ratios are known
     page.get_by_text("Settings of this conversation").click()
-    assert page.get_by_label("Top k").input_value() == "40"
-    assert page.get_by_label("KV retention").input_value() == "0.3"
+    expect(page.get_by_label("Top k")).to_have_value("40")
+    expect(page.get_by_label("KV retention")).to_have_value("0.3")
 
 
 def test_a_setting_out_of_range_is_not_sent(page: Any, fake: FakeServer) -> None:
@@ -167,7 +170,7 @@ def test_a_setting_out_of_range_is_not_sent(page: Any, fake: FakeServer) -> None
     page.get_by_label("Temperature").fill("7")
     ask(page, "How hot?")
     assert "temperature" not in fake.bodies[-1]
-    assert page.get_by_text("it must lie in 0 to 2").is_visible()
+    expect(page.get_by_text("it must lie in 0 to 2")).to_be_visible()
 
 
 def test_conversations_are_found_renamed_and_deleted(page: Any) -> None:
@@ -176,23 +179,23 @@ def test_conversations_are_found_renamed_and_deleted(page: Any) -> None:
     page.get_by_role("button", name="New conversation").click()
     ask(page, "About pears")
     listed = page.locator(".list li .open")
-    assert listed.all_inner_texts() == ["About pears", "About apples"]
+    expect(listed).to_have_text(["About pears", "About apples"])
     page.get_by_role("heading", name="Tangram").click()
     page.locator("body").press("/")
     page.keyboard.type("answer apples")
-    assert listed.all_inner_texts() == ["About apples"]
+    expect(listed).to_have_text(["About apples"])
     page.get_by_role("button", name="Rename About apples").click()
     page.get_by_label("Name of the conversation").fill("Fruit")
     page.keyboard.press("Enter")
     page.get_by_label("Search conversations").fill("")
     page.get_by_role("button", name="Fruit", exact=True).wait_for()
-    assert listed.all_inner_texts() == ["About pears", "Fruit"]
+    expect(listed).to_have_text(["About pears", "Fruit"])
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete About pears").click()
     page.get_by_text("About pears").first.wait_for(state="detached")
     page.reload()
     page.get_by_role("button", name="Fruit", exact=True).wait_for()
-    assert listed.all_inner_texts() == ["Fruit"]
+    expect(listed).to_have_text(["Fruit"])
 
 
 def test_an_export_can_be_imported(page: Any, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_an_export_can_be_imported(page: Any, tmp_path: Path) -> None:
     assert [each["title"] for each in exported] == ["Keep this"]
     page.get_by_label("A file of conversations").set_input_files(file)
     page.get_by_text("1 conversations were imported.").wait_for()
-    assert page.locator(".list li .open").all_inner_texts() == ["Keep this", "Keep this"]
+    expect(page.locator(".list li .open")).to_have_text(["Keep this", "Keep this"])
     assert questions(page) == ["Keep this"]
     file.write_text('{"format": "something else"}')
     page.get_by_label("A file of conversations").set_input_files(file)
@@ -316,7 +319,7 @@ def test_narrow_pages_need_no_sideways_scrolling(
                 page.get_by_role("button", name=drawer, exact=True).click()
             page.wait_for_timeout(100)
             assert overflow(page) == 0
-        assert page.get_by_role("heading", name="Text in the cache").is_visible()
+        expect(page.get_by_role("heading", name="Text in the cache")).to_be_visible()
         for view in ("Compare", "Server"):
             open_view(page, view)
             page.wait_for_timeout(300)

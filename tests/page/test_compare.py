@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from tangram.compress.library import find_shipped_profiles
 from tests.page.browser import ROOT, open_page, open_view
@@ -76,13 +77,13 @@ def share(figures: dict[str, str]) -> int:
 def test_every_served_way_is_offered(page: Any) -> None:
     ways = [f"{WHOLE}, with drafts", f"{WHOLE}, without drafts", "0.25 – fastkvzip", FAST, KEYDIFF]
     for label in ("Left", "Right"):
-        assert page.get_by_label(label).locator("option").all_inner_texts() == ways
+        expect(page.get_by_label(label).locator("option")).to_have_text(ways)
 
 
 def test_two_scorers_hold_as_much_and_other_entries(page: Any) -> None:
     held = [share(figures) for figures in compare(page, FAST, KEYDIFF)]
     assert held[0] < 95 and abs(held[0] - held[1]) <= 2
-    assert page.locator(".verdict").count() == 1
+    expect(page.locator(".verdict")).to_have_count(1)
     url = page.url.partition("#")[0]
     model = httpx.get(f"{url}v1/kv/model").json()
     budgets = {
@@ -135,7 +136,7 @@ def test_what_the_server_refuses_stands_in_its_column(
         refusal, answer = compare(page, name, FAST)
         assert refusal["Prompt + answer"] == "–" and "tokens" in answer["Prompt + answer"]
         message = refused.json()["error"]["message"]
-        assert page.get_by_role("alert").all_inner_texts() == [message]
+        expect(page.get_by_role("alert")).to_have_text([message])
         side = page.get_by_role("article", name=f"Answer with {name}", exact=True)
-        assert side.get_by_role("alert").count() == 1
-        assert page.locator(".verdict").count() == 0
+        expect(side.get_by_role("alert")).to_have_count(1)
+        expect(page.locator(".verdict")).to_have_count(0)

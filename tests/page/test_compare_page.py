@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.page.browser import ask, open_page, open_view, paste
 from tests.page.fake_cache import RETENTIONS
@@ -27,12 +28,12 @@ def test_two_settings_are_compared(page: Any, fake: FakeServer) -> None:
     page.get_by_label("Question").fill("What is dropped?")
     page.get_by_role("button", name="Compare").click()
     page.get_by_text("They differ first at word 9.").wait_for()
-    assert page.locator("mark").all_inner_texts() == ["1.", "0.3."]
+    expect(page.locator("mark")).to_have_text(["1.", "0.3."])
     bodies = fake.bodies[-2:]
     assert [body["kv_retention"] for body in bodies] == [RETENTIONS[0], RETENTIONS[2]]
     assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
     assert all(body["temperature"] == 0 for body in bodies)
-    assert page.get_by_text("(100 %)").count() == 2  # nothing is sealed yet
+    expect(page.get_by_text("(100 %)")).to_have_count(2)  # nothing is sealed yet
 
 
 def options_of(page: Any, label: str) -> list[str]:
@@ -56,7 +57,7 @@ def test_two_scorers_of_one_ratio_are_compared(browser: Any) -> None:
         named = ["0.5 – keydiff", "1 – nothing dropped", "0.5 – fastkvzip", "0.3 – fastkvzip"]
         assert options_of(page, "Left") == options_of(page, "Right") == named
         compare(page, named[0], named[2], "They differ first at word 9.")
-        assert page.locator("mark").all_inner_texts() == ["0.5.", "0.5"]
+        expect(page.locator("mark")).to_have_text(["0.5.", "0.5"])
         fields = [
             {name: body[name] for name in ("kv_retention", "kv_scorer") if name in body}
             for body in fake.bodies
@@ -87,11 +88,11 @@ def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> 
         assert options_of(page, "Left") == [drafted, plain, "0.5 – keydiff"]
         said = "Both answers are equal: drafts change the speed, and no word."
         compare(page, plain, drafted, said)
-        assert page.locator("mark").count() == 0
+        expect(page.locator("mark")).to_have_count(0)
         # Drafts may come from earlier answers, so the side without them is asked last.
         assert [body["speculative"] for body in fake.bodies] == [True, False]
         counts = page.get_by_text("Drafts kept").locator("xpath=following-sibling::dd")
-        assert counts.all_inner_texts() == ["0 of 0", "7 of 9"]
+        expect(counts).to_have_text(["0 of 0", "7 of 9"])
         compare(page, plain, plain, "Both answers are equal.")
         wide = "() => document.documentElement.scrollWidth - innerWidth"
         assert page.evaluate(wide) == 0
@@ -103,8 +104,8 @@ def test_the_fields_stand_on_one_line(browser: Any, fake: FakeServer, theme: str
         page = watched.page
         open_view(page, "Compare")
         fields = page.locator(".compare .row :is(button, input, select):visible")
+        expect(fields).to_have_count(5)
         boxes = [field.bounding_box() for field in fields.all()]
-        assert len(boxes) == 5
         assert len({(box["y"], box["height"]) for box in boxes}) == 1
 
 
@@ -114,10 +115,11 @@ def test_documents_are_given_as_in_the_chat(page: Any, fake: FakeServer, tmp_pat
     open_view(page, "Compare")
     paste(page, WORDS)
     page.get_by_text("pasted text 1").wait_for()
-    assert page.get_by_label("Question").input_value() == ""
+    expect(page.get_by_label("Question")).to_have_value("")
     page.get_by_label("Text files").set_input_files(notes)
     page.get_by_text("notes.txt").wait_for()
-    assert page.locator("input[type=file]:visible").count() == 0, "it would say: no file chosen"
+    # A visible one would say: no file chosen.
+    expect(page.locator("input[type=file]:visible")).to_have_count(0)
     page.get_by_label("Question").fill("What is in them?")
     asked = len(fake.bodies)
     page.keyboard.press("Enter")
@@ -176,8 +178,9 @@ def test_stop_stops_both(browser: Any) -> None:
         page.locator(".words", has_text="again again again").wait_for()
         page.get_by_role("button", name="Stop").click()
         page.get_by_role("button", name="Compare").wait_for()
-        assert page.get_by_text("Stopped.", exact=True).count() == 2
-        assert page.locator(".verdict").count() == page.get_by_role("alert").count() == 0
+        expect(page.get_by_text("Stopped.", exact=True)).to_have_count(2)
+        expect(page.locator(".verdict")).to_have_count(0)
+        expect(page.get_by_role("alert")).to_have_count(0)
         wait_for_end(page, fake)
         assert len(fake.bodies) == 1, "the other one was not asked for"
 
@@ -192,8 +195,8 @@ def test_escape_stops_the_second_and_the_first_stays(browser: Any) -> None:
         side(page, SMALL).locator(".words", has_text="again").wait_for()
         page.keyboard.press("Escape")
         side(page, SMALL).get_by_text("Stopped.", exact=True).wait_for()
-        assert side(page, WHOLE).get_by_text("Stopped.").count() == 0
-        assert side(page, WHOLE).get_by_text("+ 12 tokens").count() == 1
+        expect(side(page, WHOLE).get_by_text("Stopped.")).to_have_count(0)
+        expect(side(page, WHOLE).get_by_text("+ 12 tokens")).to_have_count(1)
         wait_for_end(page, fake)
 
 
@@ -219,10 +222,10 @@ def test_a_setting_that_is_served_no_more(browser: Any) -> None:
         assert refused.inner_text() == "kv_retention is 0.3, this server has 1.0, 0.5"
         side(page, WHOLE).get_by_text("with retention 1").wait_for()
         page.get_by_role("button", name="Compare").wait_for()
-        assert page.locator(".verdict").count() == page.locator("mark").count() == 0
+        expect(page.locator(".verdict, mark")).to_have_count(0)
         fake.tell("end", {})
         page.get_by_label("Left").locator("option", has_text=SMALL).wait_for(state="detached")
-        assert page.get_by_label("Left").input_value() == WHOLE
+        expect(page.get_by_label("Left")).to_have_value(WHOLE)
         compare(page, "0.5 – keydiff", WHOLE, "They differ first at word 9.")
 
 

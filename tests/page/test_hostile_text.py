@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.page.browser import answers, ask, open_page, open_view, send
 from tests.page.fake_server import FakeServer, run_fake_page
@@ -94,7 +95,7 @@ def test_a_search(page: Any) -> None:
     page.get_by_label("Search conversations").fill("")
     ask(page, HOSTILE)
     page.get_by_label("Search conversations").fill("<IMG src=x")
-    assert page.locator(".list li .open").count() == 1
+    expect(page.locator(".list li .open")).to_have_count(1)
     page.get_by_label("Search conversations").fill("(.*[")
     page.get_by_text("No conversation has these words.").wait_for()
     check_harmless(page)
@@ -193,13 +194,13 @@ def test_a_file_of_conversations(browser: Any, fake: FakeServer, tmp_path: Path)
     with open_page(browser, fake.url, ignores=("404",)) as watched:
         page = watched.page
         import_file(page, file)
-        assert page.locator(".list li .open", has_text=HOSTILE).count() == 1
+        expect(page.locator(".list li .open", has_text=HOSTILE)).to_have_count(1)
         assert page.locator(".message .words").all_inner_texts()[0] == HOSTILE
         assert page.get_by_role("alert").all_inner_texts() == [HOSTILE]
         page.locator(".thought summary").click()
         assert page.locator(".thought .words").inner_text() == HOSTILE
         page.get_by_text("Settings of this conversation").click()
-        assert page.get_by_label("System prompt").input_value() == HOSTILE
+        expect(page.get_by_label("System prompt")).to_have_value(HOSTILE)
         check_harmless(page)
 
 
@@ -234,7 +235,8 @@ def test_ids_of_a_file_that_mean_something_to_browsers(
     chosen = {"": name, name: "b", "b": "constructor", "toString": "b"}
     import_file(page, write_export(tmp_path / "file.json", messages=messages, chosen=chosen))
     ask(page, "Still there?")
-    assert len(answers(page)) == 2 == page.locator(".message.user").count()
+    expect(page.locator(".message.user")).to_have_count(2)
+    assert len(answers(page)) == 2
     empty = write_export(tmp_path / "empty.json", chosen={"": name})
     import_file(page, empty)
     page.get_by_text("Ask something, or paste a long text").wait_for()
@@ -255,7 +257,7 @@ def test_names_of_models_and_scorers(browser: Any) -> None:
         page.get_by_label("Question").fill("Who scores?")
         page.get_by_role("button", name="Compare").click()
         page.get_by_text("They differ first").wait_for()
-        assert page.get_by_role("heading", name=f"0.5 – {HOSTILE}", exact=True).count() == 1
+        expect(page.get_by_role("heading", name=f"0.5 – {HOSTILE}", exact=True)).to_have_count(1)
         check_harmless(page)
 
 

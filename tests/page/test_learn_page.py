@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from playwright.sync_api import expect
 
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
@@ -189,9 +190,10 @@ def test_the_memory_wall(page: Any) -> None:
     slide(widget, "Tokens of context each", "End")
     assert figure(widget, "Limited by") == "memory bandwidth"
     points = json.loads((site_files()[f"{FOLDER}/page/learn/data/roofline.json"]).read_text())
-    assert widget.locator("circle.kernel").count() == len(points["kernels"]) > 50
+    assert len(points["kernels"]) > 50
+    expect(widget.locator("circle.kernel")).to_have_count(len(points["kernels"]))
     choose(widget, "Card", "H200")
-    assert widget.locator("circle.whole").count() == 2
+    expect(widget.locator("circle.whole")).to_have_count(2)
     assert widget.locator(".legend").inner_text().split("measured: ")[1:] == ["whole steps"]
     assert "H200 data sheet" in widget.inner_text()
 
@@ -238,7 +240,7 @@ def test_prefill_is_limited_by_arithmetic(page: Any) -> None:
     widget = chapter(page, "wall")
     choose(widget, "Card", "H100 SXM")
     choose(widget, "Step", "prefill: one prompt")
-    assert widget.get_by_label("Batch", exact=True).count() == 0
+    expect(widget.get_by_label("Batch", exact=True)).to_have_count(0)
     card = next(one for one in CARDS if one["name"] == "H100 SXM")
     ceiling = Ceiling(card["flops_per_s"], card["bytes_per_s"])
     model = StepModel.of("llama-3.1-8b")
@@ -264,7 +266,7 @@ def test_prefill_is_limited_by_arithmetic(page: Any) -> None:
         ]
     choose(widget, "Step", "decode: a token each")
     slide(widget, "Tokens of context each", "Home")  # as the page begins
-    assert widget.get_by_label("Batch", exact=True).count() == 1
+    expect(widget.get_by_label("Batch", exact=True)).to_have_count(1)
 
 
 def test_tiled_attention(page: Any) -> None:
@@ -273,7 +275,7 @@ def test_tiled_attention(page: Any) -> None:
     choose(widget, "Side of a tile", "16")
     assert figure(widget, "Tiles of the matrix") == "16"
     assert figure(widget, "Computed").startswith("10 ")
-    assert widget.locator("rect.hidden").count() == 6
+    expect(widget.locator("rect.hidden")).to_have_count(6)
 
 
 def test_online_softmax(page: Any) -> None:
@@ -285,7 +287,7 @@ def test_online_softmax(page: Any) -> None:
     assert figure(widget, "Accumulator / sum") == "2.0000"
     assert figure(widget, "Softmax of the whole row") == "2.0000"
     widget.get_by_label("Scores, up to eight").fill("one two")
-    assert widget.get_by_role("alert").is_visible()
+    expect(widget.get_by_role("alert")).to_be_visible()
     widget.get_by_label("Scores, up to eight").fill("1 2 3")
 
 
@@ -331,7 +333,8 @@ def test_batching(page: Any) -> None:
         for step in found["steps"]
         for _, kind, _ in step["rows"]
     )
-    assert widget.locator("rect.seal").count() == sealed > 0
+    assert sealed > 0
+    expect(widget.locator("rect.seal")).to_have_count(sealed)
     widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
     slide(widget, "Places in the batch", "Home", "ArrowRight")
     table = widget.locator("table").last
@@ -348,7 +351,7 @@ def test_batching(page: Any) -> None:
     widget.get_by_role("button", name="Pause").click()
     stopped = second.input_value()
     page.wait_for_timeout(100)
-    assert second.input_value() == stopped
+    expect(second).to_have_value(stopped)
 
 
 def test_speculation(page: Any) -> None:
@@ -397,7 +400,7 @@ def test_the_reader_edits_the_tree(page: Any) -> None:
     text.fill("2 chunks\n  many conversations")
     assert "line 2" in widget.get_by_role("alert").inner_text()
     text.fill("1 chunk\n  2 conversations, 5 entries")
-    assert widget.get_by_role("alert").count() == 0
+    expect(widget.get_by_role("alert")).to_have_count(0)
 
 
 def test_source_opens_by_keyboard(page: Any) -> None:
@@ -412,9 +415,9 @@ def test_source_opens_by_keyboard(page: Any) -> None:
 
 def test_the_contents_lead_to_the_chapters(page: Any) -> None:
     assert not page.get_by_text("Talk to the model").is_visible(), "a static site has no model"
-    assert page.locator("nav li a").count() == CHAPTERS
+    expect(page.locator("nav li a")).to_have_count(CHAPTERS)
     for link in page.locator("nav a").all():
-        assert page.locator(str(link.get_attribute("href"))).count() == 1
+        expect(page.locator(str(link.get_attribute("href")))).to_have_count(1)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from playwright.sync_api import expect
 
 from tests.page.browser import ROOT, answers, ask, open_page, open_view, paste, send
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
@@ -115,7 +116,8 @@ def give_key(page: Any) -> None:
 
 def test_reuse_shown_equals_usage(talked: ShownTurns) -> None:
     rows = talked.page.locator(".turns tbody tr")
-    assert rows.count() == len(QUESTIONS) == len(answers(talked.page))
+    expect(rows).to_have_count(len(QUESTIONS))
+    assert len(answers(talked.page)) == len(QUESTIONS)
     for at, usage in enumerate(talked.usages):
         reused = usage["prompt_tokens_details"]["cached_tokens"]
         shown = {
@@ -193,7 +195,7 @@ def test_reload_keeps_the_conversation_and_its_cache(talked: ShownTurns) -> None
     talked.page.get_by_text(", connected").wait_for(state="attached")
     talked.page.locator(".cache .caption", has_text="tokens, ended").wait_for()
     assert answers(talked.page) == before
-    assert talked.page.locator(".turns tbody tr").count() == len(QUESTIONS)
+    expect(talked.page.locator(".turns tbody tr")).to_have_count(len(QUESTIONS))
 
 
 def test_an_answer_written_again_and_an_edited_question_reuse_the_document(
@@ -214,7 +216,7 @@ def test_an_answer_written_again_and_an_edited_question_reuse_the_document(
     assert all(0 < tokens < 512 for tokens in computed), "the document is not computed again"
     page.get_by_role("button", name="Previous branch").last.click()
     page.locator(".message.user", has_text=QUESTIONS[-1]).wait_for()
-    assert page.locator(".turns tbody tr").count() == len(QUESTIONS)
+    expect(page.locator(".turns tbody tr")).to_have_count(len(QUESTIONS))
 
 
 def check_last_turn(talked: ShownTurns) -> int:

@@ -36,11 +36,15 @@ OPTIONS = (
 
 @dataclass
 class Cluster:
-    """`main` is the process of `ray start --block`; the application listens at `url`."""
+    """`main` is the process of `ray start --block`; the application listens at `url`.
+
+    `dashboard` is where Ray's REST API listens, if it does.
+    """
 
     main: psutil.Process
     address: str
     port: int
+    dashboard: str
 
     @property
     def url(self) -> str:
@@ -88,19 +92,21 @@ def wait_patiently(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def ray_cluster(folder: Path) -> Iterator[Cluster]:
+def ray_cluster(folder: Path, *, dashboard: bool = False) -> Iterator[Cluster]:
     """A cluster of eight CPUs, by name. At the end all of its processes are gone, or it fails."""
-    port = free_port()
+    port, dashboard_port = free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    options = ["--num-cpus=8", "--include-dashboard=false", "--disable-usage-stats"]
+    shown = f"--include-dashboard={str(dashboard).lower()}"
+    options = ["--num-cpus=8", shown, f"--dashboard-port={dashboard_port}", "--disable-usage-stats"]
     with (folder / "ray.log").open("w") as log:
         started = subprocess.Popen(
             [*command, *options, f"--port={port}"], env=ENVIRONMENT, stdout=log, stderr=log
         )
     main = psutil.Process(started.pid)
-    cluster = Cluster(main, f"127.0.0.1:{port}", free_port())
+    address = f"http://127.0.0.1:{dashboard_port}"
+    cluster = Cluster(main, f"127.0.0.1:{port}", free_port(), address)
     try:
-        wait_patiently(lambda: _is_open(port), "the cluster")
+        wait_patiently(lambda: is_open(port), "the cluster")
         yield cluster
     finally:
         all_processes = cluster.processes()
@@ -112,6 +118,6 @@ def ray_cluster(folder: Path) -> Iterator[Cluster]:
         assert not left, f"processes of the cluster are left: {[_command(one) for one in left]}"
 
 
-def _is_open(port: int) -> bool:
+def is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -209,8 +209,10 @@ def test_the_page_has_every_metric_as_it_is_exposed(named_server: EngineServer) 
         client.post(CHAT, json=chat_body(max_tokens=3, best_of=2))
         found = families(client.get("/metrics").text)
     documented = {}
+    # Those of replicas are of `tangram deploy`.
+    name = r"(?:tangram_(?!replica)|vllm:)\w+"
     for line in ROOT.joinpath("docs", "observability.md").read_text().splitlines():
-        if match := re.match(r"\| `((?:tangram_|vllm:)\w+)` \| (\w+) \|([^|]*)\|", line):
+        if match := re.match(rf"\| `({name})` \| (\w+) \|([^|]*)\|", line):
             documented[match[1]] = match[2], set(re.findall(r"`(\w+)`", match[3]))
     assert documented == {name: (family.type, labels_of(family)) for name, family in found.items()}
 

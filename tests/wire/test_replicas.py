@@ -88,6 +88,24 @@ def find_busiest(processes: list[psutil.Process]) -> psutil.Process:
     return processes[spent.index(max(spent))]
 
 
+# Other chunks with other keys; what is shorter than a chunk is answered as before.
+REDEPLOYED = (
+    *("--kv-retention", "0.5", "--chunk-tokens", "512"),
+    *("--max-num-batched-tokens", "1024", "--max-num-seqs", "16"),
+)
+
+
+def check_repeated_prompts_are_found(cluster: Cluster) -> None:
+    """The ingress computes the keys of the engines that there are now."""
+    prompts = [make_prompt(topic, 60) for topic in range(200, 206)]
+    for prompt in prompts:
+        cluster.complete(prompt)
+    time.sleep(2.5)  # a report comes every second
+    for prompt in prompts:
+        usage = cluster.complete(prompt)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 512, usage
+
+
 def test_a_redeploy_and_a_change_of_scale_lose_no_request(cluster: Cluster) -> None:
     prompts = [make_prompt(topic, 8) for topic in range(100, 104)]
     expected = [cluster.complete(prompt)["choices"][0]["text"] for prompt in prompts]
@@ -107,10 +125,11 @@ def test_a_redeploy_and_a_change_of_scale_lose_no_request(cluster: Cluster) -> N
     client.start()
     try:
         old = {one.pid for one in cluster.engines()}
-        cluster.deploy("--replicas", "3", "--max-num-seqs", "16")
+        cluster.deploy("--replicas", "3", *REDEPLOYED)
         assert old.isdisjoint(one.pid for one in cluster.engines())
+        check_repeated_prompts_are_found(cluster)
         for replicas in (1, 3):
-            cluster.deploy("--replicas", str(replicas), "--max-num-seqs", "16")
+            cluster.deploy("--replicas", str(replicas), *REDEPLOYED)
             wait_patiently(
                 lambda wanted=replicas: cluster.metrics("tangram_replicas") == {"": wanted},
                 f"{replicas} replicas",

@@ -9,11 +9,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
@@ -22,11 +23,12 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.ray.application import build_application
 from tangram.ray.held_keys import HeldKeys
+from tangram.ray.ingress import Ingress
 from tangram.ray.options import FleetOptions, read_arguments
-from tangram.ray.payloads import SentRequest, StatsReport
+from tangram.ray.payloads import FactsQuestion, Origin, SentRequest, StatsReport
 from tangram.ray.replica import EngineReplica
 from tangram.ray.replicated_engine import ReplicatedEngine
-from tangram.ray.reports import make_routing_stats, read_routing_stats
+from tangram.ray.reports import REPEATED_S, make_routing_stats, read_routing_stats, repeat_or_renew
 from tangram.ray.router import ChunkRouter
 from tangram.ray.totals import FleetTotals
 from tangram.serve.bridge import Limits
@@ -37,6 +39,7 @@ from tangram.watch import ChunkPlace
 from tests.running import run_app
 
 CHUNK_TOKENS = 256
+VERSION = "new"
 TEXT = "The river carries sand from the mountains to the sea. " * 40
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Answer = Callable[[SentRequest], AsyncIterator[list[Event]]]
@@ -96,14 +99,15 @@ def replica() -> Iterator[EngineReplica]:
         max_queue=4,
         threads=1,
     )
-    replica = EngineReplica(config, LogForm.text)
+    replica = EngineReplica(config, LogForm.text, VERSION)
     yield replica
     replica._engine.stop()
 
 
 @contextmanager
 def serving(handle: LocalHandle, *, max_queue: int = 4) -> Iterator[httpx.Client]:
-    fleet = ReplicatedEngine(handle, handle.replica.describe(), handle.report())  # type: ignore[arg-type]
+    facts = handle.replica.describe(FactsQuestion(VERSION))
+    fleet = ReplicatedEngine(handle, facts, handle.report())  # type: ignore[arg-type]
     app = build_app(fleet, served_model_name="smollm2", limits=Limits(max_queue=max_queue))
     with run_app(app, lifespan="on") as server, httpx.Client(base_url=server.url) as client:
         client.timeout = 120
@@ -320,7 +324,12 @@ class FakeReplica:
 
     name: str
     routing_stats: dict[str, Any] = field(default_factory=dict)
+    version: str = VERSION
     max_ongoing_requests = 8
+
+    @property
+    def replica_metadata(self) -> dict[str, Any]:
+        return {"version": self.version}
 
     @property
     def replica_id(self) -> ReplicaID:
@@ -330,23 +339,146 @@ class FakeReplica:
         return 0
 
 
+def make_router(replicas: list[FakeReplica]) -> ChunkRouter:
+    """A router that knows `replicas`. Call it in an event loop."""
+    router = ChunkRouter(DeploymentID("Engine", "tangram"), DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    return router
+
+
+def pending_call(argument: Any) -> Any:
+    """A call that Ray Serve asks the router about."""
+    return SimpleNamespace(
+        args=[argument],
+        metadata=SimpleNamespace(internal_request_id="1"),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+
+async def choose_names(replicas: list[FakeReplica], argument: Any) -> list[str]:
+    router = make_router(replicas)
+    ranks = await router.choose_replicas(replicas, pending_call(argument))  # type: ignore[arg-type]
+    return sorted(one.name for rank in ranks for one in rank)
+
+
+def test_in_a_redeploy_requests_go_to_engines_by_whose_facts_they_were_read() -> None:
+    old, other = FakeReplica("old", version="before"), FakeReplica("other", version="before")
+    new = FakeReplica("new")
+
+    def choose(replicas: list[FakeReplica], version: str) -> list[str]:
+        sent = SentRequest(Origin(version, ""), np.arange(3, dtype=np.int32), (), None, {})
+        return asyncio.run(choose_names(replicas, sent))
+
+    assert choose([old, other, new], "before") == ["old", "other"]
+    assert choose([old, other, new], VERSION) == ["new"]
+    assert choose([new], "before") == ["new"], "a request waits for a replica that never comes"
+
+
+class RedeployedHandle(LocalHandle):
+    """A handle whose calls Ray's router leads to an older replica, or to that of this process."""
+
+    def __init__(self, replica: EngineReplica, replicas: list[FakeReplica]) -> None:
+        super().__init__(replica)
+        self._replicas = replicas
+        self.describe = SimpleNamespace(remote=self._describe)
+        self.report = SimpleNamespace(remote=self._report)  # type: ignore[method-assign]
+
+    async def _describe(self, *question: FactsQuestion) -> Any:
+        while not (names := await choose_names(self._replicas, *question or (None,))):
+            await asyncio.sleep(0.01)
+        facts = self.replica.describe(FactsQuestion(VERSION))
+        old = replace(facts, origin=replace(facts.origin, version="before"))
+        return old if "old" in names[-1] else facts
+
+    async def _report(self) -> StatsReport:
+        return StatsReport("one", self.replica._engine.stats())
+
+
+def test_an_ingress_waits_for_the_facts_of_its_own_deployment(replica: EngineReplica) -> None:
+    """Older engines are routable while it starts, and have the keys of another profile."""
+    replicas = [FakeReplica("old", version="before"), FakeReplica("old-too", version="before")]
+
+    async def start_while_engines_are_replaced() -> str:
+        ingress = Ingress.__new__(Ingress)
+        handle: Any = RedeployedHandle(replica, replicas)
+        starting = asyncio.create_task(
+            ingress.__init__(handle, "smollm2", FleetOptions(), VERSION)  # type: ignore[misc]
+        )
+        replicas.append(FakeReplica("new"))
+        await asyncio.sleep(0.1)
+        assert not starting.done(), "it would send all requests to one of three replicas"
+        del replicas[0]
+        await starting
+        return ingress._fleet._origin.version
+
+    assert asyncio.run(start_while_engines_are_replaced()) == VERSION
+
+
+def test_each_application_is_a_deployment_of_its_own() -> None:
+    versions = list[str]()
+    for _ in range(2):
+        ingress: Any = build_application(EngineConfig(), FleetOptions())._bound_deployment
+        engines = ingress.init_args[0]._bound_deployment
+        assert engines.init_args[2] == ingress.init_args[-1]
+        versions.append(ingress.init_args[-1])
+    assert versions[0] != versions[1]
+
+
+def test_tokens_of_another_model_are_refused_with_a_request_to_send_them_again(
+    replica: EngineReplica,
+) -> None:
+    def tokenized_before(sent: SentRequest) -> AsyncIterator[list[Event]]:
+        return replica.answer(replace(sent, origin=Origin("before", "of another model")))
+
+    with serving(LocalHandle(replica, [tokenized_before])) as client:
+        answer = client.post(COMPLETIONS, json=body())
+    assert answer.status_code == 503, answer.text
+    assert "send the request again" in answer.json()["error"]["message"]
+
+
+def test_a_report_that_is_known_is_not_decoded_again(replica: EngineReplica) -> None:
+    report = dict(make_routing_stats((), 0, replica._engine.stats()))
+
+    async def update() -> None:
+        idle, busy = FakeReplica("a", report), FakeReplica("b", report | {"made_s": 1.0})
+        router = make_router([idle, busy])
+        idle.routing_stats = report | {"digest": b"cannot be decoded"}
+        busy.routing_stats = report | {"made_s": 2.0}
+        router.update_replicas([idle, busy])  # type: ignore[list-item]
+        assert router._made_s == {"a": report["made_s"], "b": 2.0}
+        busy.routing_stats = report | {"digest": b"cannot be decoded", "made_s": 3.0}
+        with pytest.raises(ValueError, match="a digest has 17 bytes"):
+            router.update_replicas([idle, busy])  # type: ignore[list-item]
+
+    asyncio.run(update())
+
+
+def test_an_idle_replica_repeats_its_report_until_a_request_or_its_age(
+    replica: EngineReplica,
+) -> None:
+    with serving(LocalHandle(replica)) as client:
+        client.post(COMPLETIONS, json=body())
+        told = replica.record_routing_stats()
+        assert replica.record_routing_stats() is told
+        client.post(COMPLETIONS, json=body())  # all of it is held: the engine looks as before
+        again = replica.record_routing_stats()
+    assert again["made_s"] > told["made_s"]
+    late = {**again, "made_s": again["made_s"] + REPEATED_S + 1}
+    assert repeat_or_renew(again, late) is late
+    assert repeat_or_renew(again, {**again, "queued": 1, "made_s": 0.0})["queued"] == 1
+
+
 def test_the_router_sends_a_prompt_where_its_chunks_are(replica: EngineReplica) -> None:
     handle = LocalHandle(replica)
     with serving(handle) as client:
         client.post(COMPLETIONS, json=body())
     (sent,) = handle.sent
-    stats = replica._engine.stats()
-    pending = SimpleNamespace(
-        args=[sent],
-        metadata=SimpleNamespace(internal_request_id="1"),
-        routing_context=SimpleNamespace(should_backoff=False),
-    )
+    stats, pending = replica._engine.stats(), pending_call(sent)
 
     async def choose() -> tuple[list[str], list[str]]:
-        router = ChunkRouter(DeploymentID("Engine", "tangram"), DeploymentHandleSource.REPLICA)
-        router.initialize_state()
         replicas = [FakeReplica("a"), FakeReplica("b"), FakeReplica("c")]
-        router.update_replicas(replicas)  # type: ignore[arg-type]
+        router = make_router(replicas)
         before = await router.choose_replicas(replicas, pending)  # type: ignore[arg-type]
         for one in replicas:
             held = sent.chain if one.name == "b" else ()

@@ -283,6 +283,7 @@ export class App {
    */
   async #readEnd({ requestId, answerId, usage }) {
     const { model } = this.watch.status.value;
+    if (model === null) return {};
     const name = answerId ?? this.watch.heardOf(requestId);
     if (name === null) return {};
     let view = null;
@@ -292,8 +293,8 @@ export class App {
       view = await api.request(name, NO_TOKENS).catch(() => null);
       if (view === null) return {};
     }
-    const reused = model && Math.floor(view.cached_tokens / model.chunk_tokens);
-    const sealedChunks = model && view.sealed_chunks - reused;
+    const reused = Math.floor(view.cached_tokens / model.chunk_tokens);
+    const sealedChunks = view.sealed_chunks - reused;
     return { sealedChunks, usage: usage ?? usageOf(view) };
   }
 

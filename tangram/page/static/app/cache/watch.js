@@ -9,6 +9,8 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 // A view may be this much older than an event; asking more often costs the server for nothing.
 const LEAST_PAUSE_MS = 40;
 const CHUNKS_AT_ONCE = 8;
+// No key, no right, or a server whose caches are not shown: asking again changes nothing.
+const FINAL = [401, 403, 404];
 const MOST_HEARD = 256;
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -64,7 +66,7 @@ export class CacheWatch {
       } catch (error) {
         if (connection.signal.aborted) return;
         this.status.set({ fault: error.message });
-        if (error.status === 401 || error.status === 403) {
+        if (FINAL.includes(error.status)) {
           this.status.set({ connected: false });
           return;
         }

@@ -10,7 +10,12 @@ import { firstDifference, splitAtDifference } from "./first_difference.js";
 
 export function Compare({ app }) {
   const model = useStore(app.watch.status, (status) => status.model);
-  if (model === null) return html`<p class="caption">Waiting for the server.</p>`;
+  const fault = useStore(app.watch.status, (status) => status.fault);
+  if (model === null) {
+    return html`<p class="caption" role="status">
+      ${fault === null ? "Waiting for the server." : `Settings cannot be compared: ${fault}`}
+    </p>`;
+  }
   return html`<${Comparing} app=${app} choices=${choicesOf(model.retentions)} />`;
 }
 
