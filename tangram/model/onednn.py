@@ -6,14 +6,18 @@ rows. With few rows the packed ones take two thirds to three quarters of the tim
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from tangram.model.latent import is_absorbed
+
 # Above so many inputs oneDNN adds up a single row in another order than one of several. There a
 # single row is computed twice.
 _ONE_SUM = 1024
+# With AMX the order of a row's sums depends on the number of rows where there are more than these.
+_AMX_ROWS = 32
 
 
 class PackedLinear(nn.Linear):
@@ -24,12 +28,18 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, K] to […, N]."""
-        alone = self.in_features > _ONE_SUM and x.numel() == x.shape[-1]
-        rows = torch.cat([x.view(1, -1)] * 2) if alone else x
+        rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
+        if len(rows) <= _AMX_ROWS or not torch.cpu._is_amx_tile_supported():
+            return self._multiply(rows).view(*x.shape[:-1], self.out_features)
+        products = [self._multiply(part) for part in torch.split(rows, _AMX_ROWS)]
+        return torch.cat(products).view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        alone = self.in_features > _ONE_SUM and len(rows) == 1
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self.weight, self.bias, "none", [], ""
+            torch.cat([rows] * 2) if alone else rows, self.weight, self.bias, "none", [], ""
         )
-        return product[:1].view(*x.shape[:-1], -1) if alone else product
+        return product[:1] if alone else product
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -45,8 +55,18 @@ def pack_weights(model: nn.Module) -> None:
     x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     if not (x86 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
-    for part in model.modules():
-        if type(part) is nn.Linear and part.weight.is_cpu and part.weight.dtype is torch.bfloat16:
+    for name, part in model.named_modules():
+        if is_packable(name, part):
             packed = torch.ops.mkldnn._reorder_linear_weight(part.weight.detach(), None)
             part.weight = nn.Parameter(packed, requires_grad=False)
             part.__class__ = PackedLinear
+
+
+def is_packable(name: str, part: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module `name` is a bfloat16 map on a CPU whose weights nothing else reads."""
+    return (
+        type(part) is nn.Linear
+        and part.weight.is_cpu
+        and part.weight.dtype is torch.bfloat16
+        and not is_absorbed(name)
+    )

@@ -28,6 +28,7 @@ from tangram.model.rounding import (
 )
 
 _TILE = 16  # outputs, of which PyTorch's 4-bit product computes whole tiles
+_VECTOR = 16  # inputs, of which PyTorch's product of 8-bit weights computes whole vectors
 _HALF_8 = 128  # what stands for zero in unsigned numbers
 # The compute capability of a GPU that each form needs.
 _LEAST_CAPABILITY = {"int8": (7, 5), "int4": (8, 0), "fp8": (8, 9)}
@@ -64,6 +65,26 @@ class Int8Linear(nn.Module):
         )
         product.mul_(scale)
         return finish_product(product, self.bias, x)
+
+
+class Int8WeightLinear(nn.Module):
+    """y = x·Wᵀ + b, W [N, K] in 8 bits with a scale for each row, for CPUs without VNNI.
+
+    PyTorch's product of x in bfloat16, which adds in float32. The output has the dtype of x.
+    """
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        rounded, scales = round_to_8_bits(source.weight.data, torch.bfloat16)
+        self.register_buffer("rounded", rounded, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.bias = source.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, K] to […, N]."""
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.rounded, self.scales)
+        return finish_product(product.to(x.dtype), self.bias, x)
 
 
 class Int4Linear(nn.Module):
@@ -126,11 +147,10 @@ def check_quantization(form: str, device: torch.device) -> None:
         return
     if form == "fp8":
         raise ConfigError(f"quantization is {form!r}, of which CPUs have no product: use int8")
-    # Without these instructions the sums of pairs of products saturate in 16 bits.
-    if not torch.cpu._is_vnni_supported():
+    if not torch.cpu._is_avx2_supported():
         raise ConfigError(
-            f"quantization is {form!r}, but this CPU lacks AVX512-VNNI, without which products of "
-            "8 bits overflow: leave it out"
+            f"quantization is {form!r}, but this CPU lacks AVX2, which the products of small "
+            "weights need: leave it out"
         )
 
 
@@ -159,6 +179,8 @@ def _refuse_experts(model: PreTrainedModel, form: str) -> None:
 
 def _cpu_maker(model: PreTrainedModel, form: str) -> _Maker:
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    # Without these instructions oneDNN's sums of pairs of products overflow 16 bits.
+    has_vnni = torch.cpu._is_vnni_supported()
 
     def make(source: nn.Linear, name: str) -> nn.Module:
         # 4 bits cost the head the most; files of 4 bits keep it in 8, too.
@@ -169,7 +191,15 @@ def _cpu_maker(model: PreTrainedModel, form: str) -> _Maker:
                 f"{source.out_features} outputs, which must be multiples of {GROUP} and {_TILE}: "
                 "use int8"
             )
-        return Int4Linear(source) if four else Int8Linear(source)
+        # This product has no bounds of its own: it reads behind other rows.
+        if not (four or has_vnni) and source.in_features % _VECTOR:
+            raise ModelError(
+                f"quantization is {form!r}, but {name} has {source.in_features} inputs, which must "
+                f"be a multiple of {_VECTOR} on a CPU without AVX512-VNNI: leave it out"
+            )
+        if four:
+            return Int4Linear(source)
+        return Int8Linear(source) if has_vnni else Int8WeightLinear(source)
 
     return make
 

@@ -19,6 +19,15 @@ WIDENED: dict[str, str | None] = {
     "mxfp4": None,
     "compressed-tensors": "compressed_tensors",
 }
+_GPTQMODEL = "is read by gptqmodel, which is built against one version of PyTorch"
+_OWN_TENSORS = "keeps weights in tensors of its own kind"
+# Why others are not; "cannot be widened" is the reason for those that are not here.
+_REASONS = {
+    "awq": _GPTQMODEL,
+    "gptq": _GPTQMODEL,
+    "bitsandbytes": _OWN_TENSORS,
+    "torchao": _OWN_TENSORS,
+}
 
 
 def widen(config: PretrainedConfig) -> None:
@@ -33,9 +42,9 @@ def widen(config: PretrainedConfig) -> None:
     name = getattr(config, "model_type", "?")
     if method not in WIDENED:
         raise ModelError(
-            f"{name}: quantization_config.quant_method is {method!r}, and only weights of "
-            f"{', '.join(WIDENED)} can be widened: take the model with plain weights, and "
-            "--quantization int4 or int8"
+            f"{name}: quantization_config.quant_method is {method!r}, which "
+            f"{_REASONS.get(str(method), 'cannot be widened')}; {', '.join(WIDENED)} can be: take "
+            "the model with plain weights, and --quantization int4 or int8"
         )
     package = WIDENED[method]
     if package is not None and find_spec(package) is None:

@@ -76,8 +76,9 @@ def with_faint_values(loaded: LoadedModel) -> LoadedModel:
     return adopt("llama", model, loaded.tokenizer)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
+    """For one test: an engine joins the maps of its model."""
     return adopt_tiny(TINY)
 
 

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
@@ -16,7 +19,7 @@ from tangram.config_json import read_config
 from tangram.errors import ConfigError, ModelError
 from tangram.model import quantized
 from tangram.model.load import LoadedModel, load_model
-from tangram.model.quantized import Int4Linear, Int8Linear, quantize
+from tangram.model.quantized import Int4Linear, Int8Linear, Int8WeightLinear, quantize
 from tangram.model.rounding import GROUP, round_to_4_bits
 from tangram.weight_size import read_weights
 from tests.small_engines import profile_file, run, sealed_state, small_engine
@@ -36,8 +39,17 @@ SMALL = LlamaConfig(
     pad_token_id=0,
 )
 PROMPTS = [[3 + number % 90 for number in range(length)] for length in (1, 40, 130)]
+needs_products = pytest.mark.skipif(
+    not torch.cpu._is_avx2_supported(), reason="products of small weights need AVX2"
+)
 needs_vnni = pytest.mark.skipif(
-    not torch.cpu._is_vnni_supported(), reason="products of 8 bits need AVX512-VNNI"
+    not torch.cpu._is_vnni_supported(), reason="integers are added up with AVX512-VNNI"
+)
+# Every product, each with the form of its weights.
+PRODUCTS = (
+    pytest.param(Int8Linear, "int8", id="int8", marks=needs_vnni),
+    pytest.param(Int8WeightLinear, "int8", id="int8 weights", marks=needs_products),
+    pytest.param(Int4Linear, "int4", id="int4", marks=needs_products),
 )
 
 
@@ -74,39 +86,54 @@ def twin(loaded: LoadedModel, form: str) -> nn.Module:
     return model
 
 
-@needs_vnni
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("product_type", "form"), PRODUCTS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_that_of_the_rounded_weights(form: str, bias: bool) -> None:
+def test_a_product_is_that_of_the_rounded_weights(
+    product_type: Callable[[nn.Linear], nn.Module], form: str, bias: bool
+) -> None:
     torch.manual_seed(0)
     source = nn.Linear(128, 48, bias=bias).requires_grad_(False)
     x = torch.randn(2, 5, 128)
-    product = {"int8": Int8Linear, "int4": Int4Linear}[form](source)(x)
+    product = product_type(source)(x)
     expected = nn.functional.linear(x, widen_rounded(source.weight.data, form), source.bias)
     assert product.shape == (2, 5, 48) and product.dtype == torch.float32
     # What is left is the rounding of x: 8 bits of the row's largest, or 8 bits of each number.
     assert (product - expected).norm() < 0.01 * expected.norm()
 
 
-@needs_vnni
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_does_not_depend_on_the_rows_beside_it(form: str) -> None:
+@pytest.mark.parametrize(("product_type", "form"), PRODUCTS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    product_type: Callable[[nn.Linear], nn.Module], form: str
+) -> None:
     torch.manual_seed(0)
-    part = {"int8": Int8Linear, "int4": Int4Linear}[form](nn.Linear(576, 192).requires_grad_(False))
+    part = product_type(nn.Linear(576, 192).requires_grad_(False))
     x = torch.randn(700, 576) * torch.logspace(-3, 3, 700)[:, None]
     whole = part(x)
     for begin, end in ((0, 1), (7, 9), (100, 116), (0, 512), (512, 700)):
         assert torch.equal(part(x[begin:end]), whole[begin:end])
 
 
-def test_blocks_of_4_bits_as_in_a_gguf_file_are_found_again() -> None:
-    """Q4_1: a block has 16 levels, of which both ends are used."""
-    torch.manual_seed(0)
-    levels = torch.randint(0, 16, (64, 4, GROUP))
-    levels[..., 0], levels[..., 1] = 0, 15
-    step, low = torch.rand(64, 4, 1) + 0.5, torch.randn(64, 4, 1)
-    rounded, _ = round_to_4_bits((levels * step + low).flatten(1))
-    assert torch.equal(rounded, levels.int())
+def draw_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> Tensor:
+    """What gguf reads from random blocks of a kind [rows, columns], with scales of real size."""
+    random = np.random.default_rng(0)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows, columns // block_size, block_bytes), np.uint8)
+    factors = 1 if kind is GGMLQuantizationType.Q4_0 else 2
+    sizes = random.uniform(0.001, 0.002, (*blocks.shape[:2], factors)).astype(np.float16)
+    blocks[..., : 2 * factors] = sizes.view(np.uint8)
+    return torch.from_numpy(dequantize(blocks.reshape(rows, -1), kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_blocks_of_4_bits_of_a_gguf_file_are_found_again(kind: str, dtype: torch.dtype) -> None:
+    """They have 16 levels, and not every block uses the first and the last."""
+    weight = draw_blocks(GGMLQuantizationType[kind], 64, 512)
+    rounded, scales = round_to_4_bits(weight.to(dtype))
+    step, offset = scales.float().unsqueeze(2).unbind(-1)
+    found = ((rounded - 8) * step + offset).flatten(1)
+    # What is left is the rounding of scales to bfloat16. Other levels would err by 2 to 3 %.
+    assert (found - weight).norm() < 0.005 * weight.norm()
 
 
 def test_a_group_of_one_value_keeps_it() -> None:
@@ -117,7 +144,7 @@ def test_a_group_of_one_value_keeps_it() -> None:
     )
 
 
-@needs_vnni
+@needs_products
 @pytest.mark.parametrize("form", FORMS)
 def test_the_embedded_model_says_what_transformers_says_with_these_weights(
     form: str, loaded: LoadedModel, rounded: Callable[[str], LoadedModel]
@@ -140,7 +167,7 @@ def test_the_embedded_model_says_what_transformers_says_with_these_weights(
     assert divergence < 0.05
 
 
-@needs_vnni
+@needs_products
 @pytest.mark.parametrize("form", FORMS)
 def test_the_law_holds_with_rounded_weights(
     form: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
@@ -161,7 +188,7 @@ def test_the_law_holds_with_rounded_weights(
     assert all(torch.equal(together[key], pages) for key, pages in state.items())
 
 
-@needs_vnni
+@needs_products
 @pytest.mark.parametrize("form", FORMS)
 def test_rounded_weights_take_what_size_says_and_keep_their_profiles(
     form: str, loaded: LoadedModel, rounded: Callable[[str], LoadedModel]
@@ -178,9 +205,11 @@ def test_fp8_on_a_cpu_is_refused() -> None:
         load_model("smollm2", quantization="fp8", device="cpu")
 
 
-def test_a_cpu_without_products_of_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    with pytest.raises(ConfigError, match="quantization is 'int8', but this CPU lacks AVX512-VNNI"):
+def test_a_cpu_without_products_of_small_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    with pytest.raises(ConfigError, match="quantization is 'int8', but this CPU lacks AVX2"):
         quantized.check_quantization("int8", torch.device("cpu"))
 
 
@@ -190,6 +219,15 @@ def test_weights_that_no_whole_block_holds_are_refused(
     odd = LlamaConfig(**{**SMALL.to_dict(), "intermediate_size": 80})
     with pytest.raises(ModelError, match="has 80 inputs and 64 outputs, which must be multiples"):
         quantize(adopt_tiny(odd).model, "int4")
+
+
+def test_weights_that_no_whole_vector_holds_are_refused(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    odd = LlamaConfig(**{**SMALL.to_dict(), "intermediate_size": 88})
+    with pytest.raises(ModelError, match="has 88 inputs, which must be a multiple of 16 on a CPU"):
+        quantize(adopt_tiny(odd).model, "int8")
 
 
 def test_experts_are_refused(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> None:

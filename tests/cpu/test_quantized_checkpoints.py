@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -37,7 +37,6 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-BLOCK = 128
 # The sixteen numbers of E2M1, as in the OCP Microscaling formats, section 5.3.3.
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -56,55 +55,100 @@ def change(path: Path, tensors: dict[str, Tensor], method: dict[str, Any]) -> No
 
 
 def served_weights(path: Path) -> dict[str, Tensor]:
-    return load_model(str(path), dtype="float32", device="cpu").model.state_dict()
+    """The weights as they are served, in maps that an engine can join, pack and round."""
+    model = load_model(str(path), dtype="float32", device="cpu").model
+    maps = [part for name, part in model.named_modules() if name.endswith("_proj")]
+    assert maps and all(type(part) is nn.Linear for part in maps)
+    return model.state_dict()
 
 
-def test_blocks_of_fp8_as_deepseek_and_qwen_publish_them(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize(
+    ("method", "rows", "columns"),
+    [
+        pytest.param("fp8", 128, 128, id="as DeepSeek and Qwen publish it"),
+        pytest.param("mxfp8", 1, 32, id="of the OCP Microscaling formats"),
+    ],
+)
+def test_blocks_of_fp8(
+    method: str, rows: int, columns: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     save_plain(LlamaConfig(**SHAPE), tokenizer, tmp_path)
     stored, meant = {}, {}
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         stored[name] = meant[name] = weight
         if name.endswith("_proj.weight"):
-            blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
             scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            kept = scale[:, 0, :, 0].contiguous()
+            if method == "mxfp8":  # scales are powers of two: the exponent and 127
+                kept = kept.log2().ceil().add(127).to(torch.uint8)
+                scale = (kept.float() - 127).exp2()[:, None, :, None]
             stored[name] = (blocks / scale).flatten(0, 1).flatten(1).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-            halves = stored[name].float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            stored[f"{name}_scale_inv"] = kept
+            halves = stored[name].float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
             meant[name] = (halves * scale).flatten(0, 1).flatten(1)
-    method = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    change(tmp_path, stored, method | {"weight_block_size": [BLOCK, BLOCK]})
+    how = {"quant_method": method, "activation_scheme": "dynamic"}
+    change(tmp_path, stored, how | {"weight_block_size": [rows, columns]})
     found = served_weights(tmp_path)
     for name, weight in meant.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
 
 
-def compressed_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights of 8 bits with a scale a row, in llm-compressor's format. Returns what they mean."""
+GROUP = 128  # inputs that share a scale of 4 bits
+# llm-compressor's formats, each with how its weights are described.
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "int-quantized": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+}
+
+
+def compress(name: str, weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What a checkpoint has of a weight [N, K] in `form`, and the weight that this means."""
+    if form == "pack-quantized":
+        groups = weight.unflatten(1, (-1, GROUP))
+        scale = groups.abs().amax(2, keepdim=True) / 7
+        numbers = (groups / scale).round()
+        places = (numbers.flatten(1).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+        words = places.sum(2)  # the first number in the lowest bits
+        packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        stored = {"packed": packed, "scale": scale[..., 0], "shape": torch.tensor(weight.shape)}
+        return {f"{name}_{part}": kept for part, kept in stored.items()}, (numbers * scale).flatten(
+            1
+        )
+    most, dtype = (127, torch.int8) if form == "int-quantized" else (448, torch.float8_e4m3fn)
+    scale = weight.abs().amax(1, keepdim=True) / most
+    halves = weight / scale
+    kept = (halves.round() if form == "int-quantized" else halves).to(dtype)
+    return {name: kept, f"{name}_scale": scale}, kept.float() * scale
+
+
+def compressed_tensors(path: Path, form: str) -> dict[str, Tensor]:
+    """Weights in llm-compressor's format `form`. Returns what they mean."""
     stored, meant = {}, {}
     for name, weight in load_file(path / "model.safetensors").items():
         stored[name] = meant[name] = weight
         if name.endswith("_proj.weight"):
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            stored[name], stored[f"{name}_scale"] = (weight / scale).round().to(torch.int8), scale
-            meant[name] = stored[name] * scale
-    eight = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+            del stored[name]
+            kept, meant[name] = compress(name, weight, form)
+            stored |= kept
+    group = {"targets": ["Linear"], "weights": COMPRESSED[form] | {"symmetric": True}}
     method = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": eight}},
+        "config_groups": {"group_0": group},
     }
     change(path, stored, method)
     return meant
 
 
-def test_compressed_tensors(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_compressed_tensors(form: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     save_plain(LlamaConfig(**SHAPE), tokenizer, tmp_path)
-    meant = compressed_tensors(tmp_path)
+    meant = compressed_tensors(tmp_path, form)
     found = served_weights(tmp_path)
     for name, weight in meant.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
@@ -114,7 +158,7 @@ def test_compressed_tensors_without_their_package_are_refused(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_plain(LlamaConfig(**SHAPE), tokenizer, tmp_path)
-    compressed_tensors(tmp_path)
+    compressed_tensors(tmp_path, "int-quantized")
     monkeypatch.setattr(widened, "find_spec", lambda package: None)
     with pytest.raises(ModelError, match="pip install compressed-tensors"):
         load_model(str(tmp_path), device="cpu")
@@ -156,6 +200,8 @@ def test_other_methods_are_refused_by_name(
 ) -> None:
     save_plain(LlamaConfig(**SHAPE), tokenizer, tmp_path)
     change(tmp_path, load_file(tmp_path / "model.safetensors"), method)
-    reason = f"quant_method is '{method['quant_method']}', and only weights of fp8"
+    reason = (
+        f"quant_method is '{method['quant_method']}', which (is read by gptqmodel|keeps weights)"
+    )
     with pytest.raises(ModelError, match=reason):
         load_model(str(tmp_path), device="cpu")

@@ -54,6 +54,12 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# A gate file, and the shape of its model.
+GATE = Path(__file__).parents[1] / "fixtures" / "kvpress" / "gate.safetensors"
+GATED = {
+    **{"hidden_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
+}
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "words": lambda: LlamaConfig(**(SHAPE | {"vocab_size": 49152})),
@@ -64,6 +70,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
         sliding_window=40,
         layer_types=["sliding_attention", "full_attention"] * 1 + ["full_attention"],
     ),
+    "gated": lambda: Qwen3Config(**(SHAPE | GATED)),
 }
 
 
@@ -294,6 +301,19 @@ def test_scorers_choose_as_on_one_device(
     engine = build_engine(made.config(2, chunk_tokens=64))
     try:
         assert run(engine, prompts(*LONG)) == run(made.one(chunk_tokens=64), prompts(*LONG))
+    finally:
+        engine.stop()
+
+
+@pytest.mark.nightly
+def test_a_gate_chooses_as_on_one_device(checkpoint: Callable[..., Checkpoint]) -> None:
+    """Each rank has the part of the gate that scores its heads."""
+    made = checkpoint("gated", scorer="fastkvzip", gate=GATE)
+    engine = build_engine(made.config(2, gate=str(GATE)))
+    try:
+        wanted = run(made.one(gate=str(GATE)), prompts(*LONG))
+        assert run(engine, prompts(*LONG)) == wanted
+        assert wanted != run(made.one(kv_retention=1.0, profile=()), prompts(*LONG))
     finally:
         engine.stop()
 
