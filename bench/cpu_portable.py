@@ -31,7 +31,7 @@ def microseconds(rows: int, tokens: int) -> float:
     pages = -(-tokens // PAGE)
     cells = np.arange(rows * KV_HEADS).reshape(rows, 1, KV_HEADS)
     kept = np.full((rows, 1, KV_HEADS), float(tokens))
-    batch = DecodeRows(
+    batch = DecodeRows.of(
         cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE
     )
     plan = cpu.CpuPlan.build(plan_aot(batch, 2, tile_tokens=128), batch)

@@ -50,8 +50,8 @@ FORMS: Mapping[str, Mapping[str, tuple[str, str | None]]] = {
     "cpu": {
         "float32": ("float32", None),
         "bfloat16": ("bfloat16", None),
-        "int8": ("bfloat16", "int8"),
-        "int4": ("bfloat16", "int4"),
+        "int8": ("auto", "int8"),
+        "int4": ("auto", "int4"),
     },
     "cuda": {
         "bfloat16": ("bfloat16", None),
@@ -107,7 +107,6 @@ def serve_form(name: str, options: argparse.Namespace, folder: Path, pipe: Conne
     config = make_config(options, name, random=random)
     loaded = load_configured(config)
     found: dict[str, Any] = {"load_s": time.perf_counter() - begun}
-    found["weight_bytes"] = loaded.weight_bytes
     passages = read_passages(loaded, options, random=random)
     if not random:
         torch.save((passages, next_token_logs(loaded, passages)), folder / f"{name}.pt")
@@ -120,6 +119,7 @@ def serve_form(name: str, options: argparse.Namespace, folder: Path, pipe: Conne
         engine = engine_of(config, loaded)
         time_turn(engine, prompt, options)  # what is compiled at its first use
         found["start_s"] = time.perf_counter() - begun
+    found["weight_bytes"] = loaded.weight_bytes  # an engine packs weights, and may copy one
     pipe.send(found)
     while engine is not None:
         pipe.recv()

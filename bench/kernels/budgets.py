@@ -109,7 +109,7 @@ def make_ragged_case(
     planned = np.maximum(raw - PLAN_AGE, 1) + GROWTH_TOKENS
     expected = sealed[:, None] * kept + planned[:, None]
     index_of = np.arange(batch)[:, None, None] * len(groups) + member
-    rows = DecodeRows(
+    rows = DecodeRows.of(
         offset.ravel()[index_of],
         np.ascontiguousarray(np.broadcast_to(column, index_of.shape)),
         index_of,
@@ -130,7 +130,7 @@ def even_case(ragged: Case, seed: int, name: str) -> Case:
     )
     table = np.repeat(offset.reshape(batch, layers, runs), geometry.heads_per_page, axis=2)
     shape = table.shape
-    rows = DecodeRows(
+    rows = DecodeRows.of(
         table,
         np.ascontiguousarray(np.broadcast_to(np.arange(heads) % geometry.heads_per_page, shape)),
         np.ascontiguousarray(np.broadcast_to(np.arange(batch)[:, None, None], shape)),

@@ -92,7 +92,7 @@ class LongRows:
         shape = load.rows, load.layers, load.heads
         pages = -(-load.tokens // PAGE)
         cells = np.arange(len(self._lengths)).reshape(shape)
-        self._rows = DecodeRows(
+        self._rows = DecodeRows.of(
             cells * pages,
             np.zeros_like(cells),
             cells,

@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -29,8 +29,10 @@ from rich.table import Table
 from bench.kernels.budgets import load
 from bench.kernels.tables import CacheUnderTest
 from tangram.cache.step import Row, RowKind
+from tangram.compress.profile import Profile
 from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.meters import Meters
+from tangram.kernels.card import Card
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.lab.baselines.uniform import plan_uniform_splits
 from tangram.lab.environment import environment
@@ -45,6 +47,7 @@ from tangram.types import Int32, Int64
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4
+H100_PROCESSORS = 132
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,7 @@ class PlannedRows:
                 ids.reshape(count, -1), own, axis=1
             )
         shape = (count, layers, heads)
-        rows = DecodeRows(
+        rows = DecodeRows.of(
             table.reshape(shape),
             np.zeros(shape, np.int64),
             np.arange(table.size).reshape(shape),
@@ -124,9 +127,9 @@ def row_of(name: str, call: Callable[[], Any], batch: PlannedRows, repeats: int)
         for grown_tokens in (0, 300):
             result.check(batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
         sizes = {
-            "tasks": len(result.kind),
-            "entries": len(result.rows),
-            "parts": len(result.part_slot),
+            "tasks": len(result.tasks),
+            "entries": len(result.entries),
+            "parts": int((~result.direct).sum()),
         }
     times = measure_ms(call, repeats)
     median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
@@ -176,13 +179,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The host's work for a decode step's attention, in an engine: the same batch, and a new one.
+    """The host's work for a decode step's attention, in an engine: the same batch, and new ones.
 
-    The new one is planned, packed for the kernels and uploaded. An upload is a copy in host memory
+    A new one is planned, packed for the kernels and uploaded. An upload is a copy in host memory
     here.
     """
-    from tangram.kernels.triton_kernels import TritonKernels
-
     profile = load(
         "qwen3-4b-instruct-2507.keydiff.layer.c2048.r0.25",
         None,
@@ -191,15 +192,6 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     subject = CacheUnderTest(profile, options.rows, options.tokens)
     subject.fill(options.tokens)
-    cache = subject.cache
-    pool = torch.empty(
-        1, profile.heads_per_page, 2, PAGE, profile.model.head_dim, dtype=torch.float16
-    )
-    tables = DeviceTables(cache, pool.device)
-    kernels = TritonKernels(pool, profile.model.query_heads // profile.model.kv_heads)
-    batcher = Batcher(
-        [subject.retention], {}, kernels, cache, tables, None, Meters(Stopwatch(pool.device))
-    )
     token = np.zeros(1, np.int64)
     rows = tuple(
         Row(
@@ -214,18 +206,37 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for seq in subject.sequences
     )
+    whole, cut = _batcher(subject, profile, 1), _batcher(subject, profile, H100_PROCESSORS)
     epochs = count()
     lines = []
-    for name, epoch in {
-        "a step of the same batch": lambda: 0,
-        "a step of a new batch": lambda: next(epochs),
-    }.items():
-        batcher.attention(rows, epoch())
-        times = measure_ms(lambda epoch=epoch: batcher.attention(rows, epoch()), options.repeats)
+    for name, batcher, epoch in (
+        ("a step of the same batch", whole, lambda: 0),
+        ("a step of a new batch", whole, lambda: next(epochs)),
+        (f"a step of a new batch, {H100_PROCESSORS} processors", cut, lambda: next(epochs)),
+    ):
+        call = partial(_attend, batcher, rows, epoch)
+        call()
+        times = measure_ms(call, options.repeats)
         median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
         cells = len(rows) * len(profile.layers) * profile.model.kv_heads
         lines.append({"what": name, "cells": cells, "ms": median, "ms_quartiles": [low, high]})
     return lines
+
+
+def _attend(batcher: Batcher, rows: tuple[Row, ...], epoch: Callable[[], int]) -> None:
+    batcher.attention(rows, epoch())
+
+
+def _batcher(subject: CacheUnderTest, profile: Profile, processors: int) -> Batcher:
+    """One whose plans are for a card of so many multiprocessors: with few, heads stay whole."""
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    model, cache = profile.model, subject.cache
+    pool = torch.empty(1, profile.heads_per_page, 2, PAGE, model.head_dim, dtype=torch.float16)
+    card = replace(Card.of(pool.device), processors=processors)
+    kernels = TritonKernels(pool, model.query_heads // model.kv_heads, card=card)
+    tables, meters = DeviceTables(cache, pool.device), Meters(Stopwatch(pool.device))
+    return Batcher([subject.retention], {}, kernels, cache, tables, None, meters)
 
 
 def main() -> None:

@@ -100,6 +100,7 @@ class Layer:
             self.spans,
             self.order,
             layer=0,
+            shortest=self.chunk,
             longest=self.chunk,
             scaling=DIM**-0.5,
         )

@@ -26,6 +26,7 @@ from bench.cpu_peers import figures as cpu_peers
 from bench.kernels import summary as kernels
 from bench.render.template_filters import FILTERS
 from bench.serving import series as serving
+from bench.serving import timeline
 from bench.speculation import figures as speculation
 from tangram.lab.calibration import calibration_report as calibration
 
@@ -40,6 +41,7 @@ SUBJECTS = {
     "kernels": kernels,
     "serving": serving,
     "speculation": speculation,
+    "timeline": timeline,
 }
 _BLOCK = re.compile(
     r"(?P<begin><!-- (?P<name>\S[^>\n]*?) -->\n)(?P<text>.*?)(?P<end><!-- end (?P=name) -->)",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serving.competitors import ServingEngine, Tangram, start_vllm, vocab_size
+from bench.serving.timeline import measure_steps
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
 from tangram.lab.load.clock import (
@@ -134,6 +135,8 @@ CASES: dict[str, Case] = {
     "prefill": requests(64, 8192, 1, repeats=3),
     "shared": requests(64, 256, 256, shared_tokens=4096, repeats=3),
     "answers-8k": requests(64, 8192, 512, repeats=2),
+    "alone-512": requests(1, 512, 256, repeats=3),
+    "alone-8k": requests(1, 8000, 256, repeats=3),
     "short-turns": short_turns(24, 8000, 120, 8.0),
     "sessions-40": sessions(40, 16384),
     "sessions-96": sessions(96, 16384),
@@ -214,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure_cases(
         engine, cases, partial(_keep, options.output, options.series, name, written), limits
     )
+    if options.timeline:
+        path = options.output / f"timeline_{name}.json"
+        measure_steps(engine, name, partial(_write, path, written))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -254,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, default=1, help="GPUs that share the model, of either engine"
     )
+    parser.add_argument(
+        "--timeline", action="store_true", help="also keep what steps are made of (timeline_*.json)"
+    )
     return parser
 
 
@@ -279,6 +288,7 @@ def _name(options: argparse.Namespace) -> str:
     if options.engine == "vllm":
         return "vllm"
     suffix = "-fp8" if options.kv_cache_dtype == "fp8" else ""
+    suffix += "" if options.chunk_tokens is None else f"-chunk{options.chunk_tokens}"
     return f"tangram-{_retention(options):g}{suffix}"
 
 
@@ -287,8 +297,11 @@ def _keep(
 ) -> None:
     for kind, wanted in (("trace", {"trace"}), (series, set(results) - {"trace"})):
         if found := {case: parts for case, parts in results.items() if case in wanted}:
-            path = folder / f"{kind}_{name}.json"
-            path.write_text(json.dumps({**written, "cases": found}, indent=1) + "\n")
+            _write(folder / f"{kind}_{name}.json", written, found)
+
+
+def _write(path: Path, written: dict[str, Any], cases: dict[str, Any]) -> None:
+    path.write_text(json.dumps({**written, "cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
