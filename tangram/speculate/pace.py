@@ -49,7 +49,7 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Between 0 and 1, both excluded."""
+        """Between 0 and 1: it rounds to 1 after hundreds of drafts that were all accepted."""
         return self._accepted / self._tried
 
     @property
@@ -80,8 +80,10 @@ class Acceptance:
 def expected_tokens(share: float, drafted: int) -> float:
     """What an iteration with `drafted` drafts yields on average, its own token included.
 
-    `share`, below 1, is that of the drafts that are accepted.
+    `share` is that of the drafts that are accepted.
     """
+    if share == 1.0:
+        return drafted + 1.0
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 

@@ -193,10 +193,13 @@ def test_acceptance_is_that_of_tokens_that_were_tried(share: float) -> None:
 
 def test_acceptance_stays_between_its_ends() -> None:
     never, always = Acceptance(), Acceptance()
-    for _ in range(1000):
+    for _ in range(5000):
         never.count(4, 0)
         always.count(4, 4)
-    assert 0.0 < never.share < 0.05 and 0.95 < always.share < 1.0
+    assert 0.0 <= never.share < 0.05 and 0.95 < always.share <= 1.0
+    assert never.expected_tokens(8) == pytest.approx(1.0)
+    assert always.expected_tokens(8) == pytest.approx(9.0)
+    assert run(Pace(8), 0.1, 0.001, 1.0, PROBE_EVERY - 1)[-1] == 8
 
 
 def test_a_new_sequence_begins_with_what_others_accepted() -> None:
