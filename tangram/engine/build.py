@@ -225,7 +225,7 @@ class EngineBuilder:
             speculates=config.speculation is not None,
         )
         announce(config, loaded, admission, cache.host.total)
-        return admission, Scheduler(config, cache), runner
+        return admission, Scheduler(config, cache, passes_apart=runner.passes_apart), runner
 
     def speculation(
         self, admission: Admission, cache: CacheManager, runner: Runner

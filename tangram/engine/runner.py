@@ -129,6 +129,10 @@ class Runner:
                 self._append(sample_rows, choice.tokens)
         return choice
 
+    def passes_apart(self, prefill: Sequence[Row]) -> bool:
+        """Whether `run` computes rows of `prefill` in passes of their own beside decode rows."""
+        return self._replays and self.passes.batcher.apart(prefill)
+
     def _make_kernels(self, choose_kernels: KernelChoice, layout: Layout) -> PoolKernels:
         """Kernels of the pool, with its scales."""
         kernels = choose_kernels(self.pool, layout.geometry.group_size)

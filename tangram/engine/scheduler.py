@@ -14,14 +14,15 @@ sequence whose chunks come back from host memory joins one step later if others 
 beside the copies.
 
 A step may be scheduled while the tokens of the one before are still on the device: only their
-number matters.
+number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
+not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,7 +72,8 @@ class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
     `drafts` says what may come behind the newest token of a sequence. `changes`, unless None, notes
-    who was queued and who was admitted.
+    who was queued and who was admitted. `passes_apart` says whether prefill rows are computed in
+    passes of their own beside decode rows.
     """
 
     config: EngineConfig
@@ -81,9 +83,11 @@ class Scheduler:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
     changes: list[tuple[TokenSequence, SequenceState]] | None = None
+    passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, Retention], ...] = ()
     _epoch: int = 0
+    _decode_waits: bool = False
 
     def excess(self, entering: int) -> int:
         """Sequences that never ran, with `entering` more, minus the free places of the batch.
@@ -141,12 +145,17 @@ class Scheduler:
             [sequence for sequence in self.running if not sequence.complete],
         )
         unfinished = [sequence for sequence in active if not _decodes(sequence)]
-        decode = self._decode_rows([one for one in active if _decodes(one)], budget)
-        budget -= sum(len(row.tokens) for row in decode)
+        decoding = [sequence for sequence in active if _decodes(sequence)]
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
-            (sequence for sequence in in_turn if not _require_cache(sequence).arriving), budget
+            (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
+            budget - len(decoding),
         )
+        self._decode_waits = bool(
+            decoding and not self._decode_waits and self._comes_first(prefill)
+        )
+        prefilled = sum(len(row.tokens) for row in prefill)
+        decode = [] if self._decode_waits else self._decode_rows(decoding, budget, prefilled)
         if not decode and not prefill:
             prefill = self._prefill(
                 [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
@@ -289,12 +298,21 @@ class Scheduler:
             self.counters.cached_tokens += sequence.cached_tokens
         return True
 
-    def _decode_rows(self, sequences: Sequence[TokenSequence], budget: int) -> list[Row]:
-        """The newest token of each sequence, and its drafts as far as `budget` allows."""
+    def _comes_first(self, prefill: Sequence[Row]) -> bool:
+        """Whether `prefill` ends a prompt sooner if no decode row is in its step."""
+        return any(row.sample for row in prefill) and self.passes_apart(prefill)
+
+    def _decode_rows(
+        self, sequences: Sequence[TokenSequence], budget: int, prefilled: int
+    ) -> list[Row]:
+        """The newest token of each sequence, and its drafts.
+
+        All are as far as `budget` allows, of which `prefilled` tokens are taken.
+        """
         rows: list[Row] = []
-        spare = budget - len(sequences)
         if self.waiting or len(sequences) < len(self.running):
-            spare -= self.config.chunk_tokens  # drafts leave space for prefill
+            prefilled = max(prefilled, self.config.chunk_tokens)  # drafts leave space for prompts
+        spare = budget - len(sequences) - prefilled
         for sequence in sequences:
             row = self._decode_row(sequence, spare)
             spare -= row.drafts

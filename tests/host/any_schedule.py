@@ -29,6 +29,7 @@ def run_any_schedule(
         max_num_seqs=data.draw(st.integers(1, 4)),
         host_pages=data.draw(st.sampled_from([0, 30])),
         ahead=data.draw(st.booleans()),
+        apart=data.draw(st.sampled_from([0, 4])),
     )
     for number in range(data.draw(st.integers(3, 8))):
         start, length = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 30))

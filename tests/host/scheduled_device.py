@@ -60,7 +60,8 @@ class ScheduledDevice:
     depends on its prefix and on the sequence's `taste`, so that sequences of one taste stay
     together and others part; one of taste 2 ends when it samples a 2. With `ahead` a step is
     scheduled before the tokens of the one before are there, unless `drafts` are asked for some.
-    `kept` are the retentions of `layouts`, if these are special.
+    `kept` are the retentions of `layouts`, if these are special. Up to `apart` prefill rows of a
+    step have passes of their own.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ScheduledDevice:
         patience: int = 16,
         drafts: DeviceDrafts | None = None,
         kept: Sequence[Retention] = (),
+        apart: int = 0,
     ) -> None:
         self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
         self.ahead, self.drafts = ahead, drafts
@@ -98,7 +100,10 @@ class ScheduledDevice:
             prefix_caching=caching,
             host_pages=host_pages,
         )
-        self.scheduler = Scheduler(self.config, self.manager)
+        self.scheduler = Scheduler(
+            self.config, self.manager, passes_apart=lambda rows: len(rows) <= apart
+        )
+        self.apart, self.postponed = apart, False
         self.device = Device(self.manager, page)
         self.tastes: dict[TokenSequence, int] = {} if drafts is None else drafts.tastes
         self.ended: list[TokenSequence] = []
@@ -241,7 +246,8 @@ class ScheduledDevice:
     def drain(self) -> None:
         """Everybody ends, and not too late: the first that runs moves on in every step."""
         # Twice: one that is due earlier and comes late may cost the first so far its place.
-        steps = 2 * sum(
+        # And once more where prompts let decode rows wait.
+        steps = (4 if self.apart else 2) * sum(
             entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive
         )
         for _ in range(steps):
@@ -291,6 +297,7 @@ class ScheduledDevice:
         )
         self._check_space_for_prompts(step)
         served = [by_slot[row.slot] for row in step.rows]
+        waiting = self._check_postponed(step, served, starts)
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
         passing = [
@@ -298,7 +305,7 @@ class ScheduledDevice:
             for entry in served[step.decode_rows :]
             if entry not in starts and entry.rank < working.rank
         ]
-        assert working in served or passing, "the first stands still"
+        assert working in served or passing or working in waiting, "the first stands still"
         for row in step.rows:
             sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
             end = row.start + known
@@ -325,7 +332,12 @@ class ScheduledDevice:
             assert row.drafts or row.pending == (sequence.pending and end == sequence.known)
             assert row.kind is RowKind.DECODE or not row.pending
         skipped = [
-            entry for entry in starts if entry.cache and not entry.complete and entry not in served
+            entry
+            for entry in starts
+            if entry.cache
+            and not entry.complete
+            and entry not in served
+            and entry not in waiting
         ]
         prefilled = served[step.decode_rows :]
         assert all(one.rank < other.rank for one in prefilled for other in skipped), (
@@ -335,6 +347,23 @@ class ScheduledDevice:
         assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
             "one epoch, two sets of decoding rows"
         )
+
+    def _check_postponed(
+        self, step: Step, served: Sequence[TokenSequence], starts: dict[TokenSequence, int]
+    ) -> list[TokenSequence]:
+        """The decoding sequences that let prompts pass: all of them, and never twice in a row."""
+        size = self.config.chunk_tokens
+        decoding = [
+            entry
+            for entry, start in starts.items()
+            if entry.cache and not entry.complete and entry.known - start == 1
+            if entry.cache.raw_tokens < size and entry not in served
+        ]
+        ends_prompt = any(row.sample for row in step.rows) and not step.decode_rows
+        postponed = bool(decoding) and ends_prompt and self.scheduler.passes_apart(step.rows)
+        assert not (postponed and self.postponed), "a sequence waits for two steps of prompts"
+        self.postponed = postponed
+        return decoding if postponed else []
 
     def _check_drafts(self, row: Row, sequence: TokenSequence) -> None:
         """A row with drafts: of its sequence, in its chunk, of tokens that may be needed."""

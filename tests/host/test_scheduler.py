@@ -47,6 +47,7 @@ class Traffic(RuleBasedStateMachine):
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
+            apart=data.draw(st.sampled_from([0, 1, 4])),
         )
 
     def number(self, sequence: TokenSequence) -> int:
@@ -266,6 +267,34 @@ def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
         ("seal", 8, 8, False),
         *decode[10:],
     ]
+
+
+def test_a_prompt_that_has_a_pass_of_its_own_does_not_wait_for_decode_rows() -> None:
+    """Nor do these wait for more than one such step."""
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=4, apart=1)
+    first = service.submit([1] * 3, 30)
+    service.step()
+    kinds = []
+    for token in (2, 3, 4):
+        service.submit([token] * 3, 30)
+        step = service.step()
+        assert step is not None
+        kinds.append([row.kind.value for row in step.rows])
+    assert kinds == [["tail"], ["decode", "decode", "tail"], ["tail"]]
+    step = service.step()
+    assert step is not None and [row.kind.value for row in step.rows] == ["decode"] * 4
+    assert first.known == 6
+
+
+def test_a_chunk_that_decode_filled_lets_no_decode_row_wait() -> None:
+    """It is computed again for those who come later: nobody waits for a token of it."""
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=2, apart=1)
+    service.submit([1] * 6, 12)
+    service.submit([2] * 3, 12)
+    kinds = []
+    while (step := service.step()) is not None:
+        kinds.append([row.kind.value for row in step.rows])
+    assert ["decode", "seal"] in kinds and ["seal"] not in kinds[:-1]
 
 
 def test_chunks_of_one_token_are_promised_one_by_one() -> None:

@@ -45,6 +45,7 @@ class DraftedTraffic(Traffic):
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
+            apart=data.draw(st.sampled_from([0, 4])),
             kept=[kept_first(entry, str(at)) for at, entry in enumerate(layouts)] if kept else (),
             drafts=drafts_of(
                 data.draw(st.integers(0, 99)),
