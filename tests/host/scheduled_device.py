@@ -334,10 +334,7 @@ class ScheduledDevice:
         skipped = [
             entry
             for entry in starts
-            if entry.cache
-            and not entry.complete
-            and entry not in served
-            and entry not in waiting
+            if entry.cache and not entry.complete and entry not in served and entry not in waiting
         ]
         prefilled = served[step.decode_rows :]
         assert all(one.rank < other.rank for one in prefilled for other in skipped), (
