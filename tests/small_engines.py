@@ -90,9 +90,8 @@ def check_books(engine: Engine) -> None:
 
 
 def drain(engine: Engine) -> None:
-    """Step until nothing is left to do, checking the books each time."""
-    while engine.busy:
-        engine.step()
+    """Step until nothing is left to do, for those that come later either, checking the books."""
+    while engine.step():
         check_books(engine)
 
 

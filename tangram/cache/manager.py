@@ -32,7 +32,7 @@ class CacheManager:
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
     `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
-    drafts read, if a retention has a draft.
+    drafts read, if a retention has a draft. `rounds_chunks` says whether sealing rounds entries.
     """
 
     def __init__(
@@ -43,12 +43,13 @@ class CacheManager:
         max_sequences: int,
         prefix_caching: bool,
         host_pages: int = 0,
+        rounds_chunks: bool = False,
     ) -> None:
         layouts = [retention.layout for retention in retentions]
         self.ledger = Ledger(total_pages)
         self.host = HostTier(host_pages, total_pages)
         self.prefix = PrefixCache(self.ledger, self.host)
-        self.prefix_caching = prefix_caching
+        self.prefix_caching, self.rounds_chunks = prefix_caching, rounds_chunks
         width = max(int(layout.group_offset[-1]) for layout in layouts)
         groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
@@ -170,8 +171,10 @@ class CacheManager:
     def seal(self, seq: SequenceCache) -> None:
         """Release the raw tail and take the final pages of the current chunk.
 
-        The step that follows fills them whole.
+        The step that follows fills them whole. Raises `IntegrityError` behind an open chunk.
         """
+        if seq.open_chunks:
+            raise IntegrityError(f"slot {seq.slot} would seal a chunk behind an open one")
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
         pages = self._take_span(seq)
@@ -181,25 +184,48 @@ class CacheManager:
             seq.window_spans.append(pages[layout.full_span_pages :])
         self._write_lengths(seq)
 
+    def can_leave_open(self, seq: SequenceCache) -> bool:
+        """Whether decode has filled a chunk whose pages would not change if it were sealed."""
+        full = seq.raw_tokens == seq.layout.chunk_tokens
+        return full and seq.keys.retention.stores_in_place and not self.rounds_chunks
+
+    def leave_open(self, seq: SequenceCache) -> None:
+        """Take the raw tail, a whole chunk, for a chunk as decode has filled it.
+
+        Its entries may differ from those of a sealed one by rounding, so nobody else gets it.
+        Raises `IntegrityError` unless `can_leave_open`.
+        """
+        if not self.can_leave_open(seq):
+            raise IntegrityError(f"slot {seq.slot} has no chunk that can stay open")
+        seq.spans.append(np.stack(seq.raw_pages, axis=1).ravel())
+        seq.open_nodes += seq.raw_nodes
+        seq.open_chunks += 1
+        seq.raw_pages, seq.raw_nodes, seq.raw_tokens = [], [], 0
+
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
         """After the step: release what left the window, and publish the newest chunk or raw pages.
 
-        Only full raw pages are published. `tokens` int64 [n] are all tokens of the sequence. Where
-        the cache already has the link, its pages replace the sequence's copies.
+        Only full raw pages are published, and nothing behind an open chunk. `tokens` int64 [n] are
+        all tokens of the sequence. Where the cache already has the link, its pages replace the
+        sequence's copies.
         """
         layout = seq.layout
         if len(seq.window_spans) > layout.window_chunks:
             self._drop_oldest_window(seq)
         if not self.prefix_caching:
             return
-        while len(seq.chunk_nodes) < seq.sealed_chunks:
+        while len(seq.chunk_nodes) < seq.sealed_chunks - seq.open_chunks:
             self._publish_chunk(seq, tokens)
+        if seq.open_chunks:
+            return
         for page in range(len(seq.raw_nodes), seq.raw_tokens // layout.page_tokens):
             self._publish_raw(seq, tokens, page)
 
     def close(self, seq: SequenceCache) -> None:
         """Release everything that `seq` holds. What it published stays cached until evicted."""
         self._drop_raw(seq)
+        for node in reversed(seq.open_nodes):
+            self.prefix.release(node)
         while seq.window_spans:
             self._drop_oldest_window(seq)
         for pages in seq.spans:

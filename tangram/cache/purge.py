@@ -57,7 +57,10 @@ def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
     slots = [
         seq.slot
         for seq in cache.sequences.values()
-        if any(links and links[0].key in found for links in (seq.chunk_nodes, seq.raw_nodes))
+        if any(
+            links and links[0].key in found
+            for links in (seq.chunk_nodes, seq.open_nodes, seq.raw_nodes)
+        )
     ]
     return Suspects(found, nodes, slots)
 

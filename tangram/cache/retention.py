@@ -38,6 +38,14 @@ class Retention:
         return self.draft is not None or not self.layout.keeps_everything
 
     @property
+    def stores_in_place(self) -> bool:
+        """Whether a sealed chunk has the pages and the order of the raw one, and nothing leaves it.
+
+        A window's chunks leave it, so they do not count.
+        """
+        return not self.orders and not self.layout.window_chunks
+
+    @property
     def head_first_tokens(self) -> Int32:
         """[L, H]: how many of a sealed chunk's entries a head stores in the order of scores."""
         return (self if self.draft is None else self.draft).layout.head_kept_tokens

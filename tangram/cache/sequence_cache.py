@@ -16,7 +16,9 @@ class SequenceCache:
 
     `spans[c]` are the pages of sealed chunk c over the full-attention groups. `window_spans` are
     those of the newest chunks over the sliding-window groups, oldest first. `raw_pages` are the
-    tail. `keys` are those of the sequence. The node lists name the prefix-cache links that it uses.
+    tail. The last `open_chunks` of the chunks are as decode filled them, and `open_nodes` are the
+    raw links of their pages. `keys` are those of the sequence. The node lists name the prefix-cache
+    links that it uses.
     It may grow to `promised_pages` without a new promise. `arriving` is true if the moves before
     the next step fill pages in its tables.
     """
@@ -30,6 +32,8 @@ class SequenceCache:
     chunk_nodes: list[Node] = field(default_factory=list)
     window_nodes: list[Node] = field(default_factory=list)
     raw_nodes: list[Node] = field(default_factory=list)
+    open_chunks: int = 0
+    open_nodes: list[Node] = field(default_factory=list)
     promised_pages: int = 0
     cached_tokens: int = 0
     arriving: bool = False

@@ -459,6 +459,7 @@ class EngineBuilder:
             max_sequences=self.config.max_num_seqs,
             prefix_caching=self.config.enable_prefix_caching,
             host_pages=host_pages,
+            rounds_chunks=host_form(self.config) is not None,
         )
 
     def runner(

@@ -428,6 +428,7 @@ class Engine:
             yield self._speculation.cache
 
     def _clear_prefixes(self) -> None:
+        self._scheduler.forget_open()
         for cache in self._caches:
             cache.prefix.clear()
 

@@ -16,12 +16,16 @@ beside the copies.
 A step may be scheduled while the tokens of the one before are still on the device: only their
 number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
 not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
+
+Where sealing would not change a chunk that decode filled, its sequence goes on at once. The chunk is
+sealed for others when nothing else is to be computed.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -85,7 +89,8 @@ class Scheduler:
     changes: list[tuple[TokenSequence, SequenceState]] | None = None
     passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention], ...] = ()
+    _members: tuple[tuple[int, Retention, int], ...] = ()
+    _left_open: deque[TokenSequence] = field(default_factory=deque)
     _epoch: int = 0
     _decode_waits: bool = False
 
@@ -107,6 +112,35 @@ class Scheduler:
 
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
+        if sequence.cache is not None and sequence.cache.open_chunks and self.cache.prefix_caching:
+            self._note_open(sequence, sequence.cache)
+        self._forget(sequence)
+
+    def _note_open(self, sequence: TokenSequence, cache: SequenceCache) -> None:
+        """The chunks of `sequence` are to be sealed when there is time."""
+        end = cache.sealed_chunks * cache.layout.chunk_tokens
+        tokens = sequence.tokens[:end].copy()
+        self._left_open.append(
+            TokenSequence(
+                sequence.request_id, sequence.arrival_index, sequence.keys, tokens, end, 0, end
+            )
+        )
+        if len(self._left_open) > self.config.max_num_seqs:
+            self._release_open()
+            self._left_open.popleft()
+
+    def forget_open(self) -> None:
+        """Forget which chunks of ended sequences are to be sealed."""
+        self._release_open()
+        self._left_open.clear()
+
+    def _release_open(self) -> None:
+        """Give back the pages of the sequence whose chunks are being sealed."""
+        if self._left_open and (cache := self._left_open[0].cache) is not None:
+            self.cache.close(cache)
+            self._left_open[0].cache = None
+
+    def _forget(self, sequence: TokenSequence) -> None:
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -126,7 +160,8 @@ class Scheduler:
         if sequence.cache is not None and sequence.cache.slot not in found.slots:
             found.slots.append(sequence.cache.slot)
         pages = found.pages(self.cache)
-        self.remove(sequence)
+        self.forget_open()
+        self._forget(sequence)
         for other in [entry for entry in self.running if _require_cache(entry).slot in found.slots]:
             self._preempt(other)
         purge(self.cache, found)
@@ -139,6 +174,11 @@ class Scheduler:
         """
         budget = self.config.max_num_batched_tokens
         self._sealing.clear()
+        if self.running or self.waiting:
+            self._release_open()
+        for sequence in self.running:
+            if not sequence.complete and self.cache.can_leave_open(_require_cache(sequence)):
+                self.cache.leave_open(_require_cache(sequence))
         self._secure_promises()
         fresh_batch, active = (
             not self.running,
@@ -160,6 +200,8 @@ class Scheduler:
             prefill = self._prefill(
                 [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
             )
+        if not decode and not prefill:
+            prefill = self._seal_open()
         if not decode and not prefill:
             return None
         self.counters.steps += 1
@@ -188,6 +230,11 @@ class Scheduler:
         )
 
     @property
+    def computing(self) -> Sequence[TokenSequence]:
+        """The running sequences, and an ended one whose chunks are sealed now."""
+        return *self.running, *(one for one in self._left_open if one.cache is not None)
+
+    @property
     def decoding(self) -> list[TokenSequence]:
         """The running sequences whose next row decodes."""
         return [one for one in self.running if not one.complete and _decodes(one)]
@@ -199,7 +246,9 @@ class Scheduler:
         since it was scheduled are skipped.
         """
         by_slot = {
-            sequence.cache.slot: sequence for sequence in self.running if sequence.cache is not None
+            sequence.cache.slot: sequence
+            for sequence in self.computing
+            if sequence.cache is not None
         }
         for row in step.rows:
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
@@ -219,6 +268,24 @@ class Scheduler:
                     break
                 self._preempt(self.running[-1])
 
+    def _seal_open(self) -> list[Row]:
+        """The next chunk that an ended sequence left open, if there are pages for it."""
+        while self._left_open:
+            sequence = self._left_open[0]
+            if sequence.cache is None and not self._is_sealed(sequence):
+                sequence.cache = self.cache.admit(sequence.keys, sequence.tokens, sequence.limit)
+            if sequence.cache is not None and sequence.cache.computed_tokens < sequence.known:
+                row = self._prefill_row(sequence, self.config.max_num_batched_tokens)
+                return [] if row is None else [replace(row, sample=False)]
+            self._release_open()
+            self._left_open.popleft()
+        return []
+
+    def _is_sealed(self, sequence: TokenSequence) -> bool:
+        """Whether all of its tokens, whole chunks, are cached on the device."""
+        chunks = sequence.known // self.config.chunk_tokens
+        return self.cache.prefix.find(sequence.keys.after(chunks, sequence.tokens)) is not None
+
     def _queue(self, sequence: TokenSequence) -> None:
         self._note(sequence, SequenceState.WAITING)
         insort(self.waiting, sequence, key=lambda entry: entry.rank)
@@ -228,7 +295,7 @@ class Scheduler:
             self.changes.append((sequence, state))
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        self.remove(sequence)
+        self._forget(sequence)
         sequence.preemptions += 1
         self.counters.preemptions += 1
         self._queue(sequence)
@@ -383,7 +450,8 @@ class Scheduler:
         return row_of(sequence, cache, kind, start, end, sample=sample)
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        members = tuple((row.slot, row.retention) for row in decode)
+        size = self.config.chunk_tokens
+        members = tuple((row.slot, row.retention, row.start // size) for row in decode)
         if members != self._members:
             self._members = members
             self._epoch += 1

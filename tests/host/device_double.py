@@ -214,6 +214,8 @@ class Device:
         tokens, size = sequence.tokens[: row.start + len(row.tokens)].tolist(), layout.chunk_tokens
         owner = (row.retention, sequence.keys.salt)
         sealed = row.start // size
+        assert sequence.cache is not None
+        closed = sealed - sequence.cache.open_chunks
         reads, writes = dict[int, Label](), dict[int, Label]()
         for group, members in enumerate(layout.groups):
             kept = int(layout.sealed_pages[group]) * layout.page_tokens
@@ -230,7 +232,9 @@ class Device:
                 return self._at(row, group, sealed * kept + position - sealed * size), mark
 
             seen = _first_seen(layout, members[0][0], row.start)
-            for chunk in range(sealed):
+            if closed < sealed:  # chunks as decode has filled them
+                reads |= dict(raw(position) for position in range(closed * size, sealed * size))
+            for chunk in range(closed):
                 if group < layout.full_groups:
                     reads |= pack_labels(chunk)
                 else:
@@ -273,8 +277,13 @@ def recount(manager: CacheManager) -> None:
     """Count pages one by one, between two steps, and compare with every total the manager keeps."""
     check_accounting(manager)
     sequences, nodes = manager.sequences.values(), manager.prefix.nodes.values()
-    lasting = Counter(page for seq in sequences for pages in seq.spans for page in pages.tolist())
-    transient = [pages for seq in sequences for pages in seq.window_spans + seq.raw_pages]
+    closed = [span for seq in sequences for span in seq.spans[: _count_closed(seq)]]
+    lasting = Counter(page for span in closed for page in span.tolist())
+    transient = [
+        pages
+        for seq in sequences
+        for pages in seq.window_spans + seq.spans[_count_closed(seq) :] + seq.raw_pages
+    ]
     passing = Counter(page for pages in transient for page in pages.tolist())
     cached = Counter(page for node in nodes for page in node.pages.tolist())
     assert not lasting.keys() & passing.keys()
@@ -291,12 +300,22 @@ def recount(manager: CacheManager) -> None:
     )
     assert all(seq.held_pages == seq.booked_pages <= seq.promised_pages for seq in sequences)
     for node in nodes:
-        standing = (*(seq.chunk_nodes + seq.window_nodes + seq.raw_nodes for seq in sequences),)
+        standing = (
+            *(
+                seq.chunk_nodes + seq.window_nodes + seq.open_nodes + seq.raw_nodes
+                for seq in sequences
+            ),
+        )
         assert node.users == sum(chain.count(node) for chain in standing)
         assert node.children == sum(other.parent is node for other in nodes)
         assert node.parent is None or manager.prefix.find(node.parent.key) is node.parent
     for seq in sequences:
         assert table_pages(manager, seq.slot) == held_by_group(manager, seq.slot)
+
+
+def _count_closed(seq: SequenceCache) -> int:
+    """Its chunks that were sealed, not filled by decode."""
+    return seq.sealed_chunks - seq.open_chunks
 
 
 def held_by_group(manager: CacheManager, slot: int) -> list[list[int]]:

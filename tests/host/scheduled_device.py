@@ -162,7 +162,7 @@ class ScheduledDevice:
             assert self.expected or not self.alive, "nothing runs though somebody waits"
             return self.step() if self._settle() else None
         by_slot = {
-            entry.cache.slot: entry for entry in self.scheduler.running if entry.cache is not None
+            entry.cache.slot: entry for entry in self.scheduler.computing if entry.cache is not None
         }
         self._check_step(step, by_slot, starts)
         self._check_work_conserved(step, by_slot)
@@ -321,12 +321,11 @@ class ScheduledDevice:
             if row.kind is RowKind.SEAL:
                 assert row.start % size == 0 and len(row.tokens) == size
             assert row.kind is not RowKind.DECODE or (known == 1 and row.sample)
-            # A chunk that decode filled is computed once more to be sealed; its last token has
-            # given its sample.
-            resealed = (
-                row.kind is RowKind.SEAL
-                and starts.get(sequence) == end
-                and sequence.preemptions == 0
+            # A chunk that decode filled is computed once more to be sealed, perhaps when its
+            # sequence has ended; its last token has given its sample.
+            again = starts.get(sequence) == end and sequence.preemptions == 0
+            resealed = row.kind is RowKind.SEAL and (
+                again or sequence not in self.scheduler.running
             )
             assert row.sample == (end == sequence.known and not resealed)
             assert row.drafts or row.pending == (sequence.pending and end == sequence.known)

@@ -23,6 +23,10 @@ class LateCache(CacheManager, ABC):
     A step seals at most one chunk of a sequence.
     """
 
+    def can_leave_open(self, seq: SequenceCache) -> bool:
+        """See `CacheManager`: a chunk has its pages when it is reclaimed, after sealing."""
+        return False
+
     @abstractmethod
     def reclaim(self, slot: int, kept_tokens: Int64) -> None:
         """Record the entries of the last sealed chunk that stay, `kept_tokens` [n].
