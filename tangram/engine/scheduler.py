@@ -17,8 +17,8 @@ A step may be scheduled while the tokens of the one before are still on the devi
 number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
 not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
 
-Where sealing would not change a chunk that decode filled, its sequence goes on at once. The chunk is
-sealed for others when nothing else is to be computed.
+Where a chunk that decode filled has its place already (ρ = 1.0), its sequence goes on at once. The
+chunk is computed again, and sealed for others, when nothing else is to be computed.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import SCORERS
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
-from tangram.types import SamplingParams
-from tests.small_engines import LATENT, profile_file, run, sealed_state, small_engine
+from tangram.types import Event, Request, SamplingParams
+from tests.small_engines import LATENT, check_books, profile_file, run, sealed_state, small_engine
 
 TINY = LlamaConfig(
     vocab_size=96,
@@ -67,7 +67,9 @@ class LonePrompts:
         scorer: str,
         chunk_tokens: int = C,
         sink_tokens: int = SINK_TOKENS,
+        kv_retention: float = 0.5,
     ) -> None:
+        self.kv_retention = kv_retention
         self.loaded, self.scorer, self.chunk_tokens = loaded, scorer, chunk_tokens
         self.profile = profile_file(
             loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens, sink_tokens=sink_tokens
@@ -77,9 +79,9 @@ class LonePrompts:
     def engine(self, **options: object) -> Engine:
         return small_engine(
             self.loaded,
-            kv_retention=0.5,
+            kv_retention=self.kv_retention,
             scorer=self.scorer,
-            profile=(self.profile,),
+            profile=(self.profile,) if self.kv_retention < 1.0 else (),
             chunk_tokens=self.chunk_tokens,
             **options,
         )
@@ -89,13 +91,19 @@ class LonePrompts:
         return run(engine, [prompt], ANSWER)[0], sealed_state(engine)
 
 
-@pytest.fixture(scope="module", params=[TINY, TINY_LATENT], ids=["heads", "latents"])
+@pytest.fixture(
+    scope="module",
+    params=[(TINY, 0.5), (TINY_LATENT, 0.5), (TINY, 1.0)],
+    ids=["heads", "latents", "uncompressed"],
+)
 def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> LonePrompts:
-    return LonePrompts(adopt_tiny(request.param), tmp_path_factory.mktemp("profiles"), "keydiff")
+    config, kv_retention = request.param
+    folder = tmp_path_factory.mktemp("profiles")
+    return LonePrompts(adopt_tiny(config), folder, "keydiff", kv_retention=kv_retention)
 
 
 tokens = st.integers(3, 12)
@@ -180,6 +188,38 @@ def test_a_chunk_that_decode_completed_is_sealed_like_a_prefilled_one(
     assert len(shared) == 2, "the answer completes the second chunk"
     for key in shared:
         assert torch.equal(decoded[key], prefilled[key])
+
+
+def test_a_chunk_that_decode_filled_is_sealed_when_there_is_time(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
+) -> None:
+    """At ρ 1.0. Nobody gets it before, and what comes meanwhile goes first."""
+    world = LonePrompts(adopt_tiny(TINY), tmp_path, "keydiff", kv_retention=1.0)
+    prompt = tuple(3 + (i * i) % 9 for i in range(C + 15))
+    engine, events = world.engine(), list[Event]()
+    engine.submit(Request("first", prompt, ANSWER, events.append))
+    while engine.busy:
+        engine.step()
+        check_books(engine)
+    answer = [token for event in events for token in event.token_ids]
+    conversation = (*prompt, *answer)
+    assert len(sealed_state(engine)) == 1, "the chunk of the prompt"
+    state, steps = engine.stats(), 0
+    assert state.pages_held == 0
+    assert (
+        run(engine, [prompt[:C]], SamplingParams(max_tokens=1)) and len(sealed_state(engine)) == 2
+    )
+    while engine.step():
+        steps += 1
+    assert steps == 0, "drain has sealed it"
+    other = world.engine()
+    run(other, [conversation], ANSWER)
+    prefilled, decoded = sealed_state(other), sealed_state(engine)
+    assert decoded.keys() <= prefilled.keys()
+    assert all(torch.equal(decoded[key], prefilled[key]) for key in decoded)
+    before = engine.stats().cached_tokens
+    assert run(engine, [conversation], ANSWER) == [world.alone(conversation)[0]]
+    assert engine.stats().cached_tokens - before >= 2 * C
 
 
 def test_a_prefix_hit_gives_what_a_miss_gives(world: LonePrompts) -> None:

@@ -102,8 +102,9 @@ def layout_sets(draw: st.DrawFn, *, count: int = 2, max_tokens: int = 48) -> lis
     for _ in range(count):
         order = draw(st.permutations(heads))
         groups = [order[start : start + per_page] for start in range(0, len(order), per_page)]
+        fewest = draw(st.sampled_from([1, chunk_pages]))  # the second keeps everything
         pages = draw(
-            st.lists(st.integers(1, chunk_pages), min_size=len(groups), max_size=len(groups))
+            st.lists(st.integers(fewest, chunk_pages), min_size=len(groups), max_size=len(groups))
         )
         built.append(
             Layout.build(

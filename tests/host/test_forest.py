@@ -134,12 +134,21 @@ def test_units_are_read_where_the_layout_puts_sealed_chunks_and_raw_pages() -> N
     tail = layout.raw_entries(2, 0)
     expected = [
         [
-            *(layout.span_entries(chunk)[layout.span_group == group][0] for chunk in (0, 1)),
+            *(layout.span_entries(chunk)[layout.span_group == group][-1] for chunk in (0, 1)),
             tail[group],
         ],
         [width + layout.raw_entries(0, page)[group] for page in range(3)],
     ]
     assert count.tolist() == [3, 3] and units.tolist() == expected
+
+
+def test_chunks_that_share_their_first_pages_alone_are_two() -> None:
+    """Decode has filled them, behind a tail that both rows have."""
+    tables = np.array([1, 2, 3, 4, 1, 2, 3, 5], np.int32)
+    units, count = units_of(
+        tables, np.array([0, 4]), np.full(2, 4), np.ones(2, np.int64), np.zeros(2, np.int64)
+    )
+    assert count.tolist() == [1, 1] and units.tolist() == [[4], [5]]
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,49 @@ def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:
     ]
 
 
+def test_where_sealing_moves_nothing_a_sequence_goes_on_behind_a_chunk_it_filled() -> None:
+    """The chunk is sealed when nothing else is to be computed, and only then found by others."""
+    service = ScheduledDevice([layout(4)], slack_pages=1000, max_num_seqs=2)
+    first = service.submit([1] * 6, 12)
+    kinds = []
+    while not first.complete:
+        step = service.step()
+        assert step is not None
+        kinds += [row.kind.value for row in step.rows]
+        recount(service.manager)
+    assert kinds == ["tail", *["decode"] * 11]
+    assert service.manager.new_tokens(first.keys, first.known_tokens) == 18
+    second = service.submit([2] * 3, 2)
+    rows: list[Row] = []
+    while (step := service.step()) is not None:
+        recount(service.manager)
+        rows += step.rows
+    kinds = [row.kind.value for row in rows]
+    assert kinds == ["tail", "decode", "seal", "seal"] and second.complete
+    assert [(row.start, row.sample) for row in rows[2:]] == [(0, False), (8, False)]
+    assert service.manager.new_tokens(first.keys, first.known_tokens) == 2
+
+
+def test_what_comes_while_an_open_chunk_is_sealed_goes_first() -> None:
+    service = ScheduledDevice([layout(4)], slack_pages=0, max_num_seqs=2)
+    service.submit([1] * 6, 20)
+    while service.alive:
+        service.step()
+    step = service.step()
+    assert step is not None and [row.start for row in step.rows] == [0]
+    service.submit([2] * 8, 70)  # it needs the pages that the sealed chunk's sequence holds
+    kinds = []
+    while service.alive:
+        step = service.step()
+        assert step is not None
+        kinds.append([row.kind.value for row in step.rows])
+        recount(service.manager)
+    assert kinds[:2] == [["seal"], ["decode"]]
+    service.scheduler.forget_open()
+    assert service.step() is None
+    assert not service.manager.sequences
+
+
 def test_a_prompt_that_has_a_pass_of_its_own_does_not_wait_for_decode_rows() -> None:
     """Nor do these wait for more than one such step."""
     service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=4, apart=1)
