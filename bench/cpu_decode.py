@@ -81,16 +81,19 @@ def engine_seconds(
 
 
 def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -> float:
-    """Seconds to seal one chunk that decode has filled: the step after its last token."""
+    """Seconds to seal one chunk that decode has filled.
+
+    It is the step after its last token, or at ρ 1.0 the one after the answer.
+    """
     engine = engine_of(config, loaded)
     length = len(prompt) // config.chunk_tokens * config.chunk_tokens - 1
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     engine.submit(Request("0", tuple(prompt[:length]), params, lambda event: None))
-    slowest = 0.0
-    while engine.busy:
+    slowest, worked = 0.0, True
+    while worked:
         sealed = engine.stats().sealed_chunks
         begin = time.perf_counter()
-        engine.step()
+        worked = engine.step()
         if engine.stats().sealed_chunks > sealed:
             # The last chunk counts: decode has filled it
             slowest = time.perf_counter() - begin
