@@ -134,6 +134,8 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "service"):
             return
         self.service.drain()
+        while self.service.step() is not None:  # chunks that were left open
+            recount(self.service.manager)
         self.service.manager.prefix.clear()
         recount(self.service.manager)
         assert self.service.manager.ledger.free == self.service.manager.ledger.total
