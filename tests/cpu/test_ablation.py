@@ -65,7 +65,7 @@ def test_parts_are_timed_without_those_inside_them_and_then_left_alone(engine: E
     assert (
         prefill.reclamation == decode.reclamation == 0.0 and 0 < decode.upkeep < decode.outside < 1
     )
-    # 70 tokens are two chunks and a rest; 39 more of each are decoded and fill one, which stays open.
+    # 70 tokens are two chunks and a rest; 39 more fill one, which stays open.
     assert prefill.sealed_chunks == 4 and decode.sealed_chunks == 0 and decode.steps >= 39
 
 
