@@ -93,6 +93,7 @@ def drain(engine: Engine) -> None:
     """Step until nothing is left to do, for those that come later either, checking the books."""
     while engine.step():
         check_books(engine)
+    assert not engine.busy
 
 
 def sealed_state(engine: Engine) -> dict[bytes, Tensor]:

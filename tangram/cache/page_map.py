@@ -25,7 +25,7 @@ class PageMap:
 
     @classmethod
     def of(cls, cache: CacheManager, sequences: Sequence[SequenceCache]) -> PageMap:
-        """The pages of `cache` now; `sequences` are all of its sequences, in any order."""
+        """The pages of `cache` now; `sequences` are those that run, in any order."""
         total = cache.ledger.total
         states = np.full(total, PageState.FREE, np.uint8)
         states[cache.ledger.references > 0] = PageState.CACHED

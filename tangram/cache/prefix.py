@@ -89,7 +89,7 @@ class PrefixCache:
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
             key = keys.after(number, tokens)
-            if not self._knows(key):
+            if not self.knows(key):
                 break
             chunks.append(key)
         while chunks:
@@ -97,12 +97,13 @@ class PrefixCache:
             windows = [
                 keys.window_after(number + 1, tokens) for number in range(first, len(chunks))
             ]
-            if all(map(self._knows, windows)):
+            if all(map(self.knows, windows)):
                 return Chain(chunks, windows)
             chunks.pop()
         return Chain([], [])
 
-    def _knows(self, key: bytes) -> bool:
+    def knows(self, key: bytes) -> bool:
+        """Whether the link with this key is on the device or in host memory."""
         return key in self.nodes or key in self.host.links
 
     def insert(self, key: bytes, parent: Node | None, pages: Int32, link: Link) -> Node:

@@ -270,6 +270,7 @@ class Engine:
         speculation = self._speculation
         if speculation is None:
             return
+        self._scheduler.leave_open()  # drafts are for those who go on, too
         decoding = self._scheduler.decoding
         speculation.begin_step()
         if self._scheduler.prefilling or not speculation.plan(decoding):

@@ -43,6 +43,9 @@ from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 from tangram.watch import SequenceState
 
+# Ended sequences whose chunks wait to be sealed. More are forgotten, the oldest first.
+MOST_LEFT_OPEN = 256
+
 
 @dataclass
 class SchedulerCounters:
@@ -125,9 +128,15 @@ class Scheduler:
                 sequence.request_id, sequence.arrival_index, sequence.keys, tokens, end, 0, end
             )
         )
-        if len(self._left_open) > self.config.max_num_seqs:
+        if len(self._left_open) > MOST_LEFT_OPEN:
             self._release_open()
             self._left_open.popleft()
+
+    def leave_open(self) -> None:
+        """Sequences go on behind a chunk that decode filled, where it has its place already."""
+        for sequence in self.running:
+            if not sequence.complete and self.cache.can_leave_open(_require_cache(sequence)):
+                self.cache.leave_open(_require_cache(sequence))
 
     def forget_open(self) -> None:
         """Forget which chunks of ended sequences are to be sealed."""
@@ -176,9 +185,7 @@ class Scheduler:
         self._sealing.clear()
         if self.running or self.waiting:
             self._release_open()
-        for sequence in self.running:
-            if not sequence.complete and self.cache.can_leave_open(_require_cache(sequence)):
-                self.cache.leave_open(_require_cache(sequence))
+        self.leave_open()
         self._secure_promises()
         fresh_batch, active = (
             not self.running,
@@ -200,7 +207,7 @@ class Scheduler:
             prefill = self._prefill(
                 [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
             )
-        if not decode and not prefill:
+        if not self.running and not self.waiting:
             prefill = self._seal_open()
         if not decode and not prefill:
             return None
@@ -282,9 +289,9 @@ class Scheduler:
         return []
 
     def _is_sealed(self, sequence: TokenSequence) -> bool:
-        """Whether all of its tokens, whole chunks, are cached on the device."""
+        """Whether all of its tokens, whole chunks, are cached."""
         chunks = sequence.known // self.config.chunk_tokens
-        return self.cache.prefix.find(sequence.keys.after(chunks, sequence.tokens)) is not None
+        return self.cache.prefix.knows(sequence.keys.after(chunks, sequence.tokens))
 
     def _queue(self, sequence: TokenSequence) -> None:
         self._note(sequence, SequenceState.WAITING)

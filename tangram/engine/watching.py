@@ -118,6 +118,9 @@ class Watching:
             del self._tokenless[sequence]
             if sequence.read_tokens:
                 self._ended.append(self._change(sequence, SequenceState.FIRST_TOKEN))
+        sealed, _ = count_state(sequence)
+        # Chunks that it left open are sealed later, under these keys.
+        sequence.keys.after(sealed, sequence.settled_tokens)
         self._ended.append(self._change(sequence, SequenceState.ENDED))
 
     def uses(self, keys: Sequence[bytes]) -> Sequence[ChunkUse]:

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tangram.watch import ChunkPlace, News, Readings, Watched
+from tangram.watch import ChunkPlace, ChunkStored, News, Readings, Watched
 
 
 class HeldKeys:
@@ -22,12 +22,16 @@ class HeldKeys:
         self._lock = threading.Lock()
 
     def observe(self, news: News, readings: Readings) -> None:
-        """Note the chunks of sequences that have changed. See `Observer`."""
+        """Note the chunks of sequences that have changed, and new ones. See `Observer`."""
         with self._lock:
             for change in news.changes:
                 for key in reversed(change.reading.chunk_keys):  # a chain loses its end first
                     self._keys[key] = None
                     self._keys.move_to_end(key)
+            for link in news.links:
+                if isinstance(link, ChunkStored):
+                    self._keys[link.key] = None
+                    self._keys.move_to_end(link.key)
             while len(self._keys) > self._most:
                 self._keys.popitem(last=False)
 

@@ -8,15 +8,19 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tangram.cache.keys import ChunkKeys
+from tangram.cache.manager import CacheManager
 from tangram.cache.step import Row
 from tangram.engine.token_sequence import TokenSequence
+from tangram.errors import IntegrityError
 from tests.examples import examples
-from tests.host.device_double import geometry, layout, layout_sets, recount
+from tests.host.device_double import geometry, layout, layout_sets, recount, retentions
 from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 
 PROMPTS = st.tuples(
@@ -292,6 +296,35 @@ def test_where_sealing_moves_nothing_a_sequence_goes_on_behind_a_chunk_it_filled
     assert kinds == ["tail", "decode", "seal", "seal"] and second.complete
     assert [(row.start, row.sample) for row in rows[2:]] == [(0, False), (8, False)]
     assert service.manager.new_tokens(first.keys, first.known_tokens) == 2
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_every_chunk_that_was_left_open_is_sealed(seats: int) -> None:
+    """Also where answers end together, their last tokens still on the device."""
+    service = ScheduledDevice([layout(4)], slack_pages=1000, max_num_seqs=seats, ahead=True)
+    ended = [service.submit([number] * 3, 20) for number in range(1, 2 * seats + 1)]
+    while service.step() is not None:
+        recount(service.manager)
+    for sequence in ended:
+        assert sequence.known == 23
+        assert service.manager.new_tokens(sequence.keys, sequence.known_tokens) == 7
+
+
+def test_chunks_that_are_rounded_when_they_are_sealed_do_not_stay_open() -> None:
+    (retention,) = retentions(layout(4))
+    manager = CacheManager(
+        [retention], total_pages=100, max_sequences=1, prefix_caching=True, rounds_chunks=True
+    )
+    seq = manager.admit(ChunkKeys(retention, ""), np.zeros(1, np.int64), 20)
+    assert seq is not None
+    manager.grow(seq, 8)
+    assert not manager.can_leave_open(seq)
+    with pytest.raises(IntegrityError, match="no chunk that can stay open"):
+        manager.leave_open(seq)
+    manager.rounds_chunks = False
+    manager.leave_open(seq)
+    with pytest.raises(IntegrityError, match="behind an open one"):
+        manager.seal(seq)
 
 
 def test_what_comes_while_an_open_chunk_is_sealed_goes_first() -> None:
