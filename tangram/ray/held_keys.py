@@ -29,9 +29,9 @@ class HeldKeys:
                     self._keys[key] = None
                     self._keys.move_to_end(key)
             for link in news.links:
-                if isinstance(link, ChunkStored):
-                    self._keys[link.key] = None
-                    self._keys.move_to_end(link.key)
+                if isinstance(link, ChunkStored) and link.key not in self._keys:
+                    self._keys[link.key] = None  # it goes before those that it follows
+                    self._keys.move_to_end(link.key, last=False)
             while len(self._keys) > self._most:
                 self._keys.popitem(last=False)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
 from tangram.serve.logs import LogForm
 from tangram.types import Event
-from tangram.watch import ChunkPlace
+from tangram.watch import ChunkPlace, ChunkStored, News
 from tests.running import run_app
 
 CHUNK_TOKENS = 256
@@ -496,9 +497,25 @@ def test_a_full_list_of_keys_loses_the_ends_of_chains() -> None:
     """A chain whose beginning is missing could not be found at all."""
     held, keys = HeldKeys(3), [bytes([number]) * 32 for number in range(5)]
     reading = SimpleNamespace(chunk_keys=keys)
-    news: Any = SimpleNamespace(changes=[SimpleNamespace(reading=reading)])
+    news = News(None, [SimpleNamespace(reading=reading)], False)  # type: ignore[list-item]
     held.observe(news, None)  # type: ignore[arg-type]
     watched: Any = SimpleNamespace(
         uses=lambda known: [SimpleNamespace(place=ChunkPlace.DEVICE) for _ in known]
     )
     assert list(held.list_held(watched)) == keys[:3]
+
+
+def test_a_chunk_that_is_sealed_when_its_sequence_has_ended_is_held() -> None:
+    held, keys = HeldKeys(3), [bytes([number]) * 32 for number in range(4)]
+    watched: Any = SimpleNamespace(
+        uses=lambda known: [SimpleNamespace(place=ChunkPlace.DEVICE) for _ in known]
+    )
+    reading = SimpleNamespace(chunk_keys=keys[:1])
+    ended = News(None, [SimpleNamespace(reading=reading)], False)  # type: ignore[list-item]
+    for news in (ended, *(News(None, [], True, [stored(*pair)]) for pair in pairwise(keys))):
+        held.observe(news, None)  # type: ignore[arg-type]
+    assert list(held.list_held(watched)) == keys[:3]
+
+
+def stored(parent: bytes, key: bytes) -> ChunkStored:
+    return ChunkStored(key, parent, np.zeros(4, np.int64), 1.0, None, salted=False)
