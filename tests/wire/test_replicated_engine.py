@@ -512,10 +512,10 @@ def test_a_chunk_that_is_sealed_when_its_sequence_has_ended_is_held() -> None:
     )
     reading = SimpleNamespace(chunk_keys=keys[:1])
     ended = News(None, [SimpleNamespace(reading=reading)], False)  # type: ignore[list-item]
-    for news in (ended, *(News(None, [], True, [stored(*pair)]) for pair in pairwise(keys))):
+    for news in (ended, *(News(None, [], True, [make_stored(*pair)]) for pair in pairwise(keys))):
         held.observe(news, None)  # type: ignore[arg-type]
     assert list(held.list_held(watched)) == keys[:3]
 
 
-def stored(parent: bytes, key: bytes) -> ChunkStored:
+def make_stored(parent: bytes, key: bytes) -> ChunkStored:
     return ChunkStored(key, parent, np.zeros(4, np.int64), 1.0, None, salted=False)
