@@ -206,6 +206,8 @@ class Speculation:
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
+        for sequence in sequences:
+            self._course(sequence).chosen = 0
         courses = [self._course(sequence) for sequence in sequences if self._serves(sequence)]
         acceptances = [course.acceptance for course in courses]
         counts = self._pace.choose(self._load, acceptances, len(sequences) - len(courses))
@@ -225,7 +227,6 @@ class Speculation:
             return
         for sequence in sequences:
             course = self._course(sequence)
-            course.chosen = 0
             if course.lookup is not None and sequence.speculative:
                 course.lookup.try_out(sequence, course.acceptance, self.most)
 
@@ -241,6 +242,8 @@ class Speculation:
 
     def offer(self, sequence: TokenSequence, most: int) -> Int64:
         """int64 [up to `most`]: drafts for `sequence`, or zeros where the device will draft."""
+        if not self._wanted:  # tokens of other sequences may be on the device
+            return _NOTHING
         course = self._course(sequence)
         count = min(most, course.chosen)
         if count <= 0 or not sequence.speculative:
