@@ -349,6 +349,7 @@ def test_batching(page: Any) -> None:
     widget.get_by_role("button", name="Replay").click()
     page.wait_for_function("(slider) => slider.value > 0", arg=second.element_handle())
     widget.get_by_role("button", name="Pause").click()
+    expect(widget.get_by_role("button", name="Replay")).to_be_visible()
     stopped = second.input_value()
     page.wait_for_timeout(100)
     expect(second).to_have_value(stopped)

@@ -1,7 +1,15 @@
 /** What the widgets of all chapters share: controls, figures, and data that is recorded. */
 import { html, useEffect, useState } from "../app/preact.js";
 
-export { html, render, useEffect, useMemo, useRef, useState } from "../app/preact.js";
+export {
+  html,
+  render,
+  useEffect,
+  useLayoutEffect,
+  useMemo,
+  useRef,
+  useState,
+} from "../app/preact.js";
 export { bytes, count, percent, seconds } from "../app/format.js";
 export { shareGround, shareInk } from "../app/cache/palette.js";
 

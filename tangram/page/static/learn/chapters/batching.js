@@ -11,6 +11,7 @@ import {
   Slider,
   Table,
   useEffect,
+  useLayoutEffect,
   useMemo,
   useState,
   withData,
@@ -138,7 +139,8 @@ function Batching({ schedules: recorded }) {
   const longest = Math.max(...KINDS.map((kind) => total(schedules[kind].steps)));
   const [now, setNow] = useState(longest);
   const [playing, setPlaying] = useState(false);
-  useEffect(() => {
+  // As soon as the button says that it is paused, no frame moves it further.
+  useLayoutEffect(() => {
     if (!playing) return undefined;
     let last = performance.now();
     let frame = requestAnimationFrame(function next(time) {
