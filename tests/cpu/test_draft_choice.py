@@ -1,4 +1,4 @@
-"""Which sequences a step drafts for: those that were looked at when it was decided, and no other."""
+"""Which sequences a step drafts for: those looked at when it was decided, and no other."""
 
 from __future__ import annotations
 
