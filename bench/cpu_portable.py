@@ -1,29 +1,40 @@
-"""Decode with and without intrinsics on this CPU: `python -m bench.cpu_portable`.
+"""Decode attention with and without vector code of its own: `python -m bench.cpu_portable`.
 
-Two processes take turns. One of them acts as on arm64; each has its own cache.
+Two processes take turns. One of them acts as on arm64; each has its own cache. A step is that of
+one layer, with heads as SmolLM2-135M has them; its pages are not in the processor's cache.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-REPEATS, STEPS = 5, 40
-# Rows, tokens of each: heads as SmolLM2-135M has them in one layer
+import numpy as np
+import torch
+
+from tangram.lab.environment import environment
+
+RESULT = Path(__file__).parent / "results" / "cpu_portable.json"
+STEPS = 40
+# Rows, tokens of each
 BATCHES = ((1, 2000), (8, 2000))
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
+LAYERS = 30  # as many pools take turns
+MACHINES = {"vectors": "x86_64", "portable": "arm64"}
 
 
-def microseconds(rows: int, tokens: int) -> float:
-    """The median of STEPS decode steps of a layer."""
-    import numpy as np
-    import torch
-
+def time_steps(rows: int, tokens: int, dtype: str) -> list[float]:
+    """Microseconds of STEPS decode steps of a layer."""
     from tangram.kernels import cpu
     from tangram.plan.aot import plan_aot
     from tangram.plan.form import DecodeRows
@@ -35,55 +46,69 @@ def microseconds(rows: int, tokens: int) -> float:
         cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE
     )
     plan = cpu.CpuPlan.build(plan_aot(batch, 2, tile_tokens=128), batch)
-    pool = torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM)
+    pool = torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM).to(getattr(torch, dtype))
+    pools = [pool.clone() for _ in range(LAYERS)]
     tables = torch.randperm(cells.size * pages).int()
     lengths = torch.full((cells.size,), tokens, dtype=torch.int32)
     q = torch.randn(rows, KV_HEADS * GROUP, HEAD_DIM)
     k, v = torch.randn(2, rows, KV_HEADS, HEAD_DIM)
     times = list[float]()
-    for _ in range(STEPS + 5):
+    for step in range(STEPS + 5):
         started = time.perf_counter()
-        cpu.decode_step(q, k, v, pool, tables, lengths, plan, 0, scaling=0.125)
+        cpu.decode_step(q, k, v, pools[step % LAYERS], tables, lengths, plan, 0, scaling=0.125)
         times.append(1e6 * (time.perf_counter() - started))
-    return statistics.median(times[5:])
+    return times[5:]
+
+
+def time_cases(machine: str) -> list[list[float]]:
+    """The times of all cases as on `machine`, in this process, which has not loaded kernels yet."""
+    import numba  # noqa: F401  # torch and Numba may ask for themselves
+
+    platform.machine = lambda: machine
+    return [time_steps(*batch, dtype) for dtype in DTYPES for batch in BATCHES]
 
 
 def main() -> None:
-    """Print both, and the ratio of the portable form's time."""
+    """Measure both forms in turns, keep the times, print medians and their ratio."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--as-on", choices=tuple(MACHINES.values()), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_on:
+        print(json.dumps(time_cases(options.as_on)))
+        return
+    cases = [(dtype, rows, tokens) for dtype in DTYPES for rows, tokens in BATCHES]
+    found: list[dict[str, Any]] = [
+        {"dtype": dtype, "rows": rows, "tokens": tokens, "us": {form: [] for form in MACHINES}}
+        for dtype, rows, tokens in cases
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[tuple[str, int], list[float]] = {}
-        for _ in range(REPEATS):
-            for machine in ("x86_64", "arm64"):
-                cache = str(Path(folder) / machine)
-                command = [sys.executable, "-m", "bench.cpu_portable", machine]
-                result = subprocess.run(
-                    command,
-                    env=os.environ | {"NUMBA_CACHE_DIR": cache},
+        for _ in range(options.repeats):
+            for form, machine in MACHINES.items():
+                done = subprocess.run(
+                    [sys.executable, "-m", "bench.cpu_portable", "--as-on", machine],
+                    env=os.environ | {"NUMBA_CACHE_DIR": str(Path(folder) / machine)},
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
                 )
-                for (rows, _), line in zip(BATCHES, result.stdout.splitlines(), strict=True):
-                    found.setdefault((machine, rows), []).append(float(line))
-    for rows, tokens in BATCHES:
-        own, portable = (sorted(found[machine, rows]) for machine in ("x86_64", "arm64"))
-        ratio = statistics.median(portable) / statistics.median(own)
+                for case, times in zip(found, json.loads(done.stdout), strict=True):
+                    case["us"][form].append(statistics.median(times))
+    content = {
+        "command": " ".join(["python -m bench.cpu_portable", *sys.argv[1:]]),
+        "environment": environment(),
+        "cases": found,
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    for case in found:
+        own, portable = (statistics.median(case["us"][form]) for form in MACHINES)
         print(
-            f"{rows} x {tokens}: intrinsics {statistics.median(own):.0f} "
-            f"({own[0]:.0f}–{own[-1]:.0f}) µs, portable {statistics.median(portable):.0f} "
-            f"({portable[0]:.0f}–{portable[-1]:.0f}) µs, {ratio:.2f}"
+            f"{case['dtype']} {case['rows']} x {case['tokens']}: {own:.0f} µs, portable "
+            f"{portable:.0f} µs, {portable / own:.2f}"
         )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        import platform
-
-        import numba  # noqa: F401  # asks for itself
-        import torch  # noqa: F401
-
-        platform.machine = lambda: sys.argv[1]
-        for rows, tokens in BATCHES:
-            print(microseconds(rows, tokens))
-    else:
-        main()
+    main()

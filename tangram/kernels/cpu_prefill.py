@@ -19,7 +19,8 @@ from numba import prange, types
 from numba.extending import overload
 
 from tangram.kernels.cpu_products import LANES, TILE_ROWS, multiply_four, multiply_one, to_bfloat16
-from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest, next_task, widen  # type: ignore[attr-defined]
+from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest, next_task  # type: ignore[attr-defined]
+from tangram.kernels.cpu_widen import widen
 from tangram.numba_cache import compile_kept
 from tangram.types import Int64
 

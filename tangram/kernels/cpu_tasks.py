@@ -14,15 +14,23 @@ import platform
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange, types
-from numba.extending import overload
+from numba import prange
 
 from tangram.numba_cache import compile_kept
 
 if platform.machine() in ("x86_64", "AMD64"):
+    from tangram.kernels.cpu_entries import KEYS, add_values, dot_keys
     from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
 else:
-    from tangram.kernels.cpu_portable import larger, next_task, power_of_two, prefetch  # type: ignore[assignment]
+    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
+        KEYS,
+        add_values,
+        dot_keys,
+        larger,
+        next_task,
+        power_of_two,
+        prefetch,
+    )
 
 STRETCH = 128
 CACHE_LINE = 64  # bytes
@@ -30,7 +38,6 @@ CACHE_LINE = 64  # bytes
 SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
-FUSED = {"contract", "nsz"}
 NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
 KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
 
@@ -70,61 +77,26 @@ class LayerTasks(NamedTuple):
 
 
 @compile_kept()
-def prefetch_block(block):  # type: ignore[no-untyped-def]
-    """Prefetch every cache line of a contiguous block [P, D]."""
-    for offset in range(0, block.size, CACHE_LINE // block.itemsize):
-        prefetch(block, offset)  # type: ignore[call-arg]
+def prefetch_part(pages, table, column, part, entry, end):  # type: ignore[no-untyped-def]
+    """Prefetch the keys (part 0) or values of the page of `entry`, if it is before `end`."""
+    blocks, heads_per_page, tables = pages
+    if entry >= end:
+        return
+    page, dim = blocks.shape[2:]
+    block = tables[table + entry // page] * heads_per_page + column
+    begin = (block * blocks.shape[1] + part) * page * dim
+    for place in range(begin, begin + page * dim, CACHE_LINE // blocks.itemsize):
+        prefetch(blocks, place)  # type: ignore[call-arg]
 
 
 @compile_kept()
-def widen_bfloat16(block, begin, end, wide):  # type: ignore[no-untyped-def]
-    """wide[begin:end] = block[begin:end], uint16 bits of bfloat16."""
-    bits = wide.view(np.uint32)
-    for t in range(begin, end):
-        for d in range(block.shape[1]):
-            bits[t, d] = np.uint32(block[t, d]) << np.uint32(16)
-
-
-@compile_kept()
-def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
-    """wide[begin:end] = block[begin:end], uint8 bits of E4M3, whose exponents are 120 lower."""
-    bits = wide.view(np.uint32)
-    for t in range(begin, end):
-        for d in range(block.shape[1]):
-            code = np.uint32(block[t, d])
-            size = code & np.uint32(0x7F)
-            bits[t, d] = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
-            wide[t, d] *= np.float32(2.0**120)
-            if size == np.uint32(0x7F):
-                wide[t, d] = np.nan
-
-
-def widen(block: Any, begin: int, end: int, wide: Any) -> Any:
-    """A float32 array [P, D] whose entries [begin, end) are those of `block` [P, D].
-
-    `block` itself if it is float32; else `wide`, to which they are written.
-    """
-    if block.dtype == np.float32:
-        return block
-    (widen_bfloat16 if block.dtype == np.uint16 else widen_e4m3)(block, begin, end, wide)
-    return wide
-
-
-@overload(widen)
-def _compile_widen(block, begin, end, wide):  # type: ignore[no-untyped-def]
-    """`widen` for the dtype of `block`, which Numba knows when it compiles.
-
-    Numba compares the parameters of both functions, annotations included.
-    """
-    if block.dtype == types.float32:
-        return lambda block, begin, end, wide: block
-    convert = widen_bfloat16 if block.dtype == types.uint16 else widen_e4m3
-
-    def widen_bits(block, begin, end, wide):  # type: ignore[no-untyped-def]
-        convert(block, begin, end, wide)
-        return wide
-
-    return widen_bits
+def prefetch_stretch(pages, table, column, begin, end):  # type: ignore[no-untyped-def]
+    """Prefetch the first `STRETCH` of the entries [begin, end)."""
+    page = pages.blocks.shape[2]
+    stop = min(begin + STRETCH, end)
+    for part in range(pages.blocks.shape[1]):
+        for entry in range(begin // page * page, stop, page):
+            prefetch_part(pages, table, column, part, entry, stop)
 
 
 @compile_kept(inline="always")
@@ -196,59 +168,6 @@ def append_rows(k, v, pages, lengths, first, address):  # type: ignore[no-untype
                     blocks[block, 1, place, :] = v[token, head]
 
 
-# A token drafted in front of others must get the bits that it gets alone. Its entries are the same,
-# but more follow. So a sum over entries has one order, and what follows adds zeros at its end.
-
-
-@compile_kept(fastmath=FAST)
-def dot_keys(query, keys, begin, end, scores, at):  # type: ignore[no-untyped-def]
-    """scores[m, at + i] = query[m] · keys[begin + i]; four keys share each load of the query."""
-    head_dim = query.shape[1]
-    for m in range(query.shape[0]):
-        q = query[m]
-        for t in range(begin, end, 4):
-            t1, t2, t3 = min(t + 1, end - 1), min(t + 2, end - 1), min(t + 3, end - 1)
-            k0, k1, k2, k3 = keys[t], keys[t1], keys[t2], keys[t3]
-            s0 = s1 = s2 = s3 = np.float32(0.0)
-            for d in range(head_dim):
-                s0 += q[d] * k0[d]
-                s1 += q[d] * k1[d]
-                s2 += q[d] * k2[d]
-                s3 += q[d] * k3[d]
-            i = at - begin
-            scores[m, i + t], scores[m, i + t1] = s0, s1
-            scores[m, i + t2], scores[m, i + t3] = s2, s3
-
-
-@compile_kept(fastmath=FUSED)
-def add_values(weights, at, values, begin, end, out):  # type: ignore[no-untyped-def]
-    """out[m] += Σ weights[m, at + i] · values[begin + i], one after the other.
-
-    Four values share each load and store of the output.
-    """
-    head_dim = out.shape[1]
-    for m in range(out.shape[0]):
-        o, w = out[m], weights[m]
-        t = begin
-        while t + 4 <= end:
-            i = at + t - begin
-            w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
-            v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
-            for d in range(head_dim):
-                part = o[d]
-                part += w0 * v0[d]
-                part += w1 * v1[d]
-                part += w2 * v2[d]
-                part += w3 * v3[d]
-                o[d] = part
-            t += 4
-        while t < end:
-            w0, v0 = w[at + t - begin], values[t]
-            for d in range(head_dim):
-                o[d] += w0 * v0[d]
-            t += 1
-
-
 @compile_kept()
 def largest(scores, count):  # type: ignore[no-untyped-def]
     """The maximum of scores[:count], count ≥ 1."""
@@ -275,7 +194,7 @@ def online_softmax(scores, count, maximum, total, out):  # type: ignore[no-untyp
     Updates the running maximum and sum, and rescales `out` where the maximum rises.
     """
     for m in range(out.shape[0]):
-        s = scores[m]
+        s = scores[m, :STRETCH]
         s[count:] = np.float32(-np.inf)
         top = max(maximum[m], largest(s, count))
         if top == -np.inf:  # nothing is visible yet
@@ -305,40 +224,34 @@ def hide(scores, start, stop, oldest, newest):  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def score_pages(query, pages, table, column, start, stop, scores, wide):  # type: ignore[no-untyped-def]
-    """scores[m, i] = query[m] · key of entry start + i, for the entries before `stop`."""
+def score_pages(query, pages, table, column, start, stop, end, scores, wide):  # type: ignore[no-untyped-def]
+    """scores[m, i] = query[m] · key of entry start + i, for the entries before `stop`.
+
+    What follows up to `end` is prefetched, `STRETCH` entries ahead.
+    """
     blocks, heads_per_page, tables = pages
-    page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
-    first_page, last_page = start // page_tokens, (stop - 1) // page_tokens
-    for page in range(first_page, last_page + 1):
+    page_tokens = blocks.shape[2]
+    for page in range(start // page_tokens, (stop - 1) // page_tokens + 1):
         block, first = tables[table + page] * heads_per_page + column, page * page_tokens
-        if page < last_page:
-            prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, 0])
-        else:
-            prefetch_block(blocks[tables[table + first_page] * heads_per_page + column, value])
+        prefetch_part(pages, table, column, 0, first + STRETCH, end)
         low, high = max(start, first), min(stop, first + page_tokens)
-        keys = widen(blocks[block, 0], low - first, high - first, wide)
-        dot_keys(query, keys, low - first, high - first, scores, low - start)
+        dot_keys(query, blocks, block, low - first, high - first, scores, low - start, wide)
 
 
 @compile_kept()
 def add_pages(weights, pages, table, column, start, stop, end, out, wide):  # type: ignore[no-untyped-def]
     """out[m] += Σ weights[m, i] · value of entry start + i, over the entries before `stop`.
 
-    If more follow up to `end`, the first of their keys are prefetched.
+    What follows up to `end` is prefetched, `STRETCH` entries ahead.
     """
     blocks, heads_per_page, tables = pages
     page_tokens, value = blocks.shape[2], blocks.shape[1] - 1
-    last_page = (stop - 1) // page_tokens
-    for page in range(start // page_tokens, last_page + 1):
+    for page in range(start // page_tokens, (stop - 1) // page_tokens + 1):
         block, first = tables[table + page] * heads_per_page + column, page * page_tokens
-        if page < last_page:
-            prefetch_block(blocks[tables[table + page + 1] * heads_per_page + column, value])
-        elif stop < end:
-            prefetch_block(blocks[tables[table + stop // page_tokens] * heads_per_page + column, 0])
+        if value:
+            prefetch_part(pages, table, column, value, first + STRETCH, end)
         low, high = max(start, first), min(stop, first + page_tokens)
-        values = widen(blocks[block, value], low - first, high - first, wide)
-        add_values(weights, low - start, values, low - first, high - first, out)
+        add_values(weights, low - start, blocks, block, low - first, high - first, out, wide)
 
 
 @compile_kept()
@@ -348,16 +261,17 @@ def attend(query, oldest, newest, pages, table, column, begin, end, softcap, out
     Query m sees entries oldest[m] to newest[m] of them; all, where these arrays are empty. Writes
     out [M, V] and lse [M]. The values of latents are the first V elements of the keys.
     """
-    scores = np.empty((query.shape[0], STRETCH), np.float32)
+    scores = np.empty((query.shape[0], STRETCH + KEYS), np.float32)
     wide = np.empty((pages.blocks.shape[2], query.shape[1]), np.float32)
     maximum = np.full(query.shape[0], -np.inf, np.float32)
     total = np.zeros(query.shape[0], np.float32)
     out[:] = 0
     masked = oldest.shape[0] > 0
     seen_from, seen_to = (oldest.max(), newest.min() + 1) if masked else (begin, end)
+    prefetch_stretch(pages, table, column, begin, end)
     for start in range(begin, end, STRETCH):
         stop = min(start + STRETCH, end)
-        score_pages(query, pages, table, column, start, stop, scores, wide)
+        score_pages(query, pages, table, column, start, stop, end, scores, wide)
         if softcap > 0:
             cap(scores, stop - start, softcap)
         if masked and (start < seen_from or stop > seen_to):

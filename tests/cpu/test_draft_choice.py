@@ -13,7 +13,7 @@ from tests.host.device_double import layout, retentions
 MOST = 3
 
 
-class Clock:
+class StillClock:
     """Seconds that go by when a test says so."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Clock:
         return self.seconds
 
 
-def speculation_with(clock: Clock) -> Speculation:
+def speculation_with(clock: StillClock) -> Speculation:
     return Speculation(Ngram(MOST), look=partial(NgramDrafter, 2, 5), now=clock)
 
 
@@ -46,7 +46,7 @@ def count_drafts(speculation: Speculation, sequence: TokenSequence) -> int:
     return len(speculation.offer(sequence, MOST))
 
 
-def rest(speculation: Speculation, clock: Clock, *sequences: TokenSequence) -> None:
+def rest(speculation: Speculation, clock: StillClock, *sequences: TokenSequence) -> None:
     """Steps that decode `sequences` until drafts are seen not to pay, and none is wanted."""
     while decide(speculation, *sequences):
         for sequence in sequences:
@@ -60,7 +60,7 @@ def rest(speculation: Speculation, clock: Clock, *sequences: TokenSequence) -> N
 
 def test_while_no_drafts_are_wanted_a_sequence_that_comes_back_has_none() -> None:
     """Tokens of others are still on the device then, and would be overtaken."""
-    clock, (first, second, third) = Clock(), map(repeating, range(3))
+    clock, (first, second, third) = StillClock(), map(repeating, range(3))
     speculation = speculation_with(clock)
     assert decide(speculation, first, third)
     assert count_drafts(speculation, third)
@@ -70,7 +70,7 @@ def test_while_no_drafts_are_wanted_a_sequence_that_comes_back_has_none() -> Non
 
 
 def test_in_a_step_that_prefills_nothing_is_drafted() -> None:
-    speculation, sequence = speculation_with(Clock()), repeating(0)
+    speculation, sequence = speculation_with(StillClock()), repeating(0)
     assert decide(speculation, sequence)
     assert count_drafts(speculation, sequence)
     speculation.begin_step()

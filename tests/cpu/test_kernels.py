@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, cpu_tasks, reference
+from tangram.kernels.cpu_widen import widen
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -250,21 +251,37 @@ def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     )
 
 
-def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it() -> None:
+@pytest.mark.parametrize(
+    ("bits", "dtype", "codes"),
+    [(torch.uint8, torch.float8_e4m3fn, 1 << 8), (torch.uint16, torch.bfloat16, 1 << 16)],
+    ids=["E4M3", "bfloat16"],
+)
+@pytest.mark.parametrize("width", [24, 64])  # whole vectors or not
+def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it(
+    bits: torch.dtype, dtype: torch.dtype, codes: int, width: int
+) -> None:
     """Subnormal numbers and NaN too."""
-    for bits, dtype, codes in (
-        (torch.uint8, torch.float8_e4m3fn, 1 << 8),
-        (torch.uint16, torch.bfloat16, 1 << 16),
-    ):
-        block = torch.arange(codes, dtype=torch.int32).to(bits).view(-1, 16)
-        wide = np.empty(block.shape, np.float32)
-        found = read_all(block.numpy(), wide)
-        np.testing.assert_array_equal(found, block.view(dtype).float().numpy())
+    count = codes + -codes % width
+    entries = (torch.arange(count, dtype=torch.int32) % codes).to(bits).view(-1, width)
+    expected = entries.view(dtype).float().numpy()
+    wide = np.empty(entries.shape, np.float32)
+    np.testing.assert_array_equal(widen_all(entries.numpy(), wide), expected)
+    pool = torch.stack([torch.zeros_like(entries), entries])[None]
+    sums = np.zeros((len(entries), 1, width), np.float32)
+    add_each(pool.numpy(), sums, wide)
+    np.testing.assert_array_equal(sums[:, 0], expected)
 
 
 @numba.njit
-def read_all(block, wide):  # type: ignore[no-untyped-def]
-    return cpu_tasks.widen(block, 0, len(block), wide)
+def widen_all(block, wide):  # type: ignore[no-untyped-def]
+    return widen(block, 0, len(block), wide)
+
+
+@numba.njit
+def add_each(pool, sums, wide):  # type: ignore[no-untyped-def]
+    """sums[t] += value t of the one block of `pool`."""
+    for t in range(len(sums)):
+        cpu_tasks.add_values(np.ones((1, 1), np.float32), 0, pool, 0, t, t + 1, sums[t], wide)
 
 
 def run_compiled_prefill(

@@ -13,7 +13,7 @@ import pytest
 
 # Each of them prints what the first compiled function gives: entries [1, 2).
 PLAIN = """
-from tangram.kernels.cpu_tasks import prefetch_block, resolve_one
+from tangram.kernels.cpu_tasks import largest, resolve_one
 print(resolve_one(0, 1, 2, 3, 4))
 """
 FULL_DISK = (
@@ -27,7 +27,7 @@ TWO_FUNCTIONS = (
     FULL_DISK
     + """
 import numpy as np
-prefetch_block(np.zeros((2, 16), np.float32))
+largest(np.zeros(3, np.float32), 3)
 """
 )
 

@@ -1,8 +1,9 @@
-"""Compiled decode on a machine that is no x86: without intrinsics, and as right."""
+"""Compiled decode on other processors: as right without intrinsics, and without AVX-512."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,29 @@ assert "tangram.kernels.cpu_intrinsics" not in sys.modules
 sys.exit(code)
 """
 
+WITHOUT_AVX512 = """
+import sys
+import pytest, torch
+torch.cpu._is_avx512_supported = lambda: False
+from tangram.kernels import cpu_entries
+code = pytest.main(["-vv", *sys.argv[1:]])
+assert cpu_entries.LANES == 8
+sys.exit(code)
+"""
+
+
+def check_tests(code: str, tests: list[str], **variables: str) -> None:
+    """All `tests` pass in a new Python that runs `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tests],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
 
 @pytest.mark.parametrize(
     ("environment", "tests"),
@@ -38,12 +62,10 @@ def test_the_portable_form_passes_the_tests_of_the_kernel(
     environment: dict[str, str], tests: list[str], tmp_path: Path
 ) -> None:
     """A cache of its own: compiled code does not know which of the two it was made of."""
-    done = subprocess.run(
-        [sys.executable, "-c", ON_ARM, *tests],
-        cwd=ROOT,
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    check_tests(ON_ARM, tests, NUMBA_CACHE_DIR=str(tmp_path), **environment)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="of x86 alone")
+def test_shorter_vectors_pass_the_tests_of_the_kernel(tmp_path: Path) -> None:
+    check_tests(WITHOUT_AVX512, [TESTS], NUMBA_CACHE_DIR=str(tmp_path))

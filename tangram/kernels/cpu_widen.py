@@ -1,0 +1,62 @@
+"""Float32 of pool entries whose dtype Numba does not know: it gets the integers of their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from tangram.numba_cache import compile_kept
+
+
+@compile_kept()
+def widen_bfloat16(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """wide[begin:end] = block[begin:end], uint16 bits of bfloat16."""
+    bits = wide.view(np.uint32)
+    for t in range(begin, end):
+        for d in range(block.shape[1]):
+            bits[t, d] = np.uint32(block[t, d]) << np.uint32(16)
+
+
+@compile_kept()
+def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """wide[begin:end] = block[begin:end], uint8 bits of E4M3, whose exponents are 120 lower."""
+    bits = wide.view(np.uint32)
+    for t in range(begin, end):
+        for d in range(block.shape[1]):
+            code = np.uint32(block[t, d])
+            size = code & np.uint32(0x7F)
+            bits[t, d] = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
+            wide[t, d] *= np.float32(2.0**120)
+            if size == np.uint32(0x7F):
+                wide[t, d] = np.nan
+
+
+def widen(block: Any, begin: int, end: int, wide: Any) -> Any:
+    """A float32 array [P, D] whose entries [begin, end) are those of `block` [P, D].
+
+    `block` itself if it is float32; else `wide`, to which they are written.
+    """
+    if block.dtype == np.float32:
+        return block
+    (widen_bfloat16 if block.dtype == np.uint16 else widen_e4m3)(block, begin, end, wide)
+    return wide
+
+
+@overload(widen)
+def _compile_widen(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """`widen` for the dtype of `block`, which Numba knows when it compiles.
+
+    Numba compares the parameters of both functions, annotations included.
+    """
+    if block.dtype == types.float32:
+        return lambda block, begin, end, wide: block
+    convert = widen_bfloat16 if block.dtype == types.uint16 else widen_e4m3
+
+    def widen_bits(block, begin, end, wide):  # type: ignore[no-untyped-def]
+        convert(block, begin, end, wide)
+        return wide
+
+    return widen_bits
