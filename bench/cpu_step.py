@@ -2,7 +2,7 @@
 
 Linear maps and other operations of torch are their own times in its profiler, and attention is the
 compiled call of each layer. The rest is Python and what it takes to launch an operation. With
---compiled the layers go through torch.compile, as on a GPU. The embedded model at ρ 1.0.
+--compiled the layers go through torch.compile (`--compile-decode`). The embedded model at ρ 1.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.kernels import cpu
 from tangram.lab.environment import environment
-from tangram.model.compiled import compile_layers
 from tangram.model.load import load_configured
 from tangram.types import Request, SamplingParams
 
@@ -127,11 +126,10 @@ def main() -> None:
             kv_retention=1.0,
             kv_cache_gib=1.0,
             enable_prefix_caching=False,
+            compile_decode=options.compiled,
         )
         loaded = load_configured(config)
         engine = engine_of(config, loaded)
-        if options.compiled:
-            compile_layers(loaded.model)
         texts = make_texts(max(options.batches), min_characters=max(1000, 8 * options.context))
         prompts = [tuple(loaded.tokenizer.encode(text)[: options.context]) for text in texts]
         for batch in options.batches:

@@ -234,6 +234,9 @@ class EngineConfig:
         unset="the file in the cache folder for this GPU",
     )
     enforce_eager: bool = _expert(False, "use no compilation and no CUDA graphs on a GPU")
+    compile_decode: bool = _expert(
+        False, "compile the layers that decode, on a CPU: faster steps, a slower start"
+    )
     threads: int | None = _expert(
         None,
         "CPU threads for the model's computation",
@@ -308,6 +311,10 @@ class EngineConfig:
         drafts = self.speculation
         refused = {
             "quantization": (self.quantization, "rounded weights are cut for one device"),
+            "compile_decode": (
+                self.compile_decode or None,
+                "layers that are cut for several devices are not compiled on a CPU",
+            ),
             "load_format": (
                 None if self.load_format == "auto" else self.load_format,
                 "random weights are made on one device; save them as a checkpoint",

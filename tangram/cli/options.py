@@ -66,6 +66,7 @@ def engine_option(
     flags = {
         "enable_prefix_caching": ["--no-enable-prefix-caching"],
         "enforce_eager": ["--enforce-eager"],
+        "compile_decode": ["--compile-decode"],
         "profile": ["--profile"],
     }
     return option(

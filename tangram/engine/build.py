@@ -58,6 +58,7 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
+from tangram.model.compiled_decode import check_compilable, compile_decode, rehearse_decode
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_configured, load_model, resolve_source
@@ -503,6 +504,8 @@ class EngineBuilder:
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)
             pack_weights(loaded.model)
+        if config.compile_decode:
+            self._compile_decode()
         drafts = config.speculation
         most_drafted = 0 if drafts is None else drafts.num_speculative_tokens
         every, scopes = config.overflow_every, self.compression.scopes
@@ -533,6 +536,18 @@ class EngineBuilder:
         if runner.recorder is not None:
             runner.recorder.clear()
         return runner
+
+    def _compile_decode(self) -> None:
+        """Compile the layers for decode passes of one token, of a few and of the most."""
+        model, drafts = self.loaded.model, self.config.speculation
+        check_compilable(model)
+        compile_decode(model)
+        most = self.config.max_num_seqs * (
+            1 if drafts is None else drafts.num_speculative_tokens + 1
+        )
+        sizes = sorted({1, 2, max(2, min(most, self.config.max_num_batched_tokens))})
+        track = partial(show_progress, description="Compiling decode steps")
+        rehearse_decode(model, track(sizes))
 
     def _prepare_decode(self, passes: Passes, rows: int, description: str) -> None:
         """Compile the kernels of decode passes of up to `rows` rows, and capture their graphs."""

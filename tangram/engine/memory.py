@@ -31,6 +31,8 @@ GRAPH_BYTES = GIB  # captured graphs, plans, sampling and what the allocator can
 class _NoAttention:
     """Replaces a step's attention."""
 
+    decodes_only = False
+
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Zeros, as large as the output of attention."""
         return output_like(module, q).zero_()

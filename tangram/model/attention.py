@@ -27,6 +27,11 @@ IMPLEMENTATION = "tangram"
 class AttentionContext(Protocol):
     """Computes attention for one forward pass."""
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every token of the pass is the newest of its row, or a draft."""
+        ...
+
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D].
 
@@ -85,6 +90,11 @@ class StepAttention:
     hidden: Tensor | None = None
     form: HostForm | None = None
     sealed: Sequence[slice] = ()
+
+    @property
+    def decodes_only(self) -> bool:
+        """See `AttentionContext`."""
+        return self.width > 0 and not len(self.prefill.spans)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
@@ -165,6 +175,7 @@ class RepeatAttention:
     windows: Sequence[int | None]
     sealer: ChunkSealer
     sealing: Stopwatch
+    decodes_only = False
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the repetition; see `AttentionContext`."""
