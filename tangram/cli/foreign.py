@@ -199,7 +199,8 @@ _NONE = {
             "--moe-backend --override-attention-dtype",
         ),
         (
-            "--enforce-eager turns compilation and CUDA graphs off",
+            "--enforce-eager turns compilation and CUDA graphs off; on a CPU --compile-decode "
+            "turns compilation on",
             "-O -cc --compilation-config --cudagraph-capture-sizes --max-cudagraph-capture-size "
             "--max-seq-len-to-capture --optimization-level --performance-mode",
         ),

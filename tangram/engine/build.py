@@ -58,7 +58,6 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
-from tangram.model.compiled_decode import check_compilable, compile_decode, rehearse_decode
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_configured, load_model, resolve_source
@@ -539,6 +538,17 @@ class EngineBuilder:
 
     def _compile_decode(self) -> None:
         """Compile the layers for decode passes of one token, of a few and of the most."""
+        try:
+            from tangram.model.compiled_decode import (
+                check_compilable,
+                compile_decode,
+                rehearse_decode,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"compile_decode needs a newer torch, this is {torch.__version__}: install torch "
+                "2.13, or leave it out"
+            ) from error
         model, drafts = self.loaded.model, self.config.speculation
         check_compilable(model)
         compile_decode(model)

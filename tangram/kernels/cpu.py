@@ -127,6 +127,72 @@ def warm_up(dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
 
 
+class DecodePass:
+    """The R rows of a decode pass over a pool that is read by compiled code, layer by layer.
+
+    `first_tokens` int64 [R + 1] says where the tokens of each row begin. `lengths` may change
+    between two passes.
+    """
+
+    def __init__(self, pool: Tensor, tables: Tensor, lengths: Tensor, first_tokens: Int64) -> None:
+        bits = COMPILED[pool.dtype]
+        blocks = _array(reference.blocks(pool).view(bits))
+        self._pages, self._bits, self._dtype = (
+            Pages(blocks, pool.shape[1], _array(tables)),
+            bits,
+            pool.dtype,
+        )
+        self._lengths, self._first = _array(lengths), first_tokens
+        self._no_sinks: npt.NDArray[Any] | None = None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        plan: CpuPlan,
+        layer: int,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → out [T, Q, V].
+
+        k is [T, H, D], v [T, H, V]. Everything is computed in float32.
+        """
+        _let_use(plan.threads)
+        heads, width = k.shape[1], v.shape[2]
+        by_head = q.shape[0], heads, q.shape[1] // heads
+        direct = out.dtype is torch.float32 and out.is_contiguous()
+        wide = out if direct else torch.empty(out.shape, dtype=torch.float32)
+        rows = DecodeTokens(
+            _array(q.float()).reshape(*by_head, q.shape[2]),
+            self._first,
+            wide.numpy().reshape(*by_head, width),
+            self._lengths,
+            self._sinks(sinks, by_head[1:]),
+            np.float32(scaling),
+            np.float32(softcap or 0.0),
+        )
+        keys, values = (
+            _array(reference.as_entries(x, self._dtype).view(self._bits)) for x in (k, v)
+        )
+        tasks, bounds = plan.layer_tasks, plan.bounds[layer]
+        step(rows, keys, values, self._pages, tasks, bounds, plan.address[layer], plan.threads)
+        if not direct:
+            out.copy_(wide)
+
+    def _sinks(self, sinks: Tensor | None, shape: tuple[int, int]) -> npt.NDArray[Any]:
+        """Those [Q] of a layer by KV head; −∞, if it has none."""
+        if sinks is not None:
+            return _array(sinks.float()).reshape(shape)
+        if self._no_sinks is None or self._no_sinks.shape != shape:
+            self._no_sinks = np.full(shape, -np.inf, np.float32)
+        return self._no_sinks
+
+
 def decode_step(
     q: Tensor,
     k: Tensor,
@@ -145,42 +211,19 @@ def decode_step(
     """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
     k is [T, H, D], v [T, H, V]. `first_tokens` int64 [R + 1] says where the tokens of each row
-    begin; None means one a row. Compiled code computes in float32; pools of dtypes that are not
-    `COMPILED` go to the reference.
+    begin; None means one a row. Pools of dtypes that are not `COMPILED` go to the reference.
     """
     first = np.arange(plan.address.shape[1] + 1) if first_tokens is None else first_tokens
-    if not runs_compiled(pool):
-        counts = np.diff(first).astype(np.int32)
-        table, column, index = np.moveaxis(plan.address[layer], -1, 0)
-        reference.append(k, v, pool, tables, lengths, table, column, index, counts)
-        decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-        return decode(
-            q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1]
-        )
-    _let_use(plan.threads)
-    heads, bits = k.shape[1], COMPILED[pool.dtype]
-    by_head = (q.shape[0], heads, q.shape[1] // heads)
-    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=torch.float32)
-    sink = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
-    rows = DecodeTokens(
-        _array(q.float()).reshape(*by_head, q.shape[2]),
-        first,
-        out.numpy().reshape(*by_head, v.shape[-1]),
-        _array(lengths),
-        sink.reshape(by_head[1:]),
-        np.float32(scaling),
-        np.float32(softcap or 0.0),
-    )
-    step(
-        rows,
-        *(_array(reference.as_entries(x, pool.dtype).view(bits)) for x in (k, v)),
-        Pages(_array(reference.blocks(pool).view(bits)), pool.shape[1], _array(tables)),
-        plan.layer_tasks,
-        plan.bounds[layer],
-        plan.address[layer],
-        plan.threads,
-    )
-    return out.to(q.dtype)
+    if runs_compiled(pool):
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
+        own = DecodePass(pool, tables, lengths, first)
+        own.run(q, k, v, out, plan, layer, scaling=scaling, softcap=softcap, sinks=sinks)
+        return out
+    counts = np.diff(first).astype(np.int32)
+    table, column, index = np.moveaxis(plan.address[layer], -1, 0)
+    reference.append(k, v, pool, tables, lengths, table, column, index, counts)
+    decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
+    return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1])
 
 
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:

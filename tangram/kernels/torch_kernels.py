@@ -44,6 +44,7 @@ class TorchKernels:
     _lengths: Tensor
     _shape: tuple[int, ...]
     _first_tokens: Int64
+    _pass: cpu.DecodePass | None = None
     _mask: Tensor | None = None
     _scales: Tensor | None = None
 
@@ -88,6 +89,8 @@ class TorchKernels:
         self._first_tokens = np.append(0, np.cumsum(counts, dtype=np.int64))
         self._shape = lengths.shape
         self._lengths = torch.tensor(lengths, device=self._pool.device).view(-1)
+        if cpu.runs_compiled(self._pool):
+            self._pass = cpu.DecodePass(self._pool, tables, self._lengths, self._first_tokens)
 
     def advance(self, slots: Tensor, growth: Tensor) -> None:
         """See `PoolKernels`."""
@@ -111,20 +114,16 @@ class TorchKernels:
     ) -> None:
         """See `PoolKernels`."""
         tokens = self._width
-        if tokens:
-            out[:tokens] = cpu.decode_step(
-                *self._fold(layer, q[:tokens], k[:tokens], v[:tokens]),
-                self._pool,
-                self._tables,
-                self._lengths,
-                self._plan,
-                layer,
-                first_tokens=self._first_tokens,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=sinks,
-            )
-            self._unfold(layer, out[:tokens])
+        if not tokens:
+            return
+        folded = self._fold(layer, q[:tokens], k[:tokens], v[:tokens])
+        own, rule = out[:tokens], {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        if self._pass is not None:
+            self._pass.run(*folded, own, self._plan, layer, **rule)  # type: ignore[arg-type]
+        else:
+            where = self._pool, self._tables, self._lengths, self._plan, layer
+            own[:] = cpu.decode_step(*folded, *where, first_tokens=self._first_tokens, **rule)  # type: ignore[arg-type]
+        self._unfold(layer, own)
 
     def prefill(
         self,

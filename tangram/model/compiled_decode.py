@@ -9,7 +9,7 @@ others, and the entries of a chunk must not depend on the rows beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def _attend(
     """`AttentionContext.attend` of `layer`, a `LayerAttention`."""
     options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
     out: Tensor = layer.context.attend(layer.module, q, k, v, **options)
-    return out
+    return out.contiguous()
 
 
 def _multiply(x: Tensor, product: Any, outputs: int) -> Tensor:
@@ -87,12 +87,12 @@ _multiply_op = torch.library.custom_op(
 
 
 @_attend_op.register_fake
-def _attended(q: Tensor, k: Tensor, v: Tensor, layer: Any, *options: Any) -> Tensor:
+def _make_output(q: Tensor, k: Tensor, v: Tensor, layer: Any, *options: Any) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[-1]))
 
 
 @_multiply_op.register_fake
-def _multiplied(x: Tensor, product: Any, outputs: int) -> Tensor:
+def _make_product(x: Tensor, product: Any, outputs: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
 
@@ -155,25 +155,22 @@ def compile_decode(model: PreTrainedModel) -> None:
             for part in layer.modules():
                 if isinstance(part, PackedLinear | Int8Linear):
                     _call_as_operator(part)
-            vars(layer)["forward"] = partial(_run_layer, layer, layer.forward, _compile(layer))
+            vars(layer)["forward"] = _switch(layer)
 
 
-def _compile(layer: nn.Module) -> Callable[..., Any]:
-    return torch.compile(layer.forward, options=_OPTIONS)
-
-
-def _run_layer(
-    layer: nn.Module,
-    eager: Callable[..., Any],
-    compiled: Callable[..., Any],
-    *args: Any,
-    tangram: AttentionContext,
-    **options: Any,
-) -> Any:
-    if not tangram.decodes_only:
-        return eager(*args, tangram=tangram, **options)
+def _switch(layer: nn.Module) -> Callable[..., Any]:
+    """The forward of `layer`, compiled for passes that decode."""
+    # Without Transformers' wrapper, which all families share: graphs of a function are limited.
+    compiled: Callable[..., Any] = torch.compile(unwrap(type(layer).forward), options=_OPTIONS)
+    eager = layer.forward
     module = next(part for part in layer.modules() if hasattr(part, "layer_idx"))
-    return compiled(*args, tangram=LayerAttention(tangram, module), **options)
+
+    def forward(*args: Any, tangram: AttentionContext, **options: Any) -> Any:
+        if not tangram.decodes_only:
+            return eager(*args, tangram=tangram, **options)
+        return compiled(layer, *args, tangram=LayerAttention(tangram, module), **options)
+
+    return forward
 
 
 def _call_as_operator(part: PackedLinear | Int8Linear) -> None:

@@ -37,11 +37,12 @@ LEFT_OUT = {
         _QUEUE,
     ),
     # It makes its profiles and engines by method, and asks for scores, not for speed.
-    "eval": _QUEUE | _OF_SERVING,
+    "eval": _QUEUE | _OF_SERVING | {"compile_decode"},
     # It makes profiles, and runs prompts without an engine.
-    "calibrate": _QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager"},
+    "calibrate": _QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager", "compile_decode"},
     # It counts bytes, and loads nothing.
-    "size": (_QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager"}) - {"kv_cache_dtype"}
+    "size": (_QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager", "compile_decode"})
+    - {"kv_cache_dtype"}
     | {"device", "threads", "seed", "load_format", "scorer", "scope", "gate"},
     # It times the kernels alone, on random entries: only what gives them their form matters.
     "bench calibrate-policy": set(OPTIONS) - {"page_tokens", "heads_per_page", "dtype"},
