@@ -51,15 +51,19 @@ def make_systems(threads: int, kv_tokens: int) -> dict[str, PeerSystem]:
 
 def _tangram(threads: int, gib: float) -> dict[str, PeerSystem]:
     """The named variants of Tangram; add one here."""
+    int4 = {"dtype": "bfloat16", "quantization": "int4"}
+    whole = {"kv_retention": 1.0, "compile_decode": True}
     variants: dict[str, tuple[str, dict[str, Any], bool]] = {
         "tangram": ("Tangram, float32, ρ 0.5", {}, False),
         "tangram-full": ("Tangram, float32, ρ 1.0", {"kv_retention": 1.0}, True),
         "tangram-bfloat16": ("Tangram, bfloat16, ρ 0.5", {"dtype": "bfloat16"}, False),
-        "tangram-int4": (
-            "Tangram, int4, ρ 0.5",
-            {"dtype": "bfloat16", "quantization": "int4"},
+        "tangram-int4": ("Tangram, int4, ρ 0.5", int4, False),
+        "tangram-bfloat16-full": (
+            "Tangram, bfloat16, ρ 1.0, compiled",
+            {"dtype": "bfloat16"} | whole,
             False,
         ),
+        "tangram-int4-full": ("Tangram, int4, ρ 1.0, compiled", int4 | whole, False),
     }
     shared = {"threads": threads, "kv_cache_gib": gib, "device": "cpu", "dtype": "float32"}
     return {
