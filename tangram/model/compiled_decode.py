@@ -31,6 +31,7 @@ from tangram.model.quantized import Int8Linear
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "cpp.threads": 1,
     "compile_threads": 1,
+    "size_asserts": False,
 }
 
 
@@ -129,6 +130,11 @@ def check_compilable(model: PreTrainedModel) -> None:
         raise ConfigError(
             "compile_decode is set, but the model is on a GPU, where layers are compiled without "
             "it: leave it out"
+        )
+    if not any(isinstance(part, GradientCheckpointingLayer) for part in model.modules()):
+        raise ConfigError(
+            f"compile_decode is set, but {type(model).__name__} has no layers of the kind that is "
+            "compiled: leave it out"
         )
     if any(latent_heads(part) is not None for part in model.modules()):
         raise ConfigError(
