@@ -38,6 +38,10 @@ def prefetch(array: Any, offset: int) -> None:
     """Does nothing: there is no portable prefetch."""
 
 
+# A token drafted in front of others must get the bits that it gets alone. Its entries are the same,
+# but more follow. So a sum over entries has one order, and what follows adds zeros at its end.
+
+
 @compile_kept(fastmath={"reassoc", *FUSED, "arcp"})
 def dot_keys(query, blocks, block, begin, end, scores, at, wide):  # type: ignore[no-untyped-def]
     """scores[m, at + i] = query[m] · key begin + i of `block`, before `end`.
