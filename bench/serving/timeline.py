@@ -2,7 +2,8 @@
 
 For each case there are times of steps without a profiler, and then the device's kernels from a
 profiled run. A decode step's kernels are the difference of two runs that differ in the length of
-their answers alone, so that prompts do not count. A turn is a prompt whose history is cached.
+their answers alone, so that prompts do not count. A turn is a prompt whose history is cached, a
+prefill one of which nothing is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +28,8 @@ KINDS = {
 }
 DECODE = {"decode-1x512": (1, 512), "decode-1x8k": (1, 8000), "decode-24x8k": (24, 8000)}
 TURNS = {"turn-8k": (8000, 128)}
-SHORT, LONG, TRIALS = 32, 96, 20
+PREFILLS = {"prefill-8k": 8192}
+SHORT, LONG, TRIALS, PROMPTS = 32, 96, 20, 8
 
 # Kernels of a run: name, from and to in us of the device's clock.
 Kernels = list[tuple[str, float, float]]
@@ -137,11 +140,34 @@ def measure_turn(engine: ServingEngine, history: int, new: int) -> dict[str, Any
     return describe(record(lambda: [answer() for _ in range(TRIALS)]), [], TRIALS, walls)
 
 
+def measure_prefill(engine: ServingEngine, length: int) -> dict[str, Any]:
+    """A prompt of `length` tokens, of several that wait at once."""
+    count = 0
+
+    def answer() -> float:
+        nonlocal count
+        numbers = range(count, count + PROMPTS)
+        count += PROMPTS
+        asks = [Ask(draw_tokens(length, vocab_size(), 14, number), 1) for number in numbers]
+        last = max(answer.first_token_s for answer in engine.answer_all(asks))
+        return 1e3 * last / PROMPTS
+
+    engine.clear_cache()
+    answer()
+    walls = [answer() for _ in range(3)]
+    return describe(record(answer), [], PROMPTS, walls)
+
+
 def measure_steps(engine: ServingEngine, name: str, keep: Callable[[dict[str, Any]], None]) -> None:
     """Look at all cases; `keep` takes the results so far after each."""
     cases: dict[str, Any] = {}
-    for case, sizes in (DECODE | TURNS).items():
-        found = cases[case] = (measure_decode if case in DECODE else measure_turn)(engine, *sizes)
+    measures = {
+        **{case: partial(measure_decode, engine, *sizes) for case, sizes in DECODE.items()},
+        **{case: partial(measure_turn, engine, *sizes) for case, sizes in TURNS.items()},
+        **{case: partial(measure_prefill, engine, length) for case, length in PREFILLS.items()},
+    }
+    for case, measure in measures.items():
+        found = cases[case] = measure()
         kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in split_busy(found).items())
         print(
             f"{name} {case:14} {statistics.median(found['wall_ms']):6.2f} ms, device "
