@@ -64,7 +64,7 @@ class Tangram:
             "chunk_tokens": chunk_tokens,
             "max_model_len": most_tokens,
             "max_num_seqs": MOST_REQUESTS,
-            "max_num_batched_tokens": 8192 + MOST_REQUESTS,
+            "max_num_batched_tokens": 2 * 8192 + MOST_REQUESTS,
             "kv_offload_gib": offload_gib,
             "kv_cache_dtype": cache_dtype,
         }

@@ -70,25 +70,26 @@ def test_rows_that_do_not_ask_and_second_passes_are_no_runs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begin, end", [(10, 50), (0, 60)], ids=["some", "all"])
 def test_a_run_attends_causally_and_touches_nothing_else(
-    dtype: torch.dtype, device: torch.device
+    begin: int, end: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(60, 8, 64, device=device).to(dtype).split([4, 2, 2], dim=1)
     out, run = (
         torch.full(q.shape, torch.nan, dtype=dtype, device=device),
-        fused_causal.CausalRun(slice(0, 2), slice(10, 50)),
+        fused_causal.CausalRun(slice(0, 2), slice(begin, end)),
     )
     fused_causal.attend(q, k, v, out, run, scaling=0.1)
-    keys, values = (x[10:50].float().repeat_interleave(2, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q[10:50].float(), keys) * 0.1
+    keys, values = (x[begin:end].float().repeat_interleave(2, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * 0.1
     scores = scores.masked_fill(
-        ~torch.ones(40, 40, dtype=torch.bool, device=device).tril(), float("-inf")
+        ~torch.ones(end - begin, end - begin, dtype=torch.bool, device=device).tril(), float("-inf")
     )
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     limit = 1e-5 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(out[10:50].float(), expected, rtol=limit, atol=limit)
-    assert out[:10].isnan().all() and out[50:].isnan().all()
+    torch.testing.assert_close(out[begin:end].float(), expected, rtol=limit, atol=limit)
+    assert out[:begin].isnan().all() and out[end:].isnan().all()
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, uncompressed", "gemma 3"])
