@@ -29,6 +29,7 @@ _TRIAL_STEPS = 2  # with drafts: the first one follows a plain step, so its time
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
+_WAITING = 2  # times what drafts lose among plain steps: the steps around them wait, too
 _LEAST_GAIN = 1.05  # of drafts over none: less is within the errors of what is measured
 _ENOUGH = 0.999  # of the tokens that a sequence can expect: for the rest it gets no more drafts
 
@@ -289,7 +290,7 @@ class Pace:
     ) -> int | None:
         """A number beside `best`, if its loss can be afforded."""
         other = self._find_beside(best, known)
-        steps = _TRIAL_STEPS if other else 1 + REST_STEPS
+        steps = (_TRIAL_STEPS if best else _WAITING * _TRIAL_STEPS) if other else 1 + REST_STEPS
         if not known.may_lose(steps * seconds[other] * max(0.0, 1.0 - rates[other] / rates[best])):
             return None
         known.trial = other if other else None
