@@ -50,6 +50,7 @@ class Tangram:
         cache_dtype: Literal["auto", "fp8"] = "auto",
         ranks: int = 1,
     ) -> None:
+        from tangram.collection import keep_uncollected
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
@@ -68,7 +69,8 @@ class Tangram:
             "kv_offload_gib": offload_gib,
             "kv_cache_dtype": cache_dtype,
         }
-        self._engine = build_engine(EngineConfig(model=str(model), **self.options))
+        with keep_uncollected():  # as `tangram serve` does, and vLLM's engine
+            self._engine = build_engine(EngineConfig(model=str(model), **self.options))
         stats, config = self._engine.stats(), self._engine.config
         self.options |= {
             "fits_tokens": stats.capacity_tokens,

@@ -42,6 +42,7 @@ from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
 from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
 from bench.speculation.text_prompts import ask_about_texts, repeat_texts
+from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
 from tangram.lab.environment import environment
@@ -105,7 +106,8 @@ class CaseRun:
 
     def _build(self, name: str) -> MeasuredEngine:
         config = with_speculation(self._config, METHODS[name])
-        measured = build_measured(config, self._loaded, acceptance=self._case.acceptance)
+        with keep_uncollected():  # as `tangram serve` does
+            measured = build_measured(config, self._loaded, acceptance=self._case.acceptance)
         self.figures[name]["fits_tokens"] = measured.engine.stats().capacity_tokens
         return measured
 
@@ -255,6 +257,7 @@ def _measure_tangram(
 
 
 def _free() -> None:
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

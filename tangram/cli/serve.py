@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -38,6 +37,7 @@ from tangram.cli.serve_options import (
     choose_page,
 )
 from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
+from tangram.collection import keep_uncollected, unfreeze_at_end
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
@@ -89,11 +89,11 @@ def serve(
         closing(Listener.at(host, port)) as listener,
         logging_as(log_format),
         _publish_events(events) as publisher,
-        _unfreeze_at_end(),
+        unfreeze_at_end(),
     ):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         _report_listening(listener, config.model)
-        with _without_collection():
+        with keep_uncollected():
             from tangram.engine.build import build_engine
             from tangram.serve.bridge import Limits
             from tangram.serve.http import Telemetry, build_app, serve_on
@@ -178,29 +178,6 @@ def check_keys(api_key: list[str] | None) -> None:
             f"{KEY_VARIABLE} is set and holds no key: unset it to serve everybody, or put a key in "
             "it"
         )
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage inside, and freeze what was made there.
-
-    Modules and weights live as long as the process. Collecting among them takes half a second.
-    """
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def _unfreeze_at_end() -> Iterator[None]:
-    """Frozen objects are not freed at exit, and Triton's bindings report them as leaks."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def first_request(url: str, model: str, *, chats: bool, locked: bool) -> str:

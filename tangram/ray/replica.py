@@ -13,6 +13,7 @@ from typing import Any
 
 from ray import serve
 
+from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
@@ -49,7 +50,8 @@ class EngineReplica:
         events: EventAddress | None = None,
     ) -> None:
         log_in_worker(log_format)
-        self._engine = build_engine(config)
+        with keep_uncollected():
+            self._engine = build_engine(config)
         self._origin = Origin.of(version, config.model, self._engine.codec.tokenizer)
         if events is not None:
             _publish(self._engine, events)

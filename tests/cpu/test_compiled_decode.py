@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -145,4 +147,27 @@ def test_where_it_cannot_serve_it_says_so(
     nowhere = {"cpp.cxx": ("no-such-compiler",)}
     no_compiler = pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and none is found")
     with torch._inductor.config.patch(nowhere), no_compiler:
+        small_engine(adopt_tiny(LLAMA), compile_decode=True)
+
+
+def test_models_without_such_layers_or_on_other_devices_are_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    class Headless(PreTrainedModel):
+        config_class = LlamaConfig
+        device = torch.device("cpu")
+
+    with pytest.raises(ConfigError, match="Headless has no layers of the kind that is compiled"):
+        compiled_decode.check_compilable(Headless(LLAMA))
+    elsewhere = tiny_model(LLAMA, tokenizer).model.to("meta")
+    with pytest.raises(ConfigError, match="compile_decode is set, but the model is on a GPU"):
+        compiled_decode.check_compilable(elsewhere)
+
+
+def test_an_older_torch_is_named(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no opaque objects, so the module cannot be imported."""
+    monkeypatch.setitem(sys.modules, "tangram.model.compiled_decode", None)
+    with pytest.raises(ConfigError, match="compile_decode needs a newer torch, this is"):
         small_engine(adopt_tiny(LLAMA), compile_decode=True)
