@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from bench.speculation.figures import PLAIN
+from tangram.lab.load.asks import draw_tokens
 
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,
     "compressed_kv": {"method": "compressed_kv", "num_speculative_tokens": 8, "kv_retention": 0.25},
     "suffix": {"method": "suffix"},
 }
+
+
+WARM_TOKENS = 16  # of an answer before measured ones, where prompts are cached
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,8 @@ def shrink(case: SpeculationCase) -> SpeculationCase:
     return replace(
         case, count=min(case.count, 2), context_tokens=600, output_tokens=24, places=places
     )
+
+
+def draw_prompts(case: SpeculationCase, vocab_size: int) -> list[tuple[int, ...]]:
+    """Prompts of random tokens, which share nothing."""
+    return [draw_tokens(case.context_tokens, vocab_size, 8, number) for number in range(case.count)]

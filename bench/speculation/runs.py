@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-import numpy as np
-
 from bench.speculation.engines import MeasuredEngine, Tally
+from bench.speculation.report import summarise
 from tangram.engine.loop import Engine
 from tangram.errors import TangramError
 from tangram.lab.load.clock import TimedAnswer
@@ -110,47 +109,6 @@ def measure_run(
 
 def _counts(tally: Tally | None) -> dict[str, int]:
     return {} if tally is None else tally.figures()
-
-
-def summarise(answers: Sequence[TimedAnswer], counts: Mapping[str, int]) -> dict[str, Any]:
-    """The figures of a run. Decode is from the last first token to the last token.
-
-    An iteration of a sequence is one model token and the accepted drafts before it.
-    """
-    first_s = max(answer.times_s[0] for answer in answers)
-    last_s = max(answer.times_s[-1] for answer in answers)
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    after = sum(at_s > first_s for answer in answers for at_s in answer.times_s)
-    per_token_ms = [value * 1e3 for one in answers if (value := one.per_token_s) is not None]
-    found: dict[str, Any] = {
-        "seconds": last_s,
-        "prefill_s": first_s,
-        "decode_s": last_s - first_s,
-        "decode_tokens": after,
-        "decode_tokens_per_s": after / (last_s - first_s) if last_s > first_s else None,
-        "output_tokens": tokens,
-        "tokens_per_s": tokens / last_s,
-        "cached_tokens": sum(answer.cached_tokens for answer in answers),
-        "tpot_ms": {
-            "mean": fmean(per_token_ms),
-            **{f"p{percent}": float(np.percentile(per_token_ms, percent)) for percent in (50, 90)},
-        }
-        if per_token_ms
-        else {},
-    }
-    return found | ({"speculation": _shares(counts, tokens - len(answers))} if counts else {})
-
-
-def _shares(counts: Mapping[str, int], decoded: int) -> dict[str, Any]:
-    # Accepted drafts behind an end token are no tokens of an answer.
-    iterations = max(decoded - counts["accepted"], counts["drafts"])
-    return {
-        **counts,
-        "iterations": iterations,
-        "acceptance": counts["accepted"] / counts["compared"] if counts["compared"] else None,
-        "drafted_per_iteration": counts["drafted"] / iterations if iterations else None,
-        "tokens_per_iteration": 1 + counts["accepted"] / iterations if iterations else None,
-    }
 
 
 def find_differences(

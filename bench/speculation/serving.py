@@ -16,21 +16,23 @@ import argparse
 import gc
 import json
 import shlex
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.serving.competitors import MODEL as SHAPE
-from bench.speculation import figures
-from bench.speculation.cases import CASES, METHODS, SpeculationCase, shrink
+from bench.speculation.cases import (
+    CASES,
+    METHODS,
+    WARM_TOKENS,
+    SpeculationCase,
+    draw_prompts,
+    shrink,
+)
 from bench.speculation.engines import (
     MeasuredEngine,
     build_measured,
@@ -38,19 +40,16 @@ from bench.speculation.engines import (
     pool_gib,
     with_speculation,
 )
-from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
-from bench.speculation.runs import Prompt, find_differences, measure_run, summarise
+from bench.speculation.report import CaseKeeper, describe_run, print_table
+from bench.speculation.runs import Prompt, find_differences, measure_run
 from bench.speculation.text_prompts import ask_about_texts, repeat_texts
 from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
-from tangram.lab.environment import environment
-from tangram.lab.load.asks import Ask, draw_tokens
 from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
 
-WARM_TOKENS = 16
 _SMALL_SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -123,7 +122,7 @@ class CaseRun:
             tokens = self._case.output_tokens
         found, _ = measure_run(measured, prompts, tokens, to_the_end=True)
         self.figures[name]["warm_up"].append(found)
-        print(f"{name:14} warm-up     {_line(found)}", flush=True)
+        print(f"{name:14} warm-up     {describe_run(found)}", flush=True)
 
     def _run(self, name: str, measured: MeasuredEngine, number: int) -> None:
         if not self._case.cached:
@@ -137,7 +136,10 @@ class CaseRun:
         found["differences"] = find_differences(reference, answers)
         self.figures[name]["runs"].append(found)
         self._keep(self.figures)
-        print(f"{name:14} run {len(self.figures[name]['runs']):3}     {_line(found)}", flush=True)
+        print(
+            f"{name:14} run {len(self.figures[name]['runs']):3}     {describe_run(found)}",
+            flush=True,
+        )
 
     def _prompts(self, number: int) -> list[Prompt]:
         if number not in self._asked:
@@ -150,11 +152,6 @@ class CaseRun:
             return draw_prompts(case, self._loaded.geometry.vocab_size)
         make = ask_about_texts if case.prompts == "texts" else repeat_texts
         return make(self._codec, case.count, case.context_tokens, number)
-
-
-def draw_prompts(case: SpeculationCase, vocab_size: int) -> list[Prompt]:
-    """Prompts of random tokens, which share nothing."""
-    return [draw_tokens(case.context_tokens, vocab_size, 8, number) for number in range(case.count)]
 
 
 def make_config(case: SpeculationCase, loaded: LoadedModel, chunk_tokens: int) -> EngineConfig:
@@ -177,30 +174,6 @@ def make_config(case: SpeculationCase, loaded: LoadedModel, chunk_tokens: int) -
     )
 
 
-def _line(found: Mapping[str, Any]) -> str:
-    speed = found["decode_tokens_per_s"]
-    text = (
-        f"{found['seconds']:7.2f} s, prefill {found['prefill_s']:6.2f} s, decode "
-        f"{'–' if speed is None else format(speed, ',.0f'):>8} tokens/s"
-    )
-    if found["tpot_ms"]:
-        times = found["tpot_ms"]
-        text += f", TPOT ms mean {times['mean']:.2f} p50 {times['p50']:.2f} p90 {times['p90']:.2f}"
-    if drafts := found.get("speculation"):
-        text += (
-            f", accepted {_number(drafts['acceptance'])}, drafted "
-            f"{_number(drafts['drafted_per_iteration'])} and got "
-            f"{_number(drafts['tokens_per_iteration'])} tokens per iteration"
-        )
-    if found.get("preemptions"):
-        text += f"; {found['preemptions']} preemptions: the pool is too small for this load"
-    return text
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -211,12 +184,9 @@ def main(arguments: Sequence[str]) -> None:
     names = options.cases.split(",")
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"cases has {unknown[0]}, there are {', '.join(CASES)}")
-    if options.vllm and (wrong := [name for name in names if not CASES[name].of_shape()]):
-        parser.error(f"cases has {wrong[0]}, --vllm measures cases of a shape alone")
     command = shlex.join(["python", "-m", "bench.speculation", "serving", *arguments])
     cases = {name: shrink(CASES[name]) if options.small else CASES[name] for name in names}
-    found = (_measure_vllm if options.vllm else _measure_tangram)(cases, command, options)
-    _print_table(found)
+    print_table(_measure_tangram(cases, command, options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,9 +195,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of an engine")
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often engines that fill the memory are built"
-    )
-    parser.add_argument(
-        "--vllm", action="store_true", help="measure vLLM without speculation instead"
     )
     return parser
 
@@ -246,7 +213,8 @@ def _measure_tangram(
             random = case.of_shape()
             with _model(case, small=options.small) as source:
                 loaded = load_measured(source, random=random)
-        keep = _Keeper(output_folder(options) / f"speculation-{name}.json", case, command, loaded)
+        path = output_folder(options) / f"speculation-{name}.json"
+        keep = CaseKeeper(path, case, command, str(loaded.dtype).removeprefix("torch."))
         chunk_tokens = 128 if options.small and random else 512
         run = CaseRun(case, loaded, keep, chunk_tokens=chunk_tokens)
         run.measure(options.repeats, options.rounds)
@@ -277,89 +245,3 @@ def _model(case: SpeculationCase, *, small: bool) -> Iterator[str]:
             config = json.loads((SHAPE / "config.json").read_text()) | _SMALL_SHAPE
             (place / "config.json").write_text(json.dumps(config))
             yield str(place)
-
-
-class _Keeper:
-    """Writes the figures of one case."""
-
-    def __init__(
-        self, path: Path, case: SpeculationCase, command: str, loaded: LoadedModel | None
-    ) -> None:
-        self._path = path
-        self._head = {
-            "command": command,
-            "environment": environment(),
-            "case": asdict(case),
-            "dtype": "bfloat16" if loaded is None else str(loaded.dtype).removeprefix("torch."),
-            "notes": _NOTES if case.of_shape() else [],
-        }
-
-    def __call__(self, figures: Mapping[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = {**self._head, "engines": figures}
-        self._path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-_NOTES = [
-    "Weights are random. The model's output layer is overridden: it says token 0 everywhere.",
-    "Acceptance is forced: a drafted token is right with the probability of the case, by a seeded "
-    "random number. Drafts and verifications compute everything.",
-]
-
-
-def _measure_vllm(
-    cases: Mapping[str, SpeculationCase], command: str, options: argparse.Namespace
-) -> dict[str, Mapping[str, Any]]:
-    from bench.serving.competitors import start_vllm, vocab_size
-
-    found: dict[str, Mapping[str, Any]] = {}
-    engine = start_vllm(max(case.longest for case in cases.values()))
-    for name, case in cases.items():
-        runs: list[dict[str, Any]] = []
-        found[name] = {"vllm": {"options": engine.options, "runs": runs}}
-        keep = _Keeper(
-            output_folder(options) / f"speculation-{name}-vllm.json", case, command, None
-        )
-        prompts = draw_prompts(case, vocab_size())
-        engine.clear_cache()
-        engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
-        for _ in range(options.repeats):
-            answers = engine.answer_all([Ask(prompt, case.output_tokens) for prompt in prompts])
-            runs.append(summarise(answers, {}))
-            keep(found[name])
-            print(f"vllm           {_line(runs[-1])}", flush=True)
-    return found
-
-
-def _print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title="decode, median of the runs")
-    for column in (
-        "case",
-        "engine",
-        "tokens/s",
-        "spread",
-        "of plain",
-        "accepted",
-        "drafted",
-        "got",
-    ):
-        table.add_column(column, justify="left" if column in ("case", "engine") else "right")
-    table.add_column("differ", justify="right")
-    for case, engines in found.items():
-        plain = engines.get(PLAIN, {"runs": []})["runs"]
-        for name, engine in engines.items():
-            runs, own = engine["runs"], figures.speeds(engine["runs"])
-            times, shares = figures.times_as_fast(runs, plain), figures.pool_runs(runs)
-            table.add_row(
-                case,
-                name,
-                f"{statistics.median(own):,.0f}" if own else "",
-                f"{min(own):,.0f} - {max(own):,.0f}" if own else "",
-                "" if times is None else f"{times:.2f}",
-                *(
-                    _number(shares[key]) if shares else ""
-                    for key in ("acceptance", "drafted_per_iteration", "tokens_per_iteration")
-                ),
-                str(figures.count_differences(runs)),
-            )
-    Console(width=120).print(table)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from bench.render.page import Page
 from bench.speculation import acceptance, cpu_conversation, figures, serving
+from bench.speculation.__main__ import main as measure_speculation
 from bench.speculation.acceptance import AcceptanceBench, AcceptanceCell, AcceptanceFile
 from bench.speculation.engines import (
     SAID,
@@ -22,7 +25,8 @@ from bench.speculation.engines import (
     load_measured,
     with_speculation,
 )
-from bench.speculation.runs import find_differences, measure_run, summarise
+from bench.speculation.report import summarise
+from bench.speculation.runs import find_differences, measure_run
 from bench.speculation.tasks import TASKS
 from bench.speculation.text_prompts import REPEATED_TOKENS, repeat_texts
 from tangram.compress.scorers import attention_weights
@@ -146,11 +150,21 @@ def test_a_case_of_a_shape_is_measured_and_kept(
     assert f"# {case}" in capsys.readouterr().out
 
 
-def test_what_there_is_no_case_or_no_vllm_for_is_refused(tmp_path: Path) -> None:
-    for given in (["--cases", "nothing"], ["--vllm", "--cases", "real-64x7k"]):
-        with pytest.raises(SystemExit) as refused:
-            serving.main([*given, "-o", str(tmp_path)])
-        assert refused.value.code == 2
+@pytest.mark.parametrize(
+    ("command", "case"), [("serving", "nothing"), ("vllm", "nothing"), ("vllm", "real-64x7k")]
+)
+def test_a_case_that_there_is_not_is_refused(command: str, case: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as refused:
+        measure_speculation([command, "--cases", case, "-o", str(tmp_path)])
+    assert refused.value.code == 2
+
+
+def test_where_vllm_is_installed_the_engine_need_not_be() -> None:
+    """vLLM's environment has other versions of what the engine's modules import."""
+    code = "import sys, bench.speculation.beside_vllm; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    foreign = {"numba", "transformers", "tangram.engine", "tangram.kernels", "tangram.plan"}
+    assert not foreign & set(found.stdout.split())
 
 
 def test_a_file_is_edited_alike_with_lookups_and_drafts_are_accepted(
