@@ -20,6 +20,7 @@ Prompt = tuple[int, ...]
 
 
 GREEDY = SamplingParams(temperature=0.0)
+LONGEST_STEPS = 5  # that are kept of each number of drafts
 
 
 def answer_prompts(
@@ -57,6 +58,8 @@ class StepTimes:
         self._tally = tally
         self._seen = _counts(tally)
         self._seconds: dict[int, list[float]] = {}
+        self._steps = 0
+        self._longest: dict[int, list[tuple[float, int]]] = {}  # and which step of the run
 
     def add(self, seconds: float) -> None:
         """A step that took `seconds` has ended."""
@@ -65,11 +68,24 @@ class StepTimes:
             drafted = round((counts["drafted"] - self._seen["drafted"]) / drafts)
         self._seen = counts
         self._seconds.setdefault(drafted, []).append(seconds)
+        longest = self._longest.setdefault(drafted, [])
+        longest.append((seconds, self._steps))
+        longest.sort(reverse=True)
+        del longest[LONGEST_STEPS:]
+        self._steps += 1
 
     def figures(self) -> dict[str, Any]:
-        """By number: how many steps, their median in ms, and all of them in s."""
+        """By number: how many steps, their median in ms, and all of them in s.
+
+        Also the longest ones in ms, each with its number in the run.
+        """
         return {
-            str(drafted): {"steps": len(own), "p50_ms": median(own) * 1e3, "total_s": sum(own)}
+            str(drafted): {
+                "steps": len(own),
+                "p50_ms": median(own) * 1e3,
+                "total_s": sum(own),
+                "longest_ms": [[one * 1e3, step] for one, step in self._longest[drafted]],
+            }
             for drafted, own in sorted(self._seconds.items())
         }
 

@@ -26,7 +26,7 @@ from bench.speculation.engines import (
     with_speculation,
 )
 from bench.speculation.report import summarise
-from bench.speculation.runs import find_differences, measure_run
+from bench.speculation.runs import StepTimes, find_differences, measure_run
 from bench.speculation.tasks import TASKS
 from bench.speculation.text_prompts import REPEATED_TOKENS, repeat_texts
 from tangram.compress.scorers import attention_weights
@@ -148,6 +148,15 @@ def test_a_case_of_a_shape_is_measured_and_kept(
         assert all(run["cached_tokens"] > 1000 for run in engine["runs"])  # a run is all decode
     assert kept["engines"]["compressed_kv"]["warm_up"][0]["speculation"]["drafted"] > 0
     assert f"# {case}" in capsys.readouterr().out
+
+
+def test_the_longest_steps_are_kept_with_their_places() -> None:
+    times = StepTimes(None)
+    for milliseconds in (4, 90, 5, 4, 60, 7, 6):
+        times.add(milliseconds / 1e3)
+    (found,) = times.figures().values()
+    assert [step for _, step in found["longest_ms"]] == [1, 4, 5, 6, 2]
+    assert found["longest_ms"][0][0] == pytest.approx(90)
 
 
 @pytest.mark.parametrize(
