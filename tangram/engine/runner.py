@@ -24,6 +24,7 @@ from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import KernelChoice, PoolKernels
+from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
 from tangram.model.attention import StepAttention
@@ -72,7 +73,7 @@ class Runner:
         geometry = layout.geometry
         entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
         shape = (pages, layout.heads_per_page, *entries)
-        self.pool = torch.empty(shape, dtype=cache_dtype or loaded.dtype, device=loaded.device)
+        self.pool = allocate_pool(shape, cache_dtype or loaded.dtype, loaded.device)
         for scorer in scorers.values():
             scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -159,6 +160,7 @@ class EngineReplica:
         return await asyncio.to_thread(partial(self._engine.grammars.compile, *sent.grammar))
 
     def __del__(self) -> None:
+        gc.unfreeze()
         with suppress(AttributeError):  # its constructor has failed
             self._engine.stop()
 
