@@ -30,6 +30,7 @@ _FREE = {
     "TANGRAM_API_KEY",
     "TANGRAM_CACHE",
     "XDG_STATE_HOME",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch sets it before each use
 }
 _TESTS = 0  # its standard input ends with the tests
 
