@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import nlargest
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -57,9 +59,8 @@ class StepTimes:
     def __init__(self, tally: Tally | None) -> None:
         self._tally = tally
         self._seen = _counts(tally)
-        self._seconds: dict[int, list[float]] = {}
-        self._steps = 0
-        self._longest: dict[int, list[tuple[float, int]]] = {}  # and which step of the run
+        self._steps = count()
+        self._seconds: dict[int, list[tuple[float, int]]] = {}  # and which step of the run
 
     def add(self, seconds: float) -> None:
         """A step that took `seconds` has ended."""
@@ -67,12 +68,7 @@ class StepTimes:
         if counts and (drafts := counts["drafts"] - self._seen["drafts"]):
             drafted = round((counts["drafted"] - self._seen["drafted"]) / drafts)
         self._seen = counts
-        self._seconds.setdefault(drafted, []).append(seconds)
-        longest = self._longest.setdefault(drafted, [])
-        longest.append((seconds, self._steps))
-        longest.sort(reverse=True)
-        del longest[LONGEST_STEPS:]
-        self._steps += 1
+        self._seconds.setdefault(drafted, []).append((seconds, next(self._steps)))
 
     def figures(self) -> dict[str, Any]:
         """By number: how many steps, their median in ms, and all of them in s.
@@ -82,9 +78,11 @@ class StepTimes:
         return {
             str(drafted): {
                 "steps": len(own),
-                "p50_ms": median(own) * 1e3,
-                "total_s": sum(own),
-                "longest_ms": [[one * 1e3, step] for one, step in self._longest[drafted]],
+                "p50_ms": median(seconds for seconds, _ in own) * 1e3,
+                "total_s": sum(seconds for seconds, _ in own),
+                "longest_ms": [
+                    [seconds * 1e3, step] for seconds, step in nlargest(LONGEST_STEPS, own)
+                ],
             }
             for drafted, own in sorted(self._seconds.items())
         }

@@ -160,7 +160,7 @@ class EngineReplica:
         return await asyncio.to_thread(partial(self._engine.grammars.compile, *sent.grammar))
 
     def __del__(self) -> None:
-        gc.unfreeze()
+        gc.unfreeze()  # or nothing of the engine is freed
         with suppress(AttributeError):  # its constructor has failed
             self._engine.stop()
 

@@ -29,7 +29,7 @@ _TRIAL_STEPS = 2  # with drafts: the first one follows a plain step, so its time
 PROBE_EVERY = 32
 NEAR = 2  # steps between loads whose times are alike, but for a factor
 PROBE_SHARE = 0.01  # of the time
-_WAITING = 2  # times what drafts lose among plain steps: the steps around them wait, too
+_WAITING = 2  # a trial of drafts among plain steps loses as much again: steps around it wait
 _LEAST_GAIN = 1.05  # of drafts over none: less is within the errors of what is measured
 _ENOUGH = 0.999  # of the tokens that a sequence can expect: for the rest it gets no more drafts
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.speculate.pace import PROBE_EVERY, REST_STEPS, Acceptance, Pace, expected_tokens
+from tangram.speculate.pace import (
+    PROBE_EVERY,
+    PROBE_SHARE,
+    REST_STEPS,
+    Acceptance,
+    Pace,
+    expected_tokens,
+)
 
 LOAD, FAR = (4, 12), (9, 20)
 
@@ -85,6 +92,16 @@ def test_a_disturbance_of_plain_iterations_begins_no_drafts(disturbed: int) -> N
         pace.record(LOAD, 0, 2.4e-3)
     trials = [count for count in run(pace, 1.2e-3, 1.7e-3, 0.98, 2 * PROBE_EVERY) if count]
     assert len(trials) <= 4
+
+
+def test_trials_among_plain_steps_lose_half_of_what_trials_may() -> None:
+    """The steps around them wait, which loses the other half."""
+    pace, fixed, draft = Pace(8), 1.2e-3, 1.7e-3
+    run(pace, fixed, draft, 0.98, 200)
+    chosen = run(pace, fixed, draft, 0.98, 20000)
+    tokens = sum(expected_tokens(0.98, count) for count in chosen)
+    lost = 1.0 - tokens * fixed / sum(fixed + draft * count for count in chosen)
+    assert 0.0 < lost <= 0.55 * PROBE_SHARE
 
 
 def test_what_one_sequence_gains_can_be_too_little_for_all() -> None:
