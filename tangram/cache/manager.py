@@ -25,6 +25,9 @@ from tangram.errors import IntegrityError
 from tangram.types import Int32, Int64, PageMove
 from tangram.watch import ChunkStored, LinkChange
 
+# Drafts read an open chunk less well than a sealed one: one may be open for so many sealed ones.
+_CLOSED_OF_OPEN = 4
+
 
 class CacheManager:
     """The one owner of the pool's pages and of the `host_pages` behind them, if there are any.
@@ -185,22 +188,45 @@ class CacheManager:
         self._write_lengths(seq)
 
     def can_leave_open(self, seq: SequenceCache) -> bool:
-        """Whether decode has filled a chunk whose pages would not change if it were sealed."""
+        """Whether decode has filled a chunk that can be read without being sealed.
+
+        Drafts read the newest entries of it, not the best. So few of a sequence that is drafted for
+        stay open.
+        """
+        retention, closed = seq.keys.retention, seq.sealed_chunks - seq.open_chunks
+        many = retention.draft is not None and seq.open_chunks >= max(1, closed // _CLOSED_OF_OPEN)
         full = seq.raw_tokens == seq.layout.chunk_tokens
-        return full and seq.keys.retention.stores_in_place and not self.rounds_chunks
+        return full and retention.keeps_whole_chunks and not (many or self.rounds_chunks)
 
     def leave_open(self, seq: SequenceCache) -> None:
         """Take the raw tail, a whole chunk, for a chunk as decode has filled it.
 
-        Its entries may differ from those of a sealed one by rounding, so nobody else gets it.
-        Raises `IntegrityError` unless `can_leave_open`.
+        Its entries may differ from those of a sealed one by rounding, so nobody else gets it. If
+        drafts read a part of it, the newest pages come first. Raises `IntegrityError` unless
+        `can_leave_open`.
         """
         if not self.can_leave_open(seq):
             raise IntegrityError(f"slot {seq.slot} has no chunk that can stay open")
-        seq.spans.append(np.stack(seq.raw_pages, axis=1).ravel())
+        newest_first = seq.keys.retention.draft is not None
+        pages = np.stack(seq.raw_pages[::-1] if newest_first else seq.raw_pages, axis=1).ravel()
+        seq.spans.append(pages)
+        if newest_first:
+            self._enter(seq, seq.layout.span_entries(seq.sealed_chunks - 1), pages)
         seq.open_nodes += seq.raw_nodes
         seq.open_chunks += 1
         seq.raw_pages, seq.raw_nodes, seq.raw_tokens = [], [], 0
+
+    def drop_open(self, seq: SequenceCache) -> None:
+        """Release the open chunks of `seq` and the raw tail: they are to be computed and sealed."""
+        self._drop_raw(seq)
+        closed = seq.sealed_chunks - seq.open_chunks
+        for pages in seq.spans[closed:]:
+            self.ledger.release(pages)
+        for node in reversed(seq.open_nodes):
+            self.prefix.release(node)
+        del seq.spans[closed:]
+        seq.open_nodes, seq.open_chunks = [], 0
+        self._write_lengths(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
         """After the step: release what left the window, and publish the newest chunk or raw pages.

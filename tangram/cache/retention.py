@@ -38,12 +38,12 @@ class Retention:
         return self.draft is not None or not self.layout.keeps_everything
 
     @property
-    def stores_in_place(self) -> bool:
-        """Whether a sealed chunk has the pages and the order of the raw one, and nothing leaves it.
+    def keeps_whole_chunks(self) -> bool:
+        """Whether a sealed chunk has as many pages as the raw one, and nothing leaves it.
 
         A window's chunks leave it, so they do not count.
         """
-        return not self.orders and not self.layout.window_chunks
+        return self.layout.keeps_everything and not self.layout.window_chunks
 
     @property
     def head_first_tokens(self) -> Int32:

@@ -317,7 +317,7 @@ class Engine:
     def _commit(self, step: Step) -> None:
         self._scheduler.commit(step)
         if self._runner.recorder is not None:
-            self._runner.recorder.commit(self._scheduler.running)
+            self._runner.recorder.commit(self._scheduler.computing)
 
     def _take_all(self, completion: Completion, tokens: Sequence[ChosenToken | None]) -> None:
         """Enter `tokens` one after the other, until one of them ends the completion.

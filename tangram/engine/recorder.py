@@ -66,13 +66,13 @@ class KeptRecorder:
             copies = HostCopies(masks.clone() if masks.is_cpu else masks)
             self._noted += [_Note(prefill[at], copies, at) for at in sealed]
 
-    def commit(self, running: Sequence[TokenSequence]) -> None:
-        """Name what was noted of the sequences that still run.
+    def commit(self, computing: Sequence[TokenSequence]) -> None:
+        """Name what was noted of the sequences that are still computed.
 
         Call it once all tokens of the noted chunks are known.
         """
         if self._noted:
-            self._name({one.cache.slot: one for one in running if one.cache is not None})
+            self._name({one.cache.slot: one for one in computing if one.cache is not None})
 
     def collect(self) -> None:
         """Store what has arrived on the host."""

@@ -18,7 +18,8 @@ number matters. Where prefill rows are computed in passes of their own, a prompt
 not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
 
 Where a chunk that decode filled has its place already (ρ = 1.0), its sequence goes on at once. The
-chunk is computed again, and sealed for others, when nothing else is to be computed.
+chunk is computed again, and sealed for others, when nothing else is to be computed. Where drafts
+read a part of each chunk, only few stay open: then all of them are computed again at once.
 """
 
 from __future__ import annotations
@@ -133,10 +134,18 @@ class Scheduler:
             self._left_open.popleft()
 
     def leave_open(self) -> None:
-        """Sequences go on behind a chunk that decode filled, where it has its place already."""
+        """Sequences go on behind a chunk that decode filled, where it has its place already.
+
+        Where too many are open, they are computed again.
+        """
         for sequence in self.running:
-            if not sequence.complete and self.cache.can_leave_open(_require_cache(sequence)):
-                self.cache.leave_open(_require_cache(sequence))
+            cache = _require_cache(sequence)
+            if sequence.complete or cache.raw_tokens < cache.layout.chunk_tokens:
+                continue
+            if self.cache.can_leave_open(cache):
+                self.cache.leave_open(cache)
+            elif cache.open_chunks:
+                self.cache.drop_open(cache)
 
     def forget_open(self) -> None:
         """Forget which chunks of ended sequences are to be sealed."""

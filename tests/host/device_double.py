@@ -230,7 +230,12 @@ class Device:
 
             def raw(position: int, group: int = group, kept: int = kept) -> tuple[int, Label]:
                 mark = (*owner, group, position, hash(tuple(tokens[: position + 1])))
-                return self._at(row, group, sealed * kept + position - sealed * size), mark
+                entry = sealed * kept + position - sealed * size
+                if position < sealed * size and row.retention.draft is not None:
+                    page, within = divmod(position % size, self.page_tokens)  # the newest first
+                    last = layout.chunk_pages - 1
+                    entry = position // size * size + (last - page) * self.page_tokens + within
+                return self._at(row, group, entry), mark
 
             seen = _first_seen(layout, members[0][0], row.start)
             if closed < sealed:  # chunks as decode has filled them

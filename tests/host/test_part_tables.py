@@ -108,6 +108,25 @@ def test_equal_prompts_in_one_step_end_on_one_copy_of_what_drafts_read(tail: int
     assert first[:full_pages].tolist() == second[:full_pages].tolist()
 
 
+def test_of_a_chunk_that_decode_filled_drafts_read_the_newest_pages() -> None:
+    kept = [kept_first(layout(3), "only")]
+    cache = CacheManager(kept, total_pages=200, max_sequences=1, prefix_caching=True)
+    assert cache.drafts is not None and kept[0].draft is not None
+    copy = PartTableCopy(cache.drafts)
+    seq = cache.admit(ChunkKeys(kept[0], ""), np.zeros(9, np.int64), 40)
+    assert seq is not None
+    cache.seal(seq)
+    cache.grow(seq, 8)
+    raw = [pages.tolist() for pages in seq.raw_pages]
+    cache.leave_open(seq)
+    cache.grow(seq, 3)
+    check_tables(cache, copy)
+    for group, begin in enumerate(kept[0].draft.layout.group_offset[:-1].tolist()):
+        read = copy.tables[seq.slot, begin + 3 : begin + 8].tolist()
+        newest = [pages[group] for pages in (raw[3], raw[2], raw[1])]
+        assert read == newest + [pages[group] for pages in seq.raw_pages]
+
+
 def test_restored_chunks_are_entered_again() -> None:
     """The pool holds one sequence, so that chunks come back from host memory in other pages."""
     kept = [kept_first(layout(2), "only")]

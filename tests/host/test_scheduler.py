@@ -20,7 +20,7 @@ from tangram.cache.step import Row
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import IntegrityError
 from tests.examples import examples
-from tests.host.device_double import geometry, layout, layout_sets, recount, retentions
+from tests.host.device_double import geometry, kept_first, layout, layout_sets, recount, retentions
 from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 
 PROMPTS = st.tuples(
@@ -296,6 +296,46 @@ def test_where_sealing_moves_nothing_a_sequence_goes_on_behind_a_chunk_it_filled
     assert kinds == ["tail", "decode", "seal", "seal"] and second.complete
     assert [(row.start, row.sample) for row in rows[2:]] == [(0, False), (8, False)]
     assert service.manager.new_tokens(first.keys, first.known_tokens) == 2
+
+
+def test_where_drafts_read_a_part_few_chunks_stay_open() -> None:
+    """The second one that decode fills is one too many: then both are computed again."""
+    kept = [kept_first(layout(2), "only")]
+    service = ScheduledDevice([layout(4)], slack_pages=1000, max_num_seqs=2, kept=kept)
+    sequence = service.submit([1] * 6, 22)
+    rows: list[Row] = []
+    while not sequence.complete:
+        step = service.step()
+        assert step is not None
+        rows += step.rows
+        recount(service.manager)
+    kinds = [row.kind.value for row in rows]
+    assert kinds == ["tail", *["decode"] * 10, "seal", "seal", *["decode"] * 11]
+    assert [(row.start, row.sample) for row in rows[11:13]] == [(0, False), (8, False)]
+    assert service.manager.new_tokens(sequence.keys, sequence.known_tokens) == 28 - 16
+    while service.step() is not None:
+        recount(service.manager)
+    assert service.manager.new_tokens(sequence.keys, sequence.known_tokens) == 28 - 24
+
+
+def test_more_chunks_stay_open_behind_more_sealed_ones() -> None:
+    (retention,) = [kept_first(layout(2), "only")]
+    cache = CacheManager([retention], total_pages=200, max_sequences=1, prefix_caching=False)
+    seq = cache.admit(ChunkKeys(retention, ""), np.zeros(17 * 5, np.int64), 96)
+    assert seq is not None
+
+    def fill_chunk() -> bool:
+        cache.grow(seq, 8)
+        return cache.can_leave_open(seq)
+
+    for _ in range(8):
+        cache.seal(seq)
+    for _ in range(2):
+        assert fill_chunk()
+        cache.leave_open(seq)
+    assert not fill_chunk()
+    cache.drop_open(seq)
+    assert (seq.sealed_chunks, seq.computed_tokens, seq.held_pages) == (8, 64, 8 * 8)
 
 
 @pytest.mark.parametrize("seats", [1, 2])
