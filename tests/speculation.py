@@ -88,7 +88,6 @@ class DraftedAnswer:
     finish_reason: str
     usage: object
     logprobs: list[tuple[float, ...]]
-    events: int
 
 
 def ask(
@@ -124,5 +123,4 @@ def _answer(events: Sequence[Event]) -> DraftedAnswer:
             for event in events
             for step in event.logprobs
         ],
-        len(events),
     )

@@ -83,19 +83,26 @@ class Completion:
         return self._write(token)
 
     def goes_on(self, tokens: Sequence[ChosenToken]) -> bool:
-        """Whether it is certain, without their text, that none of the next `tokens` ends it."""
+        """Whether it is certain, without their text, that none of the next `tokens` ends it.
+
+        None of them begins or ends a part of the answer, either.
+        """
         sequence = self.sequence
         return (
             sequence.read_tokens > 0
             and sequence.known + len(tokens) <= sequence.limit
             and not self.request.sampling.stop
             and not self.constrained
-            and all(token.token_id not in self.end_token_ids for token in tokens)
+            and all(
+                token.token_id not in self.end_token_ids
+                and token.token_id not in self.request.marks.names
+                for token in tokens
+            )
         )
 
-    def write(self, token: ChosenToken) -> str:
-        """The text that is certain with `token`, which is settled and does not end it."""
-        return self._write(token)[0]
+    def write(self, tokens: Sequence[ChosenToken]) -> str:
+        """The text that is certain with `tokens`, which are settled and with which it goes on."""
+        return self.text.push_run([token.token_id for token in tokens])[0]
 
     def _write(self, token: ChosenToken) -> tuple[str, FinishReason | None]:
         if (matcher := self.sampler.matcher) is not None:
@@ -116,20 +123,19 @@ class Completion:
     def event(
         self,
         usage: Usage,
-        token: ChosenToken | None,
+        tokens: Sequence[ChosenToken],
         text: str,
         reason: FinishReason | None,
         error: str | None = None,
         error_field: str | None = None,
     ) -> Event:
         """An event for the client."""
-        logprob = None if token is None else token.logprob
         return Event(
             request_id=self.request.request_id,
             index=self.index,
-            token_ids=() if token is None else (token.token_id,),
+            token_ids=tuple(token.token_id for token in tokens),
             text=text,
-            logprobs=() if logprob is None else (logprob,),
+            logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
             usage=usage,
             finish_reason=reason,
             error=error,

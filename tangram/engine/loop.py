@@ -311,6 +311,8 @@ class Engine:
         self._commit(step)
         for completion, tokens in verified:
             self._take_all(completion, tokens)
+        if not self.ahead:
+            self._send_parcels()
         self._publish_queue()
         self._end_step(step)
 
@@ -320,12 +322,12 @@ class Engine:
             self._runner.recorder.commit(self._scheduler.computing)
 
     def _take_all(self, completion: Completion, tokens: Sequence[ChosenToken | None]) -> None:
-        """Enter `tokens` one after the other, until one of them ends the completion.
+        """Enter `tokens`: together if none ends the completion, else until one of them does.
 
-        On a GPU those that end nothing are sent while it computes the next step.
+        Those that end nothing are one event. A GPU computes the next step while it is sent.
         """
         found = [token for token in tokens if token is not None]
-        if self.ahead and len(found) == len(tokens) and completion.goes_on(found):
+        if len(found) == len(tokens) and completion.goes_on(found):
             self._take_later(completion, found)
             return
         for token in tokens:
@@ -357,21 +359,16 @@ class Engine:
                 self._send(parcel)
 
     def _send(self, parcel: Parcel) -> None:
-        completion, last = parcel.completion, len(parcel.tokens) - 1
-        for number, token in enumerate(parcel.tokens):
-            unsent = max(0, last - number - 1)  # accepted drafts behind this token
-            drafted = DraftedTokens(
-                parcel.drafted.accepted - unsent, parcel.drafted.rejected + unsent
-            )
-            usage = self.admission.usage_at(
-                completion.sequence,
-                parcel.completion_tokens + number + 1,
-                parcel.sealed_chunks,
-                drafted,
-            )
-            self._scheduler.counters.generated_tokens += 1
-            text = completion.write(token)
-            completion.request.on_event(completion.event(usage, token, text, None))
+        completion, tokens = parcel.completion, parcel.tokens
+        usage = self.admission.usage_at(
+            completion.sequence,
+            parcel.completion_tokens + len(tokens),
+            parcel.sealed_chunks,
+            parcel.drafted,
+        )
+        self._scheduler.counters.generated_tokens += len(tokens)
+        text = completion.write(tokens)
+        completion.request.on_event(completion.event(usage, tokens, text, None))
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
@@ -510,7 +507,7 @@ class Engine:
             self._end(completion)
             self._publish_stats()  # before the last event: they must not contain the request
             completion.request.on_event(
-                completion.event(usage, None, "", FinishReason.ABORT, error, field)
+                completion.event(usage, (), "", FinishReason.ABORT, error, field)
             )
 
     # -- emit --------------------------------------------------------------------------------------
@@ -528,7 +525,7 @@ class Engine:
             self._answers.remove(completion)
             self._end(completion)
             self._publish_stats()
-        completion.request.on_event(completion.event(usage, token, text, reason))
+        completion.request.on_event(completion.event(usage, (token,), text, reason))
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True

@@ -270,12 +270,17 @@ class TextStream:
         Push nothing more then.
         """
         mark = self._marks.names.get(token_id)
-        text, self._stopped = self._search(
-            self._detokenizer.push(token_id) if mark is None else self._detokenizer.flush()
-        )
-        if mark is not None and not self._stopped:
+        if mark is None:
+            return self.push_run([token_id])
+        text, self._stopped = self._search(self._detokenizer.flush())
+        if not self._stopped:
             text += self._stop.flush() + mark
             self._in_head = token_id in self._marks.heads
+        return text, self._stopped
+
+    def push_run(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """`push` of several tokens at once, of which none is a mark."""
+        text, self._stopped = self._search(self._detokenizer.push(token_ids))
         return text, self._stopped
 
     def _search(self, text: str) -> tuple[str, bool]:
@@ -302,10 +307,12 @@ class _Detokenizer:
         self._text = codec.decode(self._ids)
         self._sent = _certain(self._text)
 
-    def push(self, token_id: int) -> str:
-        if token_id in self._codec.special_token_ids:
-            return ""  # as context it would hide that a text precedes
-        self._ids.append(token_id)
+    def push(self, token_ids: Sequence[int]) -> str:
+        # As context a special token would hide that a text precedes.
+        plain = [token for token in token_ids if token not in self._codec.special_token_ids]
+        if not plain:
+            return ""
+        self._ids += plain
         self._text = text = self._codec.decode(self._ids)
         full = len(self._ids) > _MAX_WINDOW_TOKENS
         certain = max(_certain(text), len(text) - _MAX_PENDING) if full else _certain(text)

@@ -94,9 +94,23 @@ def test_usage_adds_up_to_what_the_engine_has_counted(repeating: Engine) -> None
     assert last.drafted.rejected == after.drafted - before.drafted - last.drafted.accepted
     assert after.drafts > before.drafts and sum(after.accepted_at) == after.accepted
     assert last.drafted.accepted < last.completion_tokens == 40
+    tokens = 0
     for event in events:
-        assert event.usage.drafted is not None
+        tokens += len(event.token_ids)
+        assert event.usage.drafted is not None and event.usage.completion_tokens == tokens
         assert event.usage.drafted.accepted < event.usage.completion_tokens
+
+
+def test_what_a_step_accepts_comes_in_one_event(repeating: Engine) -> None:
+    """Until its last step, which may end within what is accepted."""
+    events = complete(repeating, PROMPT, logprobs=0)
+    most = max(len(event.token_ids) for event in events)
+    assert 1 < most <= 5 and len(events[0].token_ids) == 1
+    assert all(len(event.token_ids) == len(event.logprobs) for event in events)
+    tokens = [token for event in events for token in event.token_ids]
+    assert "".join(event.text for event in events) == repeating.codec.decode(tokens)
+    stopped = complete(repeating, PROMPT, stop=["\ufffe"])  # text decides whether it ends
+    assert all(len(event.token_ids) == 1 for event in stopped)
 
 
 def test_the_terminal_says_how_many_drafted_tokens_were_accepted(repeating: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is drafted, requests get the events that they get without: text, reasons, figures."""
+"""Whatever is drafted, requests get what they get without: tokens, text, reasons, figures."""
 
 from __future__ import annotations
 
@@ -146,12 +146,14 @@ def check(found: list[DraftedAnswer], expected: list[DraftedAnswer]) -> None:
         *product(["ngram", "compressed_kv"], ["greedy", "penalties", "several"]),
     ),
 )
-def test_events_are_those_without_drafts(world: DraftingEngines, method: str, setting: str) -> None:
+def test_answers_are_those_without_drafts(
+    world: DraftingEngines, method: str, setting: str
+) -> None:
     check(world.answers(method, SETTINGS[setting]), world.plain(setting))
 
 
 @pytest.mark.parametrize("setting", ["greedy", "penalties", "several", "short"])
-def test_events_are_the_same_where_a_step_is_launched_ahead(
+def test_answers_are_the_same_where_a_step_is_launched_ahead(
     world: DraftingEngines, setting: str
 ) -> None:
     """As on a GPU: accepted tokens are sent while the next step runs."""

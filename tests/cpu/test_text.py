@@ -98,6 +98,18 @@ def test_any_tokens_stream_to_what_decoding_them_all_gives(
     assert not stopped
 
 
+@settings(max_examples=300, deadline=None)
+@given(drawn=st.lists(st.lists(token_ids, min_size=1, max_size=9), max_size=20))
+def test_runs_of_tokens_stream_to_what_decoding_them_all_gives(
+    codec: TextCodec, broken: list[int], drawn: list[list[int]]
+) -> None:
+    runs = [resolve(run, broken) for run in drawn]
+    whole = TextStream(codec)
+    pieces = [whole.push_run(run)[0] for run in runs]
+    pieces.append(whole.finish())
+    assert "".join(pieces) == codec.decode([token for run in runs for token in run])
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60), prompt=st.sampled_from(["", "Hello", "日本", "a b "]))
 def test_text_streams_whole_characters_only(codec: TextCodec, text: str, prompt: str) -> None:
