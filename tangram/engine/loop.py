@@ -39,7 +39,7 @@ from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import ChosenToken, DraftedTokens, FinishReason, Geometry, Request, Usage
+from tangram.types import ChosenToken, FinishReason, Geometry, Request, Usage
 from tangram.watch import Observer, Watched
 
 STATS_EVERY_S = 0.05
