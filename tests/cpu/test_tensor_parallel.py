@@ -327,7 +327,7 @@ def test_a_gate_chooses_as_on_one_device(checkpoint: Callable[..., Checkpoint]) 
 @pytest.mark.parametrize(
     ("options", "ranks", "error", "message"),
     [
-        ({}, 3, ConfigError, "tensor_parallel_size is 3.*4 KV heads"),
+        ({"device": "cpu"}, 3, ConfigError, "tensor_parallel_size is 3.*4 KV heads"),
         ({"profile": (), "scorer": "expected_attention"}, 2, ProfileError, "tangram calibrate"),
         ({"max_model_len": 4096}, 2, ConfigError, "max_model_len is 4096"),
     ],
