@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tangram.engine.templates import template_options
 from tangram.engine.thinking import thinking_format
@@ -34,6 +34,10 @@ _MAX_WINDOW_TOKENS = 32
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NONE = Marks()
+
+
+class _Decoder(Protocol):
+    def __call__(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class TextCodec:
         self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()
     ) -> None:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.tokenizer = tokenizer
+        self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         added = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -214,14 +218,7 @@ class TextCodec:
         return TokenText(text, raw)
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        # The clean-up would remove spaces before punctuation that are already sent.
-        return str(
-            self.tokenizer.decode(
-                token_ids,
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        return self._decoder(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _piece_bytes(self, token_id: int) -> bytes:
         """The bytes of a token that is not whole characters.
@@ -233,6 +230,32 @@ class TextCodec:
             return bytes([int(match[1], 16)])
         alphabet = _byte_alphabet()
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
+
+
+def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
+    """Decodes tokens as `tokenizer` does, without its clean-up.
+
+    That would remove spaces before punctuation that are already sent. Where Transformers hands the
+    tokens on as they are, this does, too: a fifth of the time for what each token needs twice.
+    """
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    kind = type(tokenizer)
+    own = (TokenizersBackend.decode, TokenizersBackend._decode)
+    if isinstance(tokenizer, TokenizersBackend) and (kind.decode, kind._decode) == own:
+        direct: _Decoder = tokenizer.backend_tokenizer.decode
+        return direct
+
+    def decode(token_ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return str(
+            tokenizer.decode(
+                token_ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    return decode
 
 
 def _explain_rejection(reason: str = "") -> RequestError:

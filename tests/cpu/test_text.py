@@ -111,6 +111,19 @@ def test_runs_of_tokens_stream_to_what_decoding_them_all_gives(
 
 
 @settings(max_examples=200, deadline=None)
+@given(drawn=st.lists(token_ids, max_size=40), skip=st.booleans())
+def test_tokens_are_decoded_as_transformers_does(
+    codec: TextCodec, broken: list[int], drawn: list[int], skip: bool
+) -> None:
+    tokens = resolve(drawn, broken)
+    wanted = codec.tokenizer.decode(
+        tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
+    found = codec.decode(tokens) if skip else codec.verbatim(tokens, "prompt")
+    assert found == wanted
+
+
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60), prompt=st.sampled_from(["", "Hello", "日本", "a b "]))
 def test_text_streams_whole_characters_only(codec: TextCodec, text: str, prompt: str) -> None:
     tokens = codec.encode(text)
