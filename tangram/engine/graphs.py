@@ -65,6 +65,11 @@ class PassGraphs:
         """
         self._runs_first = True
 
+    def forget(self) -> None:
+        """Drop all graphs. Those that the device still runs end first."""
+        self._captured.clear()
+        self._recent.clear()
+
     def logits(self, inputs: Tensor, sizes: list[int], attention: StepAttention) -> Tensor:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
 

@@ -109,6 +109,12 @@ class RankRunner(Runner):
     def lead(self, ranks: Ranks, cache: CacheManager) -> None:
         """From now on tell steps to `ranks`. `cache` manages the page numbers of all ranks."""
         self._ranks, self._written = ranks, WriteLog(cache, self._common)
+        ranks.release_by(self._forget_graphs)
+
+    def _forget_graphs(self) -> None:
+        for passes in (self.passes, *(() if self._drafts is None else self._drafts[:1])):
+            if passes.graphs is not None:
+                passes.graphs.forget()
 
     def run(
         self,

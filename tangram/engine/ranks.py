@@ -7,6 +7,7 @@ torch.distributed inside the model. A rank that has failed says why through its 
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -31,7 +32,10 @@ from tangram.model.load import memory_ran_out
 from tangram.model.place import find_device
 
 _REPORT_S = 10.0  # how long rank 0 waits for the reason of another rank's failure
+_LEAVE_S = 10.0  # how long it waits for NCCL, which has little left to do
 WORKER = "tangram.engine.rank_process"
+
+_log = logging.getLogger("tangram")
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,15 @@ class Ranks:
         places = visible_devices(size) if device.type == "cuda" else [""] * size
         self.fault: str | None = None
         self._on_fault: Callable[[str], object] = lambda fault: None
+        self._release: Callable[[], object] = lambda: None
         self._closing, self._faulted = False, threading.Event()
         self._joined = Future[None]()
         self._folder = tempfile.TemporaryDirectory(prefix="tangram-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._monitor = Thread(target=self._watch, name="tangram-ranks", daemon=True)
+        self._abortion = Thread(target=_abort_collectives, name="tangram-abort", daemon=True)
+        self._aborting = threading.Lock()
         try:
             for place in places[1:]:
                 self._start(place)
@@ -158,6 +165,10 @@ class Ranks:
         if self.fault is not None:
             on_fault(self.fault)
 
+    def release_by(self, release: Callable[[], object]) -> None:
+        """Call `release` when the ranks end: it drops the graphs that hold collectives."""
+        self._release = release
+
     def close(self) -> None:
         """End the other ranks. Nothing can be computed any more."""
         self._closing = True
@@ -170,9 +181,28 @@ class Ranks:
             self._monitor.join()
         for pipe in self._pipes:
             pipe.close()
-        if dist.is_initialized():
+        self._release()
+        if _uses_nccl():
+            self._abort()
+            self._abortion.join(_LEAVE_S)
+            if self._abortion.is_alive():
+                _log.warning(
+                    "NCCL has not ended its work in %d s: this process can have no other engine on "
+                    "several devices",
+                    _LEAVE_S,
+                )
+        elif dist.is_initialized():
             dist.destroy_process_group()
         self._folder.cleanup()
+
+    def _abort(self) -> None:
+        """End the collectives of this rank, which wait for others. Call it as often as you like.
+
+        NCCL does this at once, and then waits until no graph holds one (`release_by`).
+        """
+        with self._aborting:
+            if self._abortion.ident is None:
+                self._abortion.start()
 
     def _watch(self) -> None:
         """Wait for the first rank that reports a failure or ends."""
@@ -188,8 +218,8 @@ class Ranks:
         self.fault = f"{self._name(number)} {report}: start the engine again"
         self._faulted.set()
         self._settle(EngineError(self.fault))
-        if dist.is_initialized() and dist.get_backend() != "gloo":
-            dist.distributed_c10d._abort_process_group()  # NCCL would wait for it
+        if _uses_nccl():
+            self._abort()
         self._on_fault(self.fault)
 
     def _name(self, number: int) -> str:
@@ -207,6 +237,15 @@ def join_ranks(config: EngineConfig, rank: int, meeting: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and dist.get_backend() != "gloo"
+
+
+def _abort_collectives() -> None:
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
 
 
 def share_cores(config: EngineConfig) -> None:
