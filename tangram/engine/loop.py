@@ -426,7 +426,7 @@ class Engine:
             yield self._speculation.cache
 
     def _clear_prefixes(self) -> None:
-        self._scheduler.forget_open()
+        self._scheduler.open_chunks.forget()
         for cache in self._caches:
             cache.prefix.clear()
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -39,13 +38,11 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
+from tangram.engine.open_chunks import OpenChunks
 from tangram.engine.rows import prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 from tangram.watch import SequenceState
-
-# Ended sequences whose chunks wait to be sealed. More are forgotten, the oldest first.
-MOST_LEFT_OPEN = 256
 
 
 @dataclass
@@ -91,12 +88,15 @@ class Scheduler:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
     changes: list[tuple[TokenSequence, SequenceState]] | None = None
+    open_chunks: OpenChunks = field(init=False)
     passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
     _members: tuple[tuple[int, Retention, int], ...] = ()
-    _left_open: deque[TokenSequence] = field(default_factory=deque)
     _epoch: int = 0
     _decode_waits: bool = False
+
+    def __post_init__(self) -> None:
+        self.open_chunks = OpenChunks(self.cache)
 
     def excess(self, entering: int) -> int:
         """Sequences that never ran, with `entering` more, minus the free places of the batch.
@@ -116,22 +116,8 @@ class Scheduler:
 
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
-        if sequence.cache is not None and sequence.cache.open_chunks and self.cache.prefix_caching:
-            self._note_open(sequence, sequence.cache)
+        self.open_chunks.note(sequence)
         self._forget(sequence)
-
-    def _note_open(self, sequence: TokenSequence, cache: SequenceCache) -> None:
-        """The chunks of `sequence` are to be sealed when there is time."""
-        end = cache.sealed_chunks * cache.layout.chunk_tokens
-        tokens = sequence.tokens[:end].copy()
-        self._left_open.append(
-            TokenSequence(
-                sequence.request_id, sequence.arrival_index, sequence.keys, tokens, end, 0, end
-            )
-        )
-        if len(self._left_open) > MOST_LEFT_OPEN:
-            self._release_open()
-            self._left_open.popleft()
 
     def leave_open(self) -> None:
         """Sequences go on behind a chunk that decode filled, where it has its place already.
@@ -146,17 +132,6 @@ class Scheduler:
                 self.cache.leave_open(cache)
             elif cache.open_chunks:
                 self.cache.drop_open(cache)
-
-    def forget_open(self) -> None:
-        """Forget which chunks of ended sequences are to be sealed."""
-        self._release_open()
-        self._left_open.clear()
-
-    def _release_open(self) -> None:
-        """Give back the pages of the sequence whose chunks are being sealed."""
-        if self._left_open and (cache := self._left_open[0].cache) is not None:
-            self.cache.close(cache)
-            self._left_open[0].cache = None
 
     def _forget(self, sequence: TokenSequence) -> None:
         if sequence in self.running:
@@ -178,7 +153,7 @@ class Scheduler:
         if sequence.cache is not None and sequence.cache.slot not in found.slots:
             found.slots.append(sequence.cache.slot)
         pages = found.pages(self.cache)
-        self.forget_open()
+        self.open_chunks.forget()
         self._forget(sequence)
         for other in [entry for entry in self.running if _require_cache(entry).slot in found.slots]:
             self._preempt(other)
@@ -193,7 +168,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         self._sealing.clear()
         if self.running or self.waiting:
-            self._release_open()
+            self.open_chunks.release()
         self.leave_open()
         self._secure_promises()
         fresh_batch, active = (
@@ -248,7 +223,7 @@ class Scheduler:
     @property
     def computing(self) -> Sequence[TokenSequence]:
         """The running sequences, and an ended one whose chunks are sealed now."""
-        return *self.running, *(one for one in self._left_open if one.cache is not None)
+        return *self.running, *self.open_chunks.sealing
 
     @property
     def decoding(self) -> list[TokenSequence]:
@@ -286,21 +261,11 @@ class Scheduler:
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""
-        while self._left_open:
-            sequence = self._left_open[0]
-            if sequence.cache is None and not self._is_sealed(sequence):
-                sequence.cache = self.cache.admit(sequence.keys, sequence.tokens, sequence.limit)
-            if sequence.cache is not None and sequence.cache.computed_tokens < sequence.known:
-                row = self._prefill_row(sequence, self.config.max_num_batched_tokens)
-                return [] if row is None else [replace(row, sample=False)]
-            self._release_open()
-            self._left_open.popleft()
-        return []
-
-    def _is_sealed(self, sequence: TokenSequence) -> bool:
-        """Whether all of its tokens, whole chunks, are cached."""
-        chunks = sequence.known // self.config.chunk_tokens
-        return self.cache.prefix.knows(sequence.keys.after(chunks, sequence.tokens))
+        sequence = self.open_chunks.begin()
+        if sequence is None:
+            return []
+        row = self._prefill_row(sequence, self.config.max_num_batched_tokens)
+        return [] if row is None else [replace(row, sample=False)]
 
     def _queue(self, sequence: TokenSequence) -> None:
         self._note(sequence, SequenceState.WAITING)

@@ -382,7 +382,7 @@ def test_what_comes_while_an_open_chunk_is_sealed_goes_first() -> None:
         kinds.append([row.kind.value for row in step.rows])
         recount(service.manager)
     assert kinds[:2] == [["seal"], ["decode"]]
-    service.scheduler.forget_open()
+    service.scheduler.open_chunks.forget()
     assert service.step() is None
     assert not service.manager.sequences
 
