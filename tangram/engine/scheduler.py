@@ -212,12 +212,9 @@ class Scheduler:
 
     @property
     def prefilling(self) -> bool:
-        """Whether a running sequence computes its prompt, more than a chunk that decode filled."""
+        """Whether a running sequence computes its prompt: its first token is still to come."""
         return any(
-            not one.complete
-            and not _decodes(one)
-            and (cache := _require_cache(one)).raw_tokens < cache.layout.chunk_tokens
-            for one in self.running
+            not one.complete and not one.read_tokens and not _decodes(one) for one in self.running
         )
 
     @property
