@@ -75,7 +75,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._monitor = Thread(target=self._watch, name="tangram-ranks", daemon=True)
-        self._abortion = Thread(target=_abort_collectives, name="tangram-abort", daemon=True)
+        self._abort_thread = Thread(target=_abort_collectives, name="tangram-abort", daemon=True)
         self._aborting = threading.Lock()
         try:
             for place in places[1:]:
@@ -184,8 +184,8 @@ class Ranks:
         self._release()
         if _uses_nccl():
             self._abort()
-            self._abortion.join(_LEAVE_S)
-            if self._abortion.is_alive():
+            self._abort_thread.join(_LEAVE_S)
+            if self._abort_thread.is_alive():
                 _log.warning(
                     "NCCL has not ended its work in %d s: this process can have no other engine on "
                     "several devices",
@@ -201,8 +201,8 @@ class Ranks:
         NCCL does this at once, and then waits until no graph holds one (`release_by`).
         """
         with self._aborting:
-            if self._abortion.ident is None:
-                self._abortion.start()
+            if self._abort_thread.ident is None:
+                self._abort_thread.start()
 
     def _watch(self) -> None:
         """Wait for the first rank that reports a failure or ends."""

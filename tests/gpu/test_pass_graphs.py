@@ -5,6 +5,7 @@ No GPU is needed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -28,6 +29,10 @@ class State:
     """What a graph is kept for."""
 
 
+class Graph(SimpleNamespace):
+    """A captured pass."""
+
+
 @dataclass
 class Counted:
     """Passes of a model, and what a GPU would be asked for."""
@@ -47,7 +52,7 @@ class Counted:
     def capture(self, inputs: Tensor, sizes: Sequence[int], attention: Any) -> Any:
         self.captures += 1
         return SimpleNamespace(
-            inputs=inputs, logits=torch.ones(1), blocks=None, graph=SimpleNamespace(replay=self.run)
+            inputs=inputs, logits=torch.ones(1), blocks=None, graph=Graph(replay=self.run)
         )
 
     def run(self) -> None:
@@ -93,6 +98,24 @@ def test_on_several_devices_the_model_runs_once_for_a_pass(counted: Counted) -> 
         counted.ask(state)
         assert counted.runs + counted.replays == number
     assert (counted.captures, counted.runs) == (2, 1)
+
+
+def test_no_graph_is_held_once_they_are_forgotten(counted: Counted) -> None:
+    """NCCL waits for the last of those that hold one of its operations."""
+    state, held = State(), list[weakref.ref[Graph]]()
+    capture = counted.graphs._capture
+
+    def note(*parts: Any) -> Any:
+        captured = capture(*parts)
+        held.append(weakref.ref(captured.graph))
+        return captured
+
+    counted.graphs._capture = note  # type: ignore[method-assign,assignment]
+    counted.ask(state)
+    counted.ask(state)
+    assert [graph() is None for graph in held] == [False]
+    counted.graphs.forget()
+    assert [graph() is None for graph in held] == [True]
 
 
 class SharedMemory:
