@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -26,6 +27,8 @@ from tangram.kernels.interface import KernelChoice
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
+from tangram.plan.form import WorkPlan
+from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Event, Request, SamplingParams
 
 # What a config with latent attention has besides: entries have 32 + 8 elements.
@@ -94,6 +97,19 @@ def drain(engine: Engine) -> None:
     while engine.step():
         check_books(engine)
     assert not engine.busy
+
+
+def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[Decoding]:
+    """The batches that are planned from now on, one for each plan."""
+    made = list[Decoding]()
+    plan = Schedule.plan
+
+    def count(schedule: Schedule, batch: Decoding, *arguments: Any) -> WorkPlan:
+        made.append(batch)
+        return plan(schedule, batch, *arguments)
+
+    monkeypatch.setattr(Schedule, "plan", count)
+    return made
 
 
 def sealed_state(engine: Engine) -> dict[bytes, Tensor]:

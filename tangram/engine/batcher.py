@@ -179,12 +179,14 @@ class Batcher:
         if epoch != self._epoch:
             self._epoch, self._loaded = epoch, None
             self._batches.clear()
-        if queries not in self._batches:
+        planned = queries in self._batches
+        if not planned:
             self._batches[queries] = self._decoding(
                 decode, self.cache.tables, self.cache.lengths, queries
             )
         if self._loaded != (width, queries):
-            self.meters.plans[self.kernels.load(self._batches[queries], width)] += 1
+            planner = self.kernels.load(self._batches[queries], width)
+            self.meters.plans[planner] += not planned
             self._loaded = width, queries
         return width
 

@@ -10,6 +10,7 @@ needs its results, or at once if it is the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -101,6 +102,7 @@ class GpuDecode:
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
         self._merges = size.segments > 0
         self._tiles = dict[torch.dtype, list[Tile]]()
+        self._packed = WeakKeyDictionary[WorkPlan, tuple[PackedPlan, Tensor]]()
         self._chained = self._card.chains and self._options.chained
         self._load(plans[0], lengths)
 
@@ -112,7 +114,8 @@ class GpuDecode:
         """Upload `plan`. Later work on the current stream executes it, graph replays included.
 
         `lengths`, int32 [slots · groups] on the host, sort tasks by length; they may grow
-        afterwards. Raises `ConfigError` if the plan does not fit the buffers.
+        afterwards. A plan that was loaded before stays sorted as it was, and is only uploaded.
+        Raises `ConfigError` if the plan does not fit the buffers.
         """
         if plan.tile_tokens != self._tile_tokens or plan.kv_heads != self._kv_heads:
             raise ConfigError(
@@ -127,15 +130,18 @@ class GpuDecode:
         return plan.tile_tokens == self._tile_tokens and self._load(plan, lengths) is None
 
     def _load(self, plan: WorkPlan, lengths: Int32 | None) -> str | None:
-        group, finishes = self._group * self._queries, np.asarray(self.capacity.finishes)
-        # Megabytes: written directly to memory that the device reads.
-        words = count_words(plan, self._options)
-        whole = torch.empty(words, dtype=torch.int32, pin_memory=self._pool.is_cuda)
-        packed = pack(plan, group, self._options, lengths, finishes, whole.numpy())
-        misfit = self.capacity.misfit(plan, packed)
-        if misfit is None:
-            self._upload(packed, whole)
-        return misfit
+        if plan not in self._packed:
+            group, finishes = self._group * self._queries, np.asarray(self.capacity.finishes)
+            # Megabytes: written directly to memory that the device reads.
+            words = count_words(plan, self._options)
+            whole = torch.empty(words, dtype=torch.int32, pin_memory=self._pool.is_cuda)
+            packed = pack(plan, group, self._options, lengths, finishes, whole.numpy())
+            misfit = self.capacity.misfit(plan, packed)
+            if misfit is not None:
+                return misfit
+            self._packed[plan] = packed, whole
+        self._upload(*self._packed[plan])
+        return None
 
     def _upload(self, packed: PackedPlan, whole: Tensor) -> None:
         """Copy the arrays of `packed`, which lie end to end in `whole`, to their places."""

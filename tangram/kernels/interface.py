@@ -141,7 +141,8 @@ class PoolKernels(Protocol):
     def load(self, batch: Decoding, width: int) -> str:
         """Plan for the rows of `batch` and decode them from now on; their lengths may grow.
 
-        With several queries a row they may also shrink again, by refused drafts.
+        With several queries a row they may also shrink again, by refused drafts. The same batch is
+        planned once, whatever the width.
 
         Returns the name of the planner.
         """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ class TorchKernels:
     def __init__(self, pool: Tensor, schedule: Schedule | None = None) -> None:
         self._pool, self._width, self._waiting = pool, 0, WaitPolicy()
         self._schedule = schedule
+        self._plans = WeakKeyDictionary[Decoding, tuple[cpu.CpuPlan, str]]()
         given = set() if schedule is None else set(schedule.numbers)
         if schedule is not None and schedule.one_tile:
             given.add(ONE_TILE)
@@ -69,12 +71,14 @@ class TorchKernels:
 
     def load(self, batch: Decoding, width: int) -> str:
         """See `PoolKernels`: for torch's threads."""
-        schedule = self._schedule
-        if schedule is None:
-            schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
-        plan = schedule.plan(batch, torch.get_num_threads(), CostModel())
-        self._plan = cpu.CpuPlan.build(plan, batch.rows)
-        return schedule.kind
+        if batch not in self._plans:
+            schedule = self._schedule
+            if schedule is None:
+                schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
+            plan = schedule.plan(batch, torch.get_num_threads(), CostModel())
+            self._plans[batch] = cpu.CpuPlan.build(plan, batch.rows), schedule.kind
+        self._plan, kind = self._plans[batch]
+        return kind
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
         """See `PoolKernels`: nothing is compiled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -86,6 +87,8 @@ class TritonKernels:
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
         self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
+        # Drafts change the width in every step, and with it the loaded plan.
+        self._plans = WeakKeyDictionary[Decoding, tuple[WorkPlan, DecodeOptions, str]]()
         self._buffers = PlanBuffers(device)
         self._addresses: dict[int, Tensor] = {}
         self._first_tokens: dict[int, Tensor] = {}
@@ -117,15 +120,18 @@ class TritonKernels:
         Each number of queries has its own kernels.
         """
         self._scale(*batch.rows.shape[1:])
-        schedule, options = self._schedule(batch)
-        plan = schedule.plan(batch, self._card.processors, self._cost)
+        if batch not in self._plans:
+            schedule, options = self._schedule(batch)
+            plan = schedule.plan(batch, self._card.processors, self._cost)
+            self._plans[batch] = plan, options, schedule.kind
+        plan, options, kind = self._plans[batch]
         place = width, options, batch.queries
         known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
             least = None if known is None else known.capacity
             known = self._decoders[place] = self._executing(plan, batch, options, least)
         self._adopt_decoder(known, batch, width)
-        return schedule.kind
+        return kind
 
     def _adopt_decoder(self, decoder: GpuDecode, batch: Decoding, width: int) -> None:
         self._decoder, self._queries = decoder, batch.queries

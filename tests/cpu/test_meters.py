@@ -23,7 +23,8 @@ from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
 from tangram.types import Request, SamplingParams
 from tests.cpu.test_purity import TINY
-from tests.small_engines import drain, profile_file, run, small_engine
+from tests.small_engines import count_plans, drain, profile_file, run, small_engine
+from tests.speculation import METHODS, draft_always
 
 C = 32
 PROMPT = [3 + (i * i * 7 + i) % 80 for i in range(3 * C + 5)]
@@ -72,6 +73,17 @@ def test_plans_are_counted_when_who_decodes_changes(tiny: LoadedModel, profile: 
     assert engine.stats().plans == {"aot": 1}, "lengths grow, the plan stays"
     run(engine, [PROMPT[:9], PROMPT[:11]], max_tokens_of(6))
     assert sum(engine.stats().plans.values()) > 1
+
+
+def test_a_batch_is_planned_once_however_many_tokens_are_drafted(
+    tiny: LoadedModel, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = {"kv_retention": 1.0, "speculative_config": METHODS["compressed_kv"]}
+    engine = small_engine(tiny, profile=(profile,), scope=Profile.load(profile).scope, **drafts)
+    planned = count_plans(monkeypatch)
+    run(draft_always(engine, 3, 1, 2, 0), [PROMPT[:9], PROMPT[:11]], max_tokens_of(14))
+    assert engine.stats().speculation.drafts > 4
+    assert len(planned) == len(set(planned))
 
 
 def test_slots_bytes_and_pages_of_a_running_request(tiny: LoadedModel, profile: str) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
 from bench.bare_tokenizer import load_tokenizer
 from tangram.types import SamplingParams
 from tests.gpu.test_engine import on_torch, on_triton
-from tests.small_engines import run, small_engine, tiny_model
+from tests.small_engines import count_plans, run, small_engine, tiny_model
+from tests.speculation import draft_always
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 PROMPTS = [[5, 9, 17, 3], list(range(3, 23))]
 
 
-def test_answers_are_those_without_drafts(device: torch.device, tmp_path: Path) -> None:
+def test_answers_are_those_without_drafts(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a batch is planned once, although each step has other drafts and another width."""
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=32,
@@ -32,8 +37,11 @@ def test_answers_are_those_without_drafts(device: torch.device, tmp_path: Path) 
     loaded.model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    expected = run(small_engine(loaded, on_torch), PROMPTS, PARAMS)
     drafting = small_engine(loaded, on_triton, speculative_config=drafts)
-    assert run(drafting, PROMPTS, PARAMS) == run(small_engine(loaded, on_torch), PROMPTS, PARAMS)
+    planned = count_plans(monkeypatch)
+    assert run(draft_always(drafting, 3, 1, 0, 2), PROMPTS, PARAMS) == expected
+    assert len(planned) == len(set(planned))
     speculation = drafting._speculation
     assert speculation is not None
     assert speculation.counters.drafted
