@@ -25,7 +25,7 @@ from tangram.cache.step import Row
 from tangram.engine.sampling import SampleRow
 from tangram.engine.token_sequence import TokenSequence
 from tangram.metrics import SpeculationStats
-from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter
+from tangram.speculate.lookup import NgramDrafter, RecentAnswers, SuffixDrafter, rehearse_lookups
 from tangram.speculate.pace import REST_STEPS, Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import ChosenToken, DraftedTokens, Int64
@@ -314,6 +314,7 @@ class Speculation:
 
 def speculate_by_lookup(config: Ngram | Suffix) -> Speculation:
     """Speculation that drafts by lookup, as `config` says."""
+    rehearse_lookups()
     if isinstance(config, Ngram):
         ngram = partial(NgramDrafter, config.prompt_lookup_min, config.prompt_lookup_max)
         return Speculation(config, look=ngram)

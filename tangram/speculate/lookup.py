@@ -7,15 +7,16 @@ et al., arXiv 2411.04975, sections 3 and 4: pattern, expected score, maximal len
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tangram.speculate.lookup_loops import follow_most
 from tangram.speculate.token_history import TokenHistory
 from tangram.types import Int64
 
-_MOST_PLACES = 16  # of one pattern: the newest say enough, and each costs microseconds
+_MOST_PLACES = 16  # of one pattern in one history: the newest say enough
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -34,12 +35,11 @@ class NgramDrafter:
     def draft(self, most: int) -> Int64:
         """int64 [up to `most`]: what may come next."""
         places = self._history.places(self._history.newest(self.longest), _MOST_PLACES)
-        fitting = [place for place in places if place.matched >= self.shortest]
-        if not fitting:
+        matched = places[:, 2]
+        if matched.max(initial=0) < self.shortest:
             return _NOTHING
         # The first of equal matches is the newest.
-        best = max(fitting, key=lambda place: place.matched)
-        return np.array(self._history.after(best, most), np.int64)
+        return self._history.after(places[matched.argmax()], most)
 
 
 class RecentAnswers:
@@ -61,7 +61,7 @@ class RecentAnswers:
         newest.extend(tokens[-self._most // 2 :])
 
     @property
-    def histories(self) -> Iterable[TokenHistory]:
+    def histories(self) -> Sequence[TokenHistory]:
         """Where to look, the newest first."""
         return self._halves
 
@@ -86,41 +86,18 @@ class SuffixDrafter:
 
     def draft(self, most: int) -> Int64:
         """int64 [up to `most`]: what may come next."""
-        context = self._history.newest(self.depth)
-        found = [
-            (place, history.after(place, most))
-            for history in (self._history, *self.recent.histories)
-            for place in history.places(context, _MOST_PLACES)
-        ]
-        best, best_score = list[int](), 0.0
-        for length in sorted({place.matched for place, _ in found}, reverse=True):
-            longest = min(most, int(self.factor * length))
-            if longest <= best_score:
-                break  # no draft expects more tokens than it has
-            continuations = [tokens for place, tokens in found if place.matched >= length]
-            path, score = self._follow(continuations, longest)
-            if score > best_score:
-                best, best_score = path, score
-        return np.array(best, np.int64)
+        context, known = self._history.newest(self.depth), 0
+        histories = self._history, *self.recent.histories
+        continuations = np.empty((len(histories) * _MOST_PLACES, most + 2), np.int64)
+        for history in histories:
+            known = history.note_continuations(context, _MOST_PLACES, known, continuations)
+        path, best = np.empty((2, most), np.int64)
+        count = follow_most(continuations[:known], self.factor, self.least_share, path, best)
+        return best[:count]
 
-    def _follow(self, continuations: list[list[int]], longest: int) -> tuple[list[int], float]:
-        """The path that most `continuations` take, and how many of its tokens to expect."""
-        path: list[int] = []
-        total, score = len(continuations), 0.0
-        while len(path) < longest:
-            at = len(path)
-            nexts = [tokens[at] for tokens in continuations if len(tokens) > at]
-            if not nexts:
-                break
-            token = nexts[0]
-            if nexts.count(token) < len(nexts):
-                token = max(nexts, key=nexts.count)  # of equal counts the newest
-            agreeing = nexts.count(token)
-            share = agreeing / total
-            if share < self.least_share:
-                break
-            path.append(token)
-            score += share
-            if agreeing < len(continuations):
-                continuations = [one for one in continuations if len(one) > at and one[at] == token]
-        return path, score
+
+def rehearse_lookups() -> None:
+    """Compile the loops, or load them from Numba's cache, before the first draft."""
+    drafter = SuffixDrafter(RecentAnswers(0), depth=2, factor=1.0, least_share=0.0)
+    drafter.extend(np.zeros(4, np.int64))
+    drafter.draft(1)
