@@ -94,6 +94,11 @@ class SampleRow:
         return self.greedy and not self.remembers and self._ends is None and self.matcher is None
 
     @property
+    def takes_largest(self) -> bool:
+        """True when the largest logit says the token, and nothing else is asked of the logits."""
+        return self.stays and self._bias is None and self.params.logprobs is None
+
+    @property
     def changes_logits(self) -> bool:
         """True when a bias or a penalty moves this row's logits, or the answer may not end yet."""
         return self._bias is not None or self._history is not None or self._must_go_on
@@ -217,7 +222,12 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
 
     Greedy rows take the first of equal maxima.
     """
-    raw = _mask_forbidden(logits.float(), rows)
+    raw = logits.float()
+    # A row that stays is the same object behind each of its drafts.
+    if all(row.takes_largest for row in set(rows)):
+        largest, tokens = raw.max(dim=-1)
+        return SampledTokens(tokens, HostCopies(tokens, largest), ())
+    raw = _mask_forbidden(raw, rows)
     tokens, largest = _choose(raw, rows)
     return SampledTokens(tokens, HostCopies(tokens, largest), _logprobs(raw, tokens, rows))
 
