@@ -17,6 +17,7 @@ from math import inf, prod
 from statistics import fmean
 
 _KEPT_TIMES = 64  # a disturbance of fewer than 48 iterations in a row changes no choice
+_NEWEST = 8  # of the kept times of a number of drafts
 _KEPT_LOOKS = 8
 _KEPT_DRAFTS = 256  # tokens over which the acceptance of a sequence is remembered
 _PRIOR_DRAFTS, _PRIOR_ACCEPTED = 4.0, 3.0
@@ -122,7 +123,9 @@ class _Load:
         times = self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES))
         times.append(seconds)
         if len(times) >= TRIES:
-            self.usual[drafted] = _find_usual(times)  # a first pass may take twice as long
+            usual = _find_usual(times)  # a first pass may take twice as long
+            # Drafts that were fast once must be so now, too: a machine may have become slower.
+            self.usual[drafted] = max(usual, _find_usual([*times][-_NEWEST:])) if drafted else usual
         self._count(seconds)
         self.newest[drafted] = self.iterations
 

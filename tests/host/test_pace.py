@@ -94,6 +94,15 @@ def test_a_disturbance_of_plain_iterations_begins_no_drafts(disturbed: int) -> N
     assert len(trials) <= 4
 
 
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+def test_a_machine_that_becomes_slower_is_not_taken_for_slow_plain_steps(slower: float) -> None:
+    """Drafts are compared by old times at first: as seen on a GPU, for 62 steps of 18 ms."""
+    pace = Pace(8)
+    run(pace, 1.2e-3, 1.7e-3, 0.98, 3000)
+    chosen = run(pace, slower * 1.2e-3, slower * 1.7e-3, 0.98, 400)
+    assert sum(count > 0 for count in chosen) <= 24
+
+
 def test_trials_among_plain_steps_lose_half_of_what_trials_may() -> None:
     """The steps around them wait, which loses the other half."""
     pace, fixed, draft = Pace(8), 1.2e-3, 1.7e-3
