@@ -19,7 +19,8 @@ class TokenHistory:
     """Tokens of one or more texts, in the order of their arrival."""
 
     def __init__(self) -> None:
-        self._size, self._starts = 0, np.zeros(1, np.int64)  # of texts
+        self._size, self._tokens = 0, np.zeros(0, np.int32)
+        self._starts = np.zeros(1, np.int64)  # of texts
         self._reserve(_FIRST_TOKENS)
 
     def __len__(self) -> int:
@@ -71,8 +72,8 @@ class TokenHistory:
 
     def _reserve(self, tokens: int) -> None:
         """Memory for so many tokens, a power of two, and as many chains."""
-        kept = self.newest(self._size) if self._size else np.zeros(0, np.int32)
-        self._tokens = np.zeros(tokens, np.int32)
+        kept = self._tokens[: self._size]
+        self._tokens = np.empty(tokens, np.int32)
         self._tokens[: self._size] = kept
         self._older = np.empty(tokens, np.int32)
         self._newest = np.full(tokens, NONE, np.int32)

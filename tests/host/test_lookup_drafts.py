@@ -42,9 +42,26 @@ def test_places_are_those_that_a_search_finds(tokens: list[int], split: int, dep
 
 def test_a_long_text_is_kept_whole() -> None:
     history = TokenHistory()
-    tokens = np.arange(1000) % 17
-    history.extend(tokens)
-    assert history.newest(2000).tolist() == tokens.tolist()
+    tokens = np.arange(3000) % 17
+    history.extend(tokens[:700])
+    history.extend(tokens[700:])
+    assert history.newest(4000).tolist() == tokens.tolist()
+
+
+def test_places_of_many_texts_are_found_in_each_but_not_across_their_ends() -> None:
+    """There are more tokens than a history begins with memory for."""
+    history, tokens, starts = TokenHistory(), list[int](), set[int]()
+    for text in np.random.default_rng(0).integers(0, 4, (9, 250)):
+        history.begin_text()
+        starts.add(len(tokens))
+        history.extend(text)
+        tokens += text.tolist()
+    found = history.places(history.newest(5), len(tokens))
+    expected = search(tokens, tokens, 5)
+    ends = {end for end in expected if not starts & {end, end - 1}}
+    assert dict(found[:, [0, 2]].tolist()) == {end: expected[end] for end in ends}
+    followed = [history.after(place, 300).tolist() for place in found]
+    assert followed == [tokens[end : end - end % 250 + 250] for end in sorted(ends, reverse=True)]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 8))
