@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -181,8 +181,11 @@ class Batcher:
             self._batches.clear()
         planned = queries in self._batches
         if not planned:
-            self._batches[queries] = self._decoding(
-                decode, self.cache.tables, self.cache.lengths, queries
+            known = next(iter(self._batches.values()), None)
+            self._batches[queries] = (
+                self._decoding(decode, self.cache.tables, self.cache.lengths, queries)
+                if known is None
+                else replace(known, queries=queries)
             )
         if self._loaded != (width, queries):
             planner = self.kernels.load(self._batches[queries], width)

@@ -39,14 +39,14 @@ class _CapturedPass:
 class PassGraphs:
     """Runs passes of one model by `forward`. Passes that no graph can hold run without one.
 
-    A graph is kept as long as the kernels' object that it was captured with.
+    A graph is kept as long as the kernels' object that it was captured with. That object may serve
+    passes of several sizes.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
-        self._captured = WeakKeyDictionary[
-            object, _CapturedPass | None
-        ]()  # None: there was no memory for it
+        # By sizes, of each kernels' object; None: there was no memory for it.
+        self._captured = WeakKeyDictionary[object, dict[tuple[int, ...], _CapturedPass | None]]()
         self._memory: Any = None
         # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
@@ -80,14 +80,15 @@ class PassGraphs:
         state = attention.kernels.captured
         if state is None or (attention.padded_tokens is not None) in self._refused:
             return self._forward(attention, *torch.split(inputs, sizes))
-        if state not in self._captured:
+        captured, place = self._captured.setdefault(state, {}), tuple(sizes)
+        if place not in captured:
             if self._runs_first:
                 logits = self._forward(attention, *torch.split(inputs, sizes))
-                self._captured[state] = self._capture(inputs.clone(), sizes, attention)
+                captured[place] = self._capture(inputs.clone(), sizes, attention)
                 return logits
             self._warm_up(torch.split(inputs, sizes), attention)
-            self._captured[state] = self._capture(inputs.clone(), sizes, attention)
-        known = self._captured[state]
+            captured[place] = self._capture(inputs.clone(), sizes, attention)
+        known = captured[place]
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))
         known.inputs.copy_(inputs)

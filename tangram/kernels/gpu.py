@@ -39,6 +39,7 @@ class PlanBuffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: dict[str, Tensor] = {}
+        self.loaded: tuple[GpuDecode, WorkPlan] | None = None  # who has filled the plan's memory
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """[size] of what is shared as `name`: zeros when it is new."""
@@ -89,7 +90,7 @@ class GpuDecode:
         if slack:
             size = size.rounded if least is not None else size.rounded.doubled
         self.capacity = size
-        shared = buffers or PlanBuffers(pool.device)
+        shared = self._buffers = buffers or PlanBuffers(pool.device)
         self._device_plan = shared.take("plan", sum(size.sizes.values()), torch.int32)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group * queries
@@ -140,7 +141,9 @@ class GpuDecode:
             if misfit is not None:
                 return misfit
             self._packed[plan] = packed, whole
-        self._upload(*self._packed[plan])
+        if self._buffers.loaded != (self, plan):
+            self._upload(*self._packed[plan])
+            self._buffers.loaded = self, plan
         return None
 
     def _upload(self, packed: PackedPlan, whole: Tensor) -> None:

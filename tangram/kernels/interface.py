@@ -156,7 +156,8 @@ class PoolKernels(Protocol):
     def captured(self) -> object | None:
         """The object that a graph of the begun pass needs unchanged for its replay.
 
-        The pass decodes alone, or is that of `begin_row`. None if nothing can be captured.
+        Passes of several widths may need the same one. The pass decodes alone, or is that of
+        `begin_row`. None if nothing can be captured.
         """
         ...
 

@@ -91,6 +91,7 @@ class TritonKernels:
         self._plans = WeakKeyDictionary[Decoding, tuple[WorkPlan, DecodeOptions, str]]()
         self._buffers = PlanBuffers(device)
         self._addresses: dict[int, Tensor] = {}
+        self._addressed: dict[int, DecodeRows] = {}  # whose they are
         self._first_tokens: dict[int, Tensor] = {}
         self._queries = 1
         self._decodes_alone = False  # whether the rows of the last pass were decode rows only
@@ -115,7 +116,7 @@ class TritonKernels:
         return self._begun if self._pool.is_cuda else None
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`. The plan replaces the last one of this width, if it fits.
+        """See `PoolKernels`. The plan replaces the last one of as many rows, if it fits.
 
         Each number of queries has its own kernels.
         """
@@ -125,18 +126,17 @@ class TritonKernels:
             plan = schedule.plan(batch, self._card.processors, self._cost)
             self._plans[batch] = plan, options, schedule.kind
         plan, options, kind = self._plans[batch]
-        place = width, options, batch.queries
+        rows = _count_rows(batch, width)
+        place = rows, options, batch.queries
         known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
             least = None if known is None else known.capacity
             known = self._decoders[place] = self._executing(plan, batch, options, least)
-        self._adopt_decoder(known, batch, width)
+        self._adopt_decoder(known, batch, rows)
         return kind
 
-    def _adopt_decoder(self, decoder: GpuDecode, batch: Decoding, width: int) -> None:
+    def _adopt_decoder(self, decoder: GpuDecode, batch: Decoding, rows: int) -> None:
         self._decoder, self._queries = decoder, batch.queries
-        # Rows with several tokens are fewer than the tokens.
-        rows = width if batch.queries == 1 else min(width, batch.most_rows)
         self._decode_address = self._pack_addresses(batch.rows, len(batch.lengths), rows)
 
     def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
@@ -152,7 +152,7 @@ class TritonKernels:
             group = self._group * batch.queries
             needed = Capacity.of([plan], [pack(plan, group, one, batch.lengths)])
             executing = self._executing(plan, batch, one, needed.launching_all(one, parts))
-            self._adopt_decoder(executing, batch, width)
+            self._adopt_decoder(executing, batch, _count_rows(batch, width))
             yield
 
     def _executing(
@@ -178,6 +178,9 @@ class TritonKernels:
 
         Rows beyond the batch have length 0.
         """
+        if width in self._addresses and self._addressed[width] is rows:
+            return self._addresses[width]
+        self._addressed[width] = rows
         count, layers, heads = rows.shape
         address = rows.address
         if width > count:
@@ -495,3 +498,8 @@ class TritonKernels:
         keys = reference.first_keys(self._pool, self._tables, table, column, count)
         keys = keys.view(self._dtype)
         return keys if self._scales is None else keys.float() * self._scales[layer, :, :1, None]
+
+
+def _count_rows(batch: Decoding, width: int) -> int:
+    """The most rows of a pass of `width` tokens: those with several tokens are fewer."""
+    return width if batch.queries == 1 else min(width, batch.most_rows)

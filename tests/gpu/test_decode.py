@@ -370,6 +370,30 @@ def test_decoders_that_share_buffers_answer_as_alone(
         assert torch.equal(attend(sharing[number], plans[number]), expected[number])
 
 
+def test_a_plan_that_lies_in_shared_buffers_is_not_uploaded_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tangram.kernels import gpu
+
+    batch, uploads = make_batch(2, 2, 4, 64, longest=100), list[object]()
+    plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (12, 3)]
+    shared = gpu.PlanBuffers(device)
+    settings: Any = {"group": 4, "head_dim": 64, "pool": batch.pool.to(device), "buffers": shared}
+    decoders = [gpu.GpuDecode([plans[0]], **settings) for _ in range(2)]
+    upload = gpu.GpuDecode._upload
+
+    def count(decoder: gpu.GpuDecode, *arrays: Any) -> None:
+        uploads.append(decoder)
+        upload(decoder, *arrays)
+
+    monkeypatch.setattr(gpu.GpuDecode, "_upload", count)
+    for number in (1, 1, 0, 0, 1):
+        assert decoders[number].takes(plans[0])
+    assert uploads == [decoders[0], decoders[1]]
+    assert decoders[1].takes(plans[1]) and decoders[1].takes(plans[0])
+    assert uploads[2:] == [decoders[1], decoders[1]]
+
+
 def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device) -> None:
     from tangram.kernels.gpu import PlanBuffers
 

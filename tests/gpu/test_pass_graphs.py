@@ -58,15 +58,15 @@ class Counted:
     def run(self) -> None:
         self.replays += 1
 
-    def ask(self, state: State) -> Tensor:
-        """The logits of a pass of three tokens that `state` fits."""
+    def ask(self, state: State, tokens: int = 3) -> Tensor:
+        """The logits of a pass of so many tokens that `state` fits."""
         attention = SimpleNamespace(
             kernels=SimpleNamespace(captured=state),
             padded_tokens=None,
             sealing=SimpleNamespace(count_replay=lambda blocks: None),
         )
         return self.graphs.logits(
-            torch.zeros(9, dtype=torch.int64), [3, 3, 3], cast(StepAttention, attention)
+            torch.zeros(3 * tokens, dtype=torch.int64), [tokens] * 3, cast(StepAttention, attention)
         )
 
 
@@ -84,6 +84,14 @@ def test_a_pass_is_captured_once_and_replayed(counted: Counted) -> None:
     first, second = State(), State()
     for state in (first, first, second, first):
         assert counted.ask(state).item() == 1
+    assert (counted.captures, counted.replays) == (2, 4)
+
+
+def test_passes_of_several_widths_are_captured_apart(counted: Counted) -> None:
+    """Drafts change the width in every step, and need the same buffers."""
+    state = State()
+    for tokens in (16, 32, 16, 32):
+        counted.ask(state, tokens)
     assert (counted.captures, counted.replays) == (2, 4)
 
 
