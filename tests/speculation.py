@@ -60,7 +60,7 @@ class Pattern:
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts, self._at = counts, 0
 
-    def choose(self, load: object, acceptances: Sequence[object], others: int) -> list[int]:
+    def choose(self, load: object, acceptances: Sequence[object], *more: Any) -> list[int]:
         self._at += 1
         return [
             self._counts[(self._at + row) % len(self._counts)] for row in range(len(acceptances))
@@ -70,6 +70,9 @@ class Pattern:
         """Nothing is measured."""
 
     record_unfound = record
+
+    def count_lost(self, load: object, seconds: float) -> float:
+        return 0.0
 
 
 def draft_always(engine: Engine, *counts: int) -> Engine:

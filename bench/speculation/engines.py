@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,13 @@ class FixedPace(Pace):
         super().__init__(drafted)
         self.drafted = drafted
 
-    def choose(self, load: object, acceptances: Sequence[Acceptance], others: int = 0) -> list[int]:
+    def choose(
+        self,
+        load: object,
+        acceptances: Sequence[Acceptance],
+        others: int = 0,
+        patience: float | Sequence[float] = inf,
+    ) -> list[int]:
         """See `Pace`."""
         return [self.drafted] * len(acceptances)
 

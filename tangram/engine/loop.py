@@ -273,7 +273,8 @@ class Engine:
         self._scheduler.leave_open()  # drafts are for those who go on, too
         decoding = self._scheduler.decoding
         speculation.begin_step()
-        if self._scheduler.prefilling or not speculation.plan(decoding):
+        waiting = bool(self._scheduler.waiting)
+        if self._scheduler.prefilling or not speculation.plan(decoding, waiting=waiting):
             speculation.skip(decoding)
         else:
             self._land()

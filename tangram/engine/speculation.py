@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,10 @@ from tangram.speculate.pace import REST_STEPS, Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import ChosenToken, DraftedTokens, Int64
 
+# Of the time of a sequence: what it loses at most by drafts of others. `Pace` loses as much again.
+LOST_SHARE = 0.02
+# A first iteration with drafts waits for the one before, so there must be patience for some.
+BURST = 4
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
 _TOKENS_OF_AN_ANSWER = 512
@@ -125,6 +130,11 @@ class _Course:
     chosen: int = 0
     accepted: int = 0
     refused: int = 0
+    saved: float = 0.0  # iterations without drafts, by those with some
+
+    def patience(self, tokens: int) -> float:
+        """Iterations without drafts that its sequence may lose now, with an answer of `tokens`."""
+        return max(0.0, self.saved + LOST_SHARE * tokens)
 
 
 def verifiers(sampler: SampleRow, drafts: Tensor) -> list[SampleRow]:
@@ -176,6 +186,7 @@ class Speculation:
         self._before: bool | None = None
         self._last: bool | None = None
         self._rest, self._rows = 0, 0
+        self._planned = list[_Course]()
 
     @property
     def on_device(self) -> bool:
@@ -194,11 +205,13 @@ class Speculation:
         self._drafted, self._begin_s, self._wanted = 0, self._now(), False
         self._before, self._last = self._last, None
 
-    def plan(self, sequences: Sequence[TokenSequence]) -> bool:
+    def plan(self, sequences: Sequence[TokenSequence], *, waiting: bool) -> bool:
         """Choose how many tokens to draft for each of the decoding `sequences`.
 
         Returns whether any is drafted for. Where drafts do not pay, it chooses again after
-        `REST_STEPS` or when their number changes.
+        `REST_STEPS` or when their number changes. None of the sequences loses more than
+        `LOST_SHARE` of its time by drafts of others. If requests are `waiting` for their places,
+        they may: all are answered sooner then.
         """
         if self._rest and len(sequences) == self._rows:
             self._rest -= 1
@@ -208,12 +221,21 @@ class Speculation:
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
         )
-        for sequence in sequences:
-            self._course(sequence).chosen = 0
-        courses = [self._course(sequence) for sequence in sequences if self._serves(sequence)]
-        acceptances = [course.acceptance for course in courses]
-        counts = self._pace.choose(self._load, acceptances, len(sequences) - len(courses))
-        for course, count in zip(courses, counts, strict=True):
+        # Those that can have drafts come first.
+        ordered = sorted(sequences, key=lambda sequence: not self._serves(sequence))
+        self._planned = [self._course(sequence) for sequence in ordered]
+        served = sum(map(self._serves, sequences))
+        patience: float | list[float] = inf
+        if not waiting:
+            most = 1.0 if self._before else BURST
+            patience = [
+                course.patience(sequence.read_tokens) / most
+                for sequence, course in zip(ordered, self._planned, strict=True)
+            ]
+        acceptances = [course.acceptance for course in self._planned[:served]]
+        others = len(sequences) - served
+        counts = self._pace.choose(self._load, acceptances, others, patience)
+        for course, count in zip(self._planned, (*counts, *[0] * others), strict=True):
             course.chosen = count
         self._wanted = any(counts)
         self._rest = 0 if self._wanted else REST_STEPS
@@ -272,6 +294,7 @@ class Speculation:
         course = self._course(sequence)
         if drafted:
             course.acceptance.count(drafted, accepted)
+            course.saved += accepted
             course.accepted += accepted
             course.refused += drafted - accepted
             self.counters.count(drafted, accepted)
@@ -283,10 +306,13 @@ class Speculation:
 
         Its time counts if the step before was of its kind: otherwise it has waited for that one.
         """
-        self._last = self._wanted
+        self._last, seconds = self._wanted, self._now() - self._begin_s
+        if self._drafted:
+            lost = self._pace.count_lost(self._load, seconds)
+            for course in self._planned:
+                course.saved -= lost
         if self._before is not self._wanted:
             return
-        seconds = self._now() - self._begin_s
         if self._wanted and not self._drafted:
             self._pace.record_unfound(self._load, seconds)
         else:

@@ -61,11 +61,16 @@ class Verifier:
         return verified
 
     def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
-        """`step` as it is left to run, and its drafts, int64 [drafts] on the device."""
+        """`step` as it is left to run, and its drafts, int64 [drafts].
+
+        They are on the device if it drafts, or if samplers need them there.
+        """
         drafter = self._speculation.drafter
         if drafter is None:
-            known = [row.tokens[1:] for row in step.rows if row.drafts]
-            return step, place(np.concatenate(known), self._device)
+            known = np.concatenate([row.tokens[1:] for row in step.rows if row.drafts])
+            if any(completion.sampler.remembers for completion in sampled):
+                return step, place(known, self._device)
+            return step, torch.from_numpy(known)
         self._runner.move(step)
         rows = (row for row in step.rows if row.sample)
         drafting = [

@@ -69,6 +69,19 @@ def find_places(tokens, older, newest, starts, size, context, found):  # type: i
 
 
 @compile_kept(error_model="numpy")
+def note_continuations(  # type: ignore[no-untyped-def]
+    tokens, older, newest, starts, size, context, found, known, continuations
+):
+    """Find places as `find_places` does, and write what followed as `copy_continuations` does.
+
+    Returns the row behind those that it has written.
+    """
+    count = find_places(tokens, older, newest, starts, size, context, found)
+    copy_continuations(tokens, found, count, known, continuations)
+    return known + count
+
+
+@compile_kept(error_model="numpy")
 def copy_continuations(tokens, found, count, known, continuations):  # type: ignore[no-untyped-def]
     """Write what followed each of the first `count` places of `found` into `continuations`.
 

@@ -2,19 +2,24 @@
 
 An iteration that drafts γ tokens with acceptance a yields 1 + a + … + a^γ tokens on average
 (Leviathan et al., arXiv 2211.17192, section 3). It takes the time of its drafts and of one
-verification. Times are lower quartiles of recent iterations at a like load: what disturbs an
-iteration makes it longer, and may disturb a dozen in a row. An iteration after one of the other
-kind, with drafts or without, waits for what that one left on the device: its time is not told to a
-`Pace`.
+verification, for every sequence of the batch. So one whose drafts are refused loses time by those
+of the others, and `patience` says how much it may lose.
+
+Times are lower quartiles of recent iterations at a like load: what disturbs an iteration makes it
+longer, and may disturb a dozen in a row. An iteration after one of the other kind, with drafts or
+without, waits for what that one left on the device: its time is not told to a `Pace`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from statistics import fmean
+
+import numpy as np
+import numpy.typing as npt
 
 _KEPT_TIMES = 64  # a disturbance of fewer than 48 iterations in a row changes no choice
 _NEWEST = 8  # of the kept times of a number of drafts
@@ -33,6 +38,9 @@ PROBE_SHARE = 0.01  # of the time
 _WAITING = 2  # a trial of drafts among plain steps loses as much again: steps around it wait
 _LEAST_GAIN = 1.05  # of drafts over none: less is within the errors of what is measured
 _ENOUGH = 0.999  # of the tokens that a sequence can expect: for the rest it gets no more drafts
+
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -77,7 +85,7 @@ class Acceptance:
 
     def expected_tokens(self, drafted: int) -> float:
         """What an iteration yields on average that asks for `drafted` drafts."""
-        return 1.0 + self._found * (expected_tokens(self.share, drafted) - 1.0)
+        return float(_expect([self], [drafted])[0, 0])
 
 
 def expected_tokens(share: float, drafted: int) -> float:
@@ -90,13 +98,11 @@ def expected_tokens(share: float, drafted: int) -> float:
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
 
 
-def _rate(drafted: int, acceptances: Sequence[Acceptance], others: int) -> float:
-    """What sequences yield on average in an iteration: the harmonic mean, as time per token is.
-
-    `others` are the sequences without drafts.
-    """
-    waits = sum(1.0 / own.expected_tokens(drafted) for own in acceptances)
-    return (len(acceptances) + others) / (waits + others)
+def _expect(acceptances: Sequence[Acceptance], counts: Sequence[int]) -> Floats:
+    """[n, counts]: what an iteration yields for each sequence if so many drafts are asked for."""
+    share, found = np.array([(own.share, own.found) for own in acceptances]).T[:, :, None]
+    sums = np.cumsum(share ** np.arange(max(counts) + 1), axis=1)
+    return np.asarray(1.0 + found * (sums[:, counts] - 1.0))
 
 
 @dataclass
@@ -228,14 +234,19 @@ class Pace:
         return self._counts
 
     def choose(
-        self, load: tuple[int, ...], acceptances: Sequence[Acceptance], others: int = 0
+        self,
+        load: tuple[int, ...],
+        acceptances: Sequence[Acceptance],
+        others: int = 0,
+        patience: float | Sequence[float] = inf,
     ) -> list[int]:
         """How many tokens to draft in the next iteration, for each sequence by its acceptance.
 
         The sequence with most drafts decides how long an iteration takes, for all of them and for
         `others` that cannot have drafts. So the largest number is the one with the least time per
         token, in the mean of the sequences; in a trial it is another one. Sequences that do not
-        gain by so many get fewer.
+        gain by so many get fewer. None is expected to lose more than its `patience`, in iterations
+        without drafts: that of all, or of each, `others` last.
         """
         if not acceptances:
             return []
@@ -243,20 +254,26 @@ class Pace:
         begin = self._begin(load, known)
         if begin is not None:
             return [begin] * len(acceptances)
-        like = known if self._is_known(known) else self._find_near(load)
+        like = self._find_like(load)
         if like is None:
             return [0] * len(acceptances)
         nothing = prod(1.0 - own.found for own in acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
         for count in self._counts[1:]:
             seconds[count] = known.expect(seconds[count], nothing)
-        rates = {count: _rate(count, acceptances, others) / seconds[count] for count in seconds}
-        gain = {count: rate if count else _LEAST_GAIN * rate for count, rate in rates.items()}
-        best = max(gain, key=lambda count: gain[count])
-        trial = self._trial(known, seconds, rates, best) if known.may_probe() else None
+        tokens = np.ones((len(acceptances) + others, len(self._counts)))
+        tokens[: len(acceptances)] = _expect(acceptances, self._counts)
+        times = np.array([seconds[count] for count in self._counts])
+        loss = (times / times[0] - tokens - np.broadcast_to(patience, len(tokens))[:, None]).max(0)
+        # The harmonic mean of what sequences yield, as time per token is.
+        rates = len(tokens) / (1.0 / tokens).sum(0) / times
+        gain = np.where(loss <= 0.0, rates, 0.0)
+        gain[0] = _LEAST_GAIN * rates[0]
+        best = int(gain.argmax())
+        trial = self._trial(known, times, rates, loss, best) if known.may_probe() else None
         if trial is not None:
             return [trial] * len(acceptances)
-        return [self._find_enough(own, best) for own in acceptances]
+        return self._find_enough(tokens[: len(acceptances)], best)
 
     def _begin(self, load: tuple[int, ...], known: _Load) -> int | None:
         """What to draft because little is known of `load`, or because a trial goes on."""
@@ -275,9 +292,15 @@ class Pace:
         begin = all(known.is_tried(count) for count in (0, self._first))
         return begin and bool(known.usual)
 
-    def _find_enough(self, acceptance: Acceptance, most: int) -> int:
-        enough = _ENOUGH * acceptance.expected_tokens(most)
-        return next(count for count in self._counts if acceptance.expected_tokens(count) >= enough)
+    def _find_enough(self, tokens: Floats, best: int) -> list[int]:
+        """The number of each sequence, of whose `tokens` [n, counts] those at `best` are most."""
+        enough = (tokens >= _ENOUGH * tokens[:, best : best + 1]).argmax(axis=1)
+        return [self._counts[place] for place in enough]
+
+    def _find_like(self, load: tuple[int, ...]) -> _Load | None:
+        """What is known of `load`, or else of the nearest one."""
+        known = self._loads[load]
+        return known if self._is_known(known) else self._find_near(load)
 
     def _find_near(self, load: tuple[int, ...]) -> _Load | None:
         """What is known of the nearest load that was tried."""
@@ -289,26 +312,38 @@ class Pace:
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
     def _trial(
-        self, known: _Load, seconds: Mapping[int, float], rates: Mapping[int, float], best: int
+        self, known: _Load, times: Floats, rates: Floats, loss: Floats, best: int
     ) -> int | None:
-        """A number beside `best`, if its loss can be afforded."""
-        other = self._find_beside(best, known)
+        """A number beside that at the place `best`, if its loss can be afforded."""
+        place = self._find_beside(best, known)
+        other = self._counts[place]
         steps = (_TRIAL_STEPS if best else _WAITING * _TRIAL_STEPS) if other else 1 + REST_STEPS
-        if not known.may_lose(steps * seconds[other] * max(0.0, 1.0 - rates[other] / rates[best])):
+        if other and loss[place] > 0.0:
+            return None
+        if not known.may_lose(steps * times[place] * max(0.0, 1.0 - rates[place] / rates[best])):
             return None
         known.trial = other if other else None
         return other
 
     def _find_beside(self, best: int, known: _Load) -> int:
-        """A neighbour of the best, or no drafts: what was measured longest ago."""
-        at = self._counts.index(best)
-        near = {*self._counts[max(0, at - 1) : at + 2], 0} - {best}
-        return min(sorted(near), key=lambda count: known.newest.get(count, 0))
+        """The place beside the best, or that of no drafts: what was measured longest ago."""
+        near: set[int] = {*range(max(0, best - 1), min(best + 2, len(self._counts))), 0} - {best}
+        return min(sorted(near), key=lambda place: known.newest.get(self._counts[place], 0))
+
+    def count_lost(self, load: tuple[int, ...], seconds: float) -> float:
+        """How many iterations without drafts would take `seconds`, but for one.
+
+        It is what a sequence loses that gets one token by it: 0 where their time is unknown.
+        """
+        known, like = self._loads.setdefault(load, _Load()), self._find_like(load)
+        return 0.0 if like is None else seconds / known.estimate(0, like) - 1.0
 
     def record(self, load: tuple[int, ...], drafted: int, seconds: float) -> None:
         """An iteration of `load` that drafted up to so many tokens a sequence took `seconds`."""
-        drafted = min(self._counts, key=lambda count: abs(count - drafted))
-        self._loads.setdefault(load, _Load()).add(drafted, seconds)
+        self._loads.setdefault(load, _Load()).add(self._round(drafted), seconds)
+
+    def _round(self, drafted: int) -> int:
+        return min(self._counts, key=lambda count: abs(count - drafted))
 
     def record_unfound(self, load: tuple[int, ...], seconds: float) -> None:
         """An iteration of `load` was to have drafts, found none and took `seconds`."""

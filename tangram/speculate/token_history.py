@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tangram.speculate.lookup_loops import NONE, copy_continuations, find_places, link_positions
+from tangram.speculate.lookup_loops import NONE, find_places, link_positions, note_continuations
 from tangram.types import Int32, Int64
 
 _FIRST_TOKENS = 1024  # of a history, before it needs more memory
@@ -66,9 +66,11 @@ class TokenHistory:
 
         Rows are as `copy_continuations` writes them, from row `known` on. Returns the row behind.
         """
-        found = self.places(context, most)
-        copy_continuations(self._tokens, found, len(found), known, continuations)
-        return known + len(found)
+        if not self._size:
+            return known
+        found = np.empty((most, 3), np.int64)
+        arrays = self._tokens, self._older, self._newest, self._starts
+        return int(note_continuations(*arrays, self._size, context, found, known, continuations))
 
     def _reserve(self, tokens: int) -> None:
         """Memory for so many tokens, a power of two, and as many chains."""

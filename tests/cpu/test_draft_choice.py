@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count, cycle, islice
+
+import pytest
 
 from tangram.engine.speculation import Speculation
 from tangram.engine.token_sequence import TokenSequence, sequence_of
@@ -36,7 +39,7 @@ def repeating(number: int) -> TokenSequence:
 def decide(speculation: Speculation, *sequences: TokenSequence) -> bool:
     """Whether the next step, which decodes `sequences`, drafts."""
     speculation.begin_step()
-    wanted = speculation.plan(sequences)
+    wanted = speculation.plan(sequences, waiting=False)
     if not wanted:
         speculation.skip(sequences)
     return wanted
@@ -75,3 +78,60 @@ def test_in_a_step_that_prefills_nothing_is_drafted() -> None:
     assert count_drafts(speculation, sequence)
     speculation.begin_step()
     assert not count_drafts(speculation, sequence)
+
+
+def decode_mixed(gaining: int, *, waiting: bool, slower: float) -> tuple[list[float], int]:
+    """Answers of some sequences whose drafts are all accepted, and of one that finds none.
+
+    A step with drafts takes `slower` times as long as one without. Returns the seconds of a token
+    of each sequence, where one without drafts takes 1, and the steps with drafts.
+    """
+    clock, steps, drafting = StillClock(), 2400, 0
+    speculation = speculation_with(clock)
+    (retention,) = retentions(layout(2))
+    sources = [*(cycle((1, 2, 3)) for _ in range(gaining)), count(100)]
+    sequences = [
+        sequence_of(f"{number}", number, retention, "", tuple(islice(source, 24)), 1 << 14)
+        for number, source in enumerate(sources)
+    ]
+    for _ in range(steps):
+        speculation.begin_step()
+        if not speculation.plan(sequences, waiting=waiting):
+            speculation.skip(sequences)
+        drafts = [count_drafts(speculation, sequence) for sequence in sequences]
+        for sequence, source, accepted in zip(sequences, sources, drafts, strict=True):
+            speculation.settle(sequence, accepted, accepted)
+            sequence.extend(list(islice(source, accepted + 1)))
+        clock.seconds += slower if any(drafts) else 1.0
+        drafting += any(drafts)
+        speculation.end_step()
+    return [clock.seconds / sequence.read_tokens for sequence in sequences], drafting
+
+
+@pytest.mark.parametrize("slower", [1.3, 2.0])
+def test_no_sequence_loses_much_by_the_drafts_of_others(slower: float) -> None:
+    """In the mean of the sequences drafts pay: without a bound every step would have some."""
+    (*gaining, alone), drafting = decode_mixed(7, waiting=False, slower=slower)
+    assert alone <= 1.03
+    assert max(gaining) < 1.0
+    assert 0 < drafting < 400
+
+
+def test_while_requests_wait_for_a_place_what_all_gain_counts() -> None:
+    (*gaining, alone), drafting = decode_mixed(7, waiting=True, slower=2.0)
+    assert drafting > 2000
+    assert max(gaining) < 0.6 and 1.8 < alone <= 2.0
+
+
+def test_sequences_that_all_gain_are_drafted_for_in_every_step() -> None:
+    clock, sequences = StillClock(), [repeating(number) for number in range(4)]
+    speculation, drafting = speculation_with(clock), 0
+    for _ in range(300):
+        speculation.begin_step()
+        wanted = speculation.plan(sequences, waiting=False)
+        for sequence in sequences if wanted else ():
+            speculation.settle(sequence, count_drafts(speculation, sequence), MOST)
+        clock.seconds += 2.0 if wanted else 1.0
+        drafting += wanted
+        speculation.end_step()
+    assert drafting > 250

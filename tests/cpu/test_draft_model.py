@@ -59,16 +59,12 @@ Adopt = Callable[[PretrainedConfig], LoadedModel]
 class _Always(Pace):
     """Drafts as much as it may, however long that takes."""
 
-    def choose(
-        self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
-    ) -> list[int]:
+    def choose(self, load: Hashable, acceptances: Sequence[Acceptance], *more: Any) -> list[int]:
         return [MOST] * len(acceptances)
 
 
 class _Never(Pace):
-    def choose(
-        self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
-    ) -> list[int]:
+    def choose(self, load: Hashable, acceptances: Sequence[Acceptance], *more: Any) -> list[int]:
         return [0] * len(acceptances)
 
 
@@ -307,7 +303,7 @@ def test_equal_prompts_are_read_once(
 def test_the_mirror_used_least_recently_makes_space(served: LoadedModel, same: str) -> None:
     class Newest(Pace):
         def choose(
-            self, load: Hashable, acceptances: Sequence[Acceptance], others: int = 0
+            self, load: Hashable, acceptances: Sequence[Acceptance], *more: Any
         ) -> list[int]:
             return [0] * (len(acceptances) - 1) + [MOST] * bool(acceptances)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -26,8 +27,8 @@ class WrittenPattern(Pattern):
         super().__init__(counts)
         self.told: list[tuple[int, list[int | None]]] = []
 
-    def choose(self, load: object, acceptances: object, others: int) -> list[int]:
-        chosen = super().choose(load, acceptances, others)  # type: ignore[arg-type]
+    def choose(self, load: object, acceptances: object, *more: Any) -> list[int]:
+        chosen = super().choose(load, acceptances, *more)  # type: ignore[arg-type]
         if chosen:
             self.told.append((max(chosen), []))
         return chosen

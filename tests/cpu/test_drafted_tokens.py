@@ -71,7 +71,7 @@ def eager(engine: Engine) -> Engine:
     assert speculation is not None
     most = speculation.most
 
-    def choose(load: object, acceptances: Sequence[object], others: int = 0) -> list[int]:
+    def choose(load: object, acceptances: Sequence[object], *more: Any) -> list[int]:
         return [most] * len(acceptances)
 
     speculation._pace.choose = choose  # type: ignore[method-assign]
