@@ -31,7 +31,7 @@ from tangram.speculate.pace import REST_STEPS, Acceptance, Pace
 from tangram.speculative_config import Ngram, SpeculativeConfig, Suffix
 from tangram.types import ChosenToken, DraftedTokens, Int64
 
-# Of the time of a sequence: what it loses at most by drafts of others. `Pace` loses as much again.
+# Of the time of a sequence: what it loses at most by drafts of others. Trials of `Pace` come to it.
 LOST_SHARE = 0.02
 # A first iteration with drafts waits for the one before, so there must be patience for some.
 BURST = 4

@@ -175,7 +175,7 @@ def test_no_drafts_are_tried_again_wherever_the_best_number_is() -> None:
         pace.record(LOAD, count, 1.0 + count if count else 2.0)
     assert choose(pace, LOAD, 0.9) > 0
     last = []
-    for _ in range(20 * PROBE_EVERY):
+    for _ in range(40 * PROBE_EVERY):
         last.append(run(pace, 1.0, 1.0, 0.9, 1)[0])
         for _ in range(0 if last[-1] else REST_STEPS):
             pace.record(LOAD, 0, 1.0)
