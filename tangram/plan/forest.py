@@ -95,18 +95,20 @@ def units_of(
     They come from the flat block tables. Everything is by row [R], for one probe head of a
     full-attention layer. `table` is the offset of its first page entry, and `sealed_pages` the
     pages that its group keeps of a sealed chunk. `raw_pages` are the full pages of the tail (a page
-    that is still being written cannot be shared). The last page of a chunk names it: of chunks that
-    decode filled, two may share the first pages alone.
+    that is still being written cannot be shared). The first and the last page of a chunk name it:
+    of chunks that decode filled, two may share their oldest pages alone, which come first or last.
     """
     count = sealed_chunks + raw_pages
     unit = np.arange(int(count.max(initial=0)))
     sealed = sealed_chunks[:, None]
     begin = np.minimum(unit, sealed) * sealed_pages[:, None] + np.maximum(unit - sealed, 0)
-    page = begin + np.where(unit < sealed, sealed_pages[:, None] - 1, 0)
+    last = begin + np.where(unit < sealed, sealed_pages[:, None] - 1, 0)
     valid = unit < count[:, None]
-    return np.where(valid, tables[np.where(valid, table[:, None] + page, 0)], 0).astype(
-        np.int64
-    ), count
+    ends = [
+        np.where(valid, tables[np.where(valid, table[:, None] + page, 0)], 0)
+        for page in (begin, last)
+    ]
+    return ends[0].astype(np.int64) << 32 | ends[1], count
 
 
 def build_forest(units: Int64, unit_count: Int64, sealed_units: Int64) -> Forest:

@@ -152,6 +152,16 @@ def test_answers_are_those_without_drafts(
     check(world.answers(method, SETTINGS[setting]), world.plain(setting))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_that_siblings_fill_are_not_taken_for_each_other(
+    world: DraftingEngines, seed: int
+) -> None:
+    """They share the pages of their prompt, which come last in a chunk that drafts read."""
+    params = [replace(SETTINGS["several"], seed=seed)] * len(PROMPTS)
+    engine = draft_always(world.engine("compressed_kv"), 0)
+    check(ask(engine, PROMPTS, params), ask(world.engine(None), PROMPTS, params))
+
+
 @pytest.mark.parametrize("setting", ["greedy", "penalties", "several", "short"])
 def test_answers_are_the_same_where_a_step_is_launched_ahead(
     world: DraftingEngines, setting: str

@@ -132,23 +132,28 @@ def test_units_are_read_where_the_layout_puts_sealed_chunks_and_raw_pages() -> N
     sealed, raw = np.array([2, 0]), np.array([1, 3])
     units, count = units_of(tables, start, np.full(2, layout.sealed_pages[group]), sealed, raw)
     tail = layout.raw_entries(2, 0)
-    expected = [
-        [
-            *(layout.span_entries(chunk)[layout.span_group == group][-1] for chunk in (0, 1)),
-            tail[group],
-        ],
-        [width + layout.raw_entries(0, page)[group] for page in range(3)],
-    ]
-    assert count.tolist() == [3, 3] and units.tolist() == expected
+    for place in (0, -1):
+        expected = [
+            [
+                *(
+                    layout.span_entries(chunk)[layout.span_group == group][place]
+                    for chunk in (0, 1)
+                ),
+                tail[group],
+            ],
+            [width + layout.raw_entries(0, page)[group] for page in range(3)],
+        ]
+        pages = units >> 32 if place == 0 else units & 0xFFFFFFFF
+        assert count.tolist() == [3, 3] and pages.tolist() == expected
 
 
-def test_chunks_that_share_their_first_pages_alone_are_two() -> None:
-    """Decode has filled them, behind a tail that both rows have."""
-    tables = np.array([1, 2, 3, 4, 1, 2, 3, 5], np.int32)
-    units, count = units_of(
-        tables, np.array([0, 4]), np.full(2, 4), np.ones(2, np.int64), np.zeros(2, np.int64)
-    )
-    assert count.tolist() == [1, 1] and units.tolist() == [[4], [5]]
+@pytest.mark.parametrize("pages", [([1, 2, 3, 4], [1, 2, 3, 5]), ([4, 3, 2, 1], [5, 3, 2, 1])])
+def test_chunks_that_share_their_oldest_pages_alone_are_two(pages: tuple[list[int], ...]) -> None:
+    """Decode has filled them, behind a tail that both rows have; drafts read the newest first."""
+    tables, nothing = np.array(pages, np.int32).ravel(), np.zeros(2, np.int64)
+    units, count = units_of(tables, np.array([0, 4]), np.full(2, 4), np.ones(2, np.int64), nothing)
+    assert count.tolist() == [1, 1] and units[0, 0] != units[1, 0]
+    assert build_forest(units, count, np.ones(2, np.int64)).nodes == 0
 
 
 @pytest.mark.parametrize(
