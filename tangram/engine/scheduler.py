@@ -350,14 +350,12 @@ class Scheduler:
     def _decode_rows(
         self, sequences: Sequence[TokenSequence], budget: int, prefilled: int
     ) -> list[Row]:
-        """The newest token of each sequence, and its drafts.
+        """The newest token of each sequence, and its drafts, as far as `budget` allows.
 
-        All are as far as `budget` allows, of which `prefilled` tokens are taken.
+        There are none beside the `prefilled` tokens of prompts: the step is for these.
         """
         rows: list[Row] = []
-        if self.waiting or len(sequences) < len(self.running):
-            prefilled = max(prefilled, self.config.chunk_tokens)  # drafts leave space for prompts
-        spare = budget - len(sequences) - prefilled
+        spare = 0 if prefilled else budget - len(sequences)
         for sequence in sequences:
             row = self._decode_row(sequence, spare)
             spare -= row.drafts

@@ -295,7 +295,7 @@ class ScheduledDevice:
             (row.kind is RowKind.DECODE) == (at < step.decode_rows)
             for at, row in enumerate(step.rows)
         )
-        self._check_space_for_prompts(step)
+        self._check_time_for_prompts(step)
         served = [by_slot[row.slot] for row in step.rows]
         waiting = self._check_postponed(step, served, starts)
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
@@ -372,14 +372,12 @@ class ScheduledDevice:
         known = [0] * len(drafts) if self.drafts.on_device else drafts
         assert row.tokens[1:].tolist() == known and row.pending == self.drafts.on_device
 
-    def _check_space_for_prompts(self, step: Step) -> None:
-        """Where a prompt is to be computed, drafts leave the tokens of a chunk."""
+    def _check_time_for_prompts(self, step: Step) -> None:
+        """A step that computes a prompt has no drafts, and none has more tokens than it may."""
         drafted = any(row.drafts for row in step.rows)
-        prompts = self.scheduler.waiting or any(row.kind is not RowKind.DECODE for row in step.rows)
-        if drafted and prompts:
-            decoded = sum(len(row.tokens) for row in step.rows[: step.decode_rows])
-            left = self.config.max_num_batched_tokens - decoded
-            assert left >= self.config.chunk_tokens, "drafts leave no space for a prompt"
+        assert not drafted or step.decode_rows == len(step.rows), "drafts beside a prompt"
+        tokens = sum(len(row.tokens) for row in step.rows)
+        assert tokens <= self.config.max_num_batched_tokens, "drafts exceed the budget of a step"
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""

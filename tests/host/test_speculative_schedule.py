@@ -160,7 +160,7 @@ def test_an_accepted_run_that_fills_its_chunk_is_sealed_next() -> None:
     assert links.count(Link.CHUNK) == 3 and links.count(Link.RAW) > 3
 
 
-def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_space_for_a_prompt() -> None:
+def test_drafts_end_with_the_chunk_and_with_the_answer() -> None:
     service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
     service.submit([1] * 3, 3)
     service.step()
@@ -174,15 +174,18 @@ def test_drafts_leave_the_rest_of_a_chunk_the_rest_of_the_answer_and_space_for_a
     step = service.scheduler.schedule()
     assert step is not None and [(row.start, row.drafts) for row in step.rows] == [(3, 4)]
     assert eager.asked == [4], "the chunk ends at position 7"
-    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=2)
-    for _ in range(2):
-        service.submit([1] * 3, 30)
-        service.step()
+
+
+def test_a_step_that_computes_a_prompt_has_no_drafts() -> None:
+    """Also where the prompt is admitted in that step."""
+    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, slack_tokens=100)
+    service.submit([1] * 3, 30)
+    service.step()
     service.submit([2] * 8, 5)
     service.scheduler.drafts = eager = Eager()
     step = service.scheduler.schedule()
-    assert step is not None and eager.asked == [3], "13 tokens a step, less 2, less a chunk"
-    assert [len(row.tokens) for row in step.rows] == [4, 1, 8]
+    assert step is not None and not eager.asked
+    assert [len(row.tokens) for row in step.rows] == [1, 8]
 
 
 def test_several_sequences_of_one_request_part_at_their_first_difference() -> None:
