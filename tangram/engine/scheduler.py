@@ -185,8 +185,10 @@ class Scheduler:
         self._decode_waits = bool(
             decoding and not self._decode_waits and self._comes_first(prefill)
         )
-        prefilled = sum(len(row.tokens) for row in prefill)
-        decode = [] if self._decode_waits else self._decode_rows(decoding, budget, prefilled)
+        spare = 0  # a step that computes a prompt is for that
+        if not self._computes_prompt(prefill):
+            spare = budget - len(decoding) - sum(len(row.tokens) for row in prefill)
+        decode = [] if self._decode_waits else self._decode_rows(decoding, spare)
         if not decode and not prefill:
             prefill = self._prefill(
                 [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
@@ -347,15 +349,17 @@ class Scheduler:
         """Whether `prefill` ends a prompt sooner if no decode row is in its step."""
         return any(row.sample for row in prefill) and self.passes_apart(prefill)
 
-    def _decode_rows(
-        self, sequences: Sequence[TokenSequence], budget: int, prefilled: int
-    ) -> list[Row]:
-        """The newest token of each sequence, and its drafts, as far as `budget` allows.
+    def _computes_prompt(self, prefill: Sequence[Row]) -> bool:
+        """Whether a row of `prefill` is of a sequence whose first token is still to come."""
+        slots = {row.slot for row in prefill}
+        return any(
+            _require_cache(one).slot in slots and not one.read_tokens
+            for one in (self.running if slots else ())
+        )
 
-        There are none beside the `prefilled` tokens of prompts: the step is for these.
-        """
+    def _decode_rows(self, sequences: Sequence[TokenSequence], spare: int) -> list[Row]:
+        """The newest token of each sequence, and its drafts, up to `spare` in all."""
         rows: list[Row] = []
-        spare = 0 if prefilled else budget - len(sequences)
         for sequence in sequences:
             row = self._decode_row(sequence, spare)
             spare -= row.drafts

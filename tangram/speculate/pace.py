@@ -85,7 +85,7 @@ class Acceptance:
 
     def expected_tokens(self, drafted: int) -> float:
         """What an iteration yields on average that asks for `drafted` drafts."""
-        return float(_expect([self], [drafted])[0, 0])
+        return 1.0 + self._found * (expected_tokens(self.share, drafted) - 1.0)
 
 
 def expected_tokens(share: float, drafted: int) -> float:
@@ -96,13 +96,6 @@ def expected_tokens(share: float, drafted: int) -> float:
     if share == 1.0:
         return drafted + 1.0
     return (1.0 - share ** (drafted + 1)) / (1.0 - share)
-
-
-def _expect(acceptances: Sequence[Acceptance], counts: Sequence[int]) -> Floats:
-    """[n, counts]: what an iteration yields for each sequence if so many drafts are asked for."""
-    share, found = np.array([(own.share, own.found) for own in acceptances]).T[:, :, None]
-    sums = np.cumsum(share ** np.arange(max(counts) + 1), axis=1)
-    return np.asarray(1.0 + found * (sums[:, counts] - 1.0))
 
 
 @dataclass
@@ -262,7 +255,8 @@ class Pace:
         for count in self._counts[1:]:
             seconds[count] = known.expect(seconds[count], nothing)
         tokens = np.ones((len(acceptances) + others, len(self._counts)))
-        tokens[: len(acceptances)] = _expect(acceptances, self._counts)
+        for row, own in zip(tokens, acceptances, strict=False):
+            row[:] = [own.expected_tokens(count) for count in self._counts]
         times = np.array([seconds[count] for count in self._counts])
         loss = (times / times[0] - tokens - np.broadcast_to(patience, len(tokens))[:, None]).max(0)
         # The harmonic mean of what sequences yield, as time per token is.

@@ -295,8 +295,8 @@ class ScheduledDevice:
             (row.kind is RowKind.DECODE) == (at < step.decode_rows)
             for at, row in enumerate(step.rows)
         )
-        self._check_time_for_prompts(step)
         served = [by_slot[row.slot] for row in step.rows]
+        self._check_time_for_prompts(step, served[step.decode_rows :])
         waiting = self._check_postponed(step, served, starts)
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
@@ -372,12 +372,11 @@ class ScheduledDevice:
         known = [0] * len(drafts) if self.drafts.on_device else drafts
         assert row.tokens[1:].tolist() == known and row.pending == self.drafts.on_device
 
-    def _check_time_for_prompts(self, step: Step) -> None:
-        """A step that computes a prompt has no drafts, and none has more tokens than it may."""
+    def _check_time_for_prompts(self, step: Step, prefilled: list[TokenSequence]) -> None:
+        """A step that computes a prompt has no drafts."""
         drafted = any(row.drafts for row in step.rows)
-        assert not drafted or step.decode_rows == len(step.rows), "drafts beside a prompt"
-        tokens = sum(len(row.tokens) for row in step.rows)
-        assert tokens <= self.config.max_num_batched_tokens, "drafts exceed the budget of a step"
+        prompts = any(not sequence.read_tokens for sequence in prefilled)
+        assert not drafted or not prompts, "drafts beside a prompt"
 
     def _check_several(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:
         """Rows of one sequence follow on each other: chunks, then perhaps a tail."""

@@ -188,6 +188,19 @@ def test_a_step_that_computes_a_prompt_has_no_drafts() -> None:
     assert [len(row.tokens) for row in step.rows] == [1, 8]
 
 
+def test_a_chunk_that_is_computed_again_leaves_others_their_drafts() -> None:
+    """Of many sequences one fills a chunk in most steps."""
+    drafts = drafts_of(6, sure=1.0)
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=8, drafts=drafts)
+    for number in range(8):
+        service.submit([number] * (3 + number), 40)
+    both = 0
+    while (step := service.step()) is not None:
+        sealed = any(row.kind is RowKind.SEAL for row in step.rows)
+        both += sealed and any(row.drafts for row in step.rows)
+    assert both > 3
+
+
 def test_several_sequences_of_one_request_part_at_their_first_difference() -> None:
     """They share the prompt; what one drafts is nothing to the others."""
     drafts = drafts_of(5, sure=0.8)
