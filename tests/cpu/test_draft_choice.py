@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, cycle, islice
 
 import pytest
+from transformers import PretrainedConfig
 
 from tangram.engine.speculation import Speculation
 from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.model.load import LoadedModel
 from tangram.speculate.lookup import NgramDrafter
 from tangram.speculative_config import Ngram
+from tangram.types import SamplingParams
+from tests.cpu.test_purity import TINY
 from tests.host.device_double import layout, retentions
+from tests.small_engines import small_engine
+from tests.speculation import METHODS, ask, draft_always
 
 MOST = 3
 
@@ -135,3 +142,31 @@ def test_sequences_that_all_gain_are_drafted_for_in_every_step() -> None:
         drafting += wanted
         speculation.end_step()
     assert drafting > 250
+
+
+def test_the_engine_says_whether_requests_wait(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+) -> None:
+    """Of two requests one waits for the only place, then none."""
+    engine, seen = (
+        draft_always(
+            small_engine(
+                adopt_tiny(TINY),
+                kv_retention=1.0,
+                max_num_seqs=1,
+                speculative_config=METHODS["ngram"],
+            )
+        ),
+        list[bool](),
+    )
+    assert engine._speculation is not None
+    plan = engine._speculation.plan
+
+    def note(sequences: Sequence[TokenSequence], *, waiting: bool) -> bool:
+        seen.append(waiting)
+        return plan(sequences, waiting=waiting)
+
+    engine._speculation.plan = note  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    ask(engine, [[5, 6, 7] * 4, [8, 9] * 5], [params] * 2)
+    assert seen.index(False) > 0 and not any(seen[seen.index(False) :])
