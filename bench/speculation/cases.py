@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from bench.speculation.figures import PLAIN
+from bench.speculation.figures import AGAIN, PLAIN
 from tangram.lab.load.asks import draw_tokens
 
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,
+    AGAIN: None,
     "compressed_kv": {"method": "compressed_kv", "num_speculative_tokens": 8, "kv_retention": 0.25},
     "suffix": {"method": "suffix"},
 }
@@ -55,7 +56,7 @@ class SpeculationCase:
 
 
 _SHAPE: dict[str, Any] = {"prompts": "random", "cached": True, "acceptance": 0.95}
-_EVERY = (PLAIN, "compressed_kv", "suffix")
+_EVERY = (PLAIN, AGAIN, "compressed_kv", "suffix")
 CASES: Mapping[str, SpeculationCase] = {
     "real-64x7k": SpeculationCase("SmolLM2-135M, 64 × 7K", 64, 7000),
     "shape-40x16k": SpeculationCase("Qwen3-4B shape, 40 × 16K", 40, 16384, **_SHAPE, apart=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN = "plain"
+AGAIN = "plain_again"  # a second engine like it: how far runs of one thing differ
 Run = Mapping[str, Any]
 
 
@@ -72,7 +74,7 @@ def times_as_fast(runs: Sequence[Run], others: Sequence[Run]) -> float | None:
 
 
 def paired_times_as_fast(runs: Sequence[Run], others: Sequence[Run]) -> list[float]:
-    """The same for each pair of runs of one prompt."""
+    """How many times as fast each run decodes as the one of `others` with the same prompts."""
     pairs = [
         (run["decode_tokens_per_s"], other["decode_tokens_per_s"])
         for run, other in zip(runs, others, strict=True)
@@ -86,10 +88,26 @@ def tpot_ms(runs: Sequence[Run], figure: str) -> float | None:
     return statistics.median(found) if found else None
 
 
-def times_as_short(runs: Sequence[Run], others: Sequence[Run]) -> float | None:
-    """How many times as long `others` take for a token, in the mean of answers."""
-    own, theirs = tpot_ms(runs, "mean"), tpot_ms(others, "mean")
-    return theirs / own if own and theirs else None
+def paired_times_as_short(runs: Sequence[Run], others: Sequence[Run]) -> list[float]:
+    """How many times as long each of `others` takes for a token, in the mean of its answers."""
+    pairs = [
+        (run["tpot_ms"].get("mean"), other["tpot_ms"].get("mean"))
+        for run, other in zip(runs, others, strict=True)
+    ]
+    return [theirs / own for own, theirs in pairs if own and theirs]
+
+
+def median_bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Between which two values the median of many more such values is, in 19 of 20 cases.
+
+    The ranks are those of the binomial distribution, by its normal approximation (Conover,
+    Practical Nonparametric Statistics, section 3.2). Few values are all inside.
+    """
+    ordered, count = sorted(values), len(values)
+    if not ordered:
+        raise ValueError("values is empty: a median has no bounds without values")
+    outside = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[outside], ordered[count - 1 - outside]
 
 
 def count_differences(runs: Sequence[Run]) -> int:

@@ -124,6 +124,7 @@ def print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
         "tokens/s",
         "spread",
         "of plain",
+        "between",
         "accepted",
         "drafted",
         "got",
@@ -134,13 +135,17 @@ def print_table(found: Mapping[str, Mapping[str, Any]]) -> None:
         plain = engines.get(PLAIN, {"runs": []})["runs"]
         for name, engine in engines.items():
             runs, own = engine["runs"], figures.speeds(engine["runs"])
-            times, shares = figures.times_as_fast(runs, plain), figures.pool_runs(runs)
+            times = figures.paired_times_as_fast(runs, plain) if plain else []
+            shares = figures.pool_runs(runs)
             table.add_row(
                 case,
                 name,
                 f"{statistics.median(own):,.0f}" if own else "",
                 f"{min(own):,.0f} - {max(own):,.0f}" if own else "",
-                "" if times is None else f"{times:.2f}",
+                f"{statistics.median(times):.2f}" if times else "",
+                " - ".join(f"{bound:.2f}" for bound in figures.median_bounds(times))
+                if times
+                else "",
                 *(
                     _number(shares[key]) if shares else ""
                     for key in ("acceptance", "drafted_per_iteration", "tokens_per_iteration")

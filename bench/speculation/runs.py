@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -106,7 +107,7 @@ def measure_run(
 ) -> tuple[dict[str, Any], list[TimedAnswer]]:
     """One run's figures, and its answers; see `answer_prompts`."""
     before, preempted = _counts(measured.tally), measured.engine.stats().preemptions
-    times = StepTimes(measured.tally)
+    times, host = StepTimes(measured.tally), resource.getrusage(resource.RUSAGE_SELF)
     answers = answer_prompts(
         measured.engine,
         prompts,
@@ -117,8 +118,20 @@ def measure_run(
     )
     counts = {name: count - before[name] for name, count in _counts(measured.tally).items()}
     preemptions = measured.engine.stats().preemptions - preempted
-    own = {"preemptions": preemptions, "steps": times.figures()}
+    own = {"preemptions": preemptions, "steps": times.figures(), "host": _host_since(host)}
     return summarise(answers, counts) | own, answers
+
+
+def _host_since(before: resource.struct_rusage) -> dict[str, float]:
+    """What the process had of the host: seconds of cores, and what kept it from them."""
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "cpu_s": now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime,
+        "system_s": now.ru_stime - before.ru_stime,
+        "preempted": now.ru_nivcsw - before.ru_nivcsw,
+        "waited": now.ru_nvcsw - before.ru_nvcsw,
+        "page_faults": now.ru_minflt + now.ru_majflt - before.ru_minflt - before.ru_majflt,
+    }
 
 
 def _counts(tally: Tally | None) -> dict[str, int]:

@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -40,6 +41,7 @@ from bench.speculation.engines import (
     pool_gib,
     with_speculation,
 )
+from bench.speculation.figures import PLAIN
 from bench.speculation.options import make_parser, output_folder
 from bench.speculation.report import CaseKeeper, describe_run, print_table
 from bench.speculation.runs import Prompt, find_differences, measure_run
@@ -74,7 +76,7 @@ class CaseRun:
         self._case, self._loaded, self._keep = case, loaded, keep
         self._codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self._config = make_config(case, loaded, chunk_tokens)
-        self._answers: dict[int, list[TimedAnswer]] = {}
+        self._answers: dict[int, list[TimedAnswer]] = {}  # of the plain engine
         self._asked: dict[int, list[Prompt]] = {}
         self.figures: dict[str, Any] = {
             name: {"speculative_config": METHODS[name], "warm_up": [], "runs": []}
@@ -88,18 +90,25 @@ class CaseRun:
             for name, measured in engines.items():
                 self._warm(name, measured)
             for number in range(repeats):
-                for name, measured in engines.items():
-                    self._run(name, measured, number)
+                self._repeat(engines, number)
             return
         for turn in range(rounds):
             for name in self._case.methods:
                 self._measure_alone(name, range(turn * repeats, (turn + 1) * repeats))
 
+    def _repeat(self, engines: Mapping[str, MeasuredEngine], number: int) -> None:
+        """One run of each, in an order of its own: a host is disturbed for seconds at a time."""
+        order = Random(number).sample(list(engines), len(engines))
+        answers = {name: self._run(name, engines[name], number) for name in order}
+        for name, own in answers.items():
+            self._compare(name, answers[PLAIN], own)
+
     def _measure_alone(self, name: str, numbers: range) -> None:
         measured = self._build(name)
         self._warm(name, measured)
         for number in numbers:
-            self._run(name, measured, number)
+            answers = self._run(name, measured, number)
+            self._compare(name, self._answers.setdefault(number, answers), answers)
         del measured
         _free()
 
@@ -124,22 +133,25 @@ class CaseRun:
         self.figures[name]["warm_up"].append(found)
         print(f"{name:14} warm-up     {describe_run(found)}", flush=True)
 
-    def _run(self, name: str, measured: MeasuredEngine, number: int) -> None:
+    def _run(self, name: str, measured: MeasuredEngine, number: int) -> list[TimedAnswer]:
         if not self._case.cached:
             measured.engine.clear_cache()
-        number = 0 if self._case.cached else number
-        prompts = self._prompts(number)
+        prompts = self._prompts(0 if self._case.cached else number)
         found, answers = measure_run(measured, prompts, self._case.output_tokens, to_the_end=True)
         if self._case.places is not None:  # some are prefilled while others decode
             found["decode_tokens_per_s"] = found["tokens_per_s"]
-        reference = self._answers.setdefault(number, answers)
-        found["differences"] = find_differences(reference, answers)
         self.figures[name]["runs"].append(found)
-        self._keep(self.figures)
         print(
             f"{name:14} run {len(self.figures[name]['runs']):3}     {describe_run(found)}",
             flush=True,
         )
+        return answers
+
+    def _compare(
+        self, name: str, plain: Sequence[TimedAnswer], answers: Sequence[TimedAnswer]
+    ) -> None:
+        self.figures[name]["runs"][-1]["differences"] = find_differences(plain, answers)
+        self._keep(self.figures)
 
     def _prompts(self, number: int) -> list[Prompt]:
         if number not in self._asked:
