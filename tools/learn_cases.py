@@ -380,7 +380,7 @@ def _prefill_kernels() -> Iterator[Case]:
 
 def _accept() -> Iterator[Case]:
     for share, drafted in product((0.0, 0.3, 0.8, 0.99), (0, 1, 4, 8)):
-        yield [share, drafted], expected_tokens(share, drafted)
+        yield [share, drafted], float(expected_tokens(share, drafted)[-1])
 
 
 def _speed_ups() -> Iterator[Case]:
@@ -389,7 +389,7 @@ def _speed_ups() -> Iterator[Case]:
         (0.5, 1, 0.0, 0.05),
         (0.2, 8, 0.1, 0.1),
     ):
-        result = expected_tokens(share, drafted) / (1 + drafted * (draft + check))
+        result = float(expected_tokens(share, drafted)[-1] / (1 + drafted * (draft + check)))
         yield [share, drafted, draft, check], result
 
 
@@ -400,8 +400,8 @@ def _best_drafts() -> Iterator[Case]:
         (0.95, 0.0, 0.02),
         (0.0, 0.0, 0.0),
     ):
-        gains = [expected_tokens(share, n) / (1 + n * (draft + check)) for n in range(17)]
-        yield [share, draft, check, 16], int(np.argmax(gains))
+        gains = expected_tokens(share, 16) / (1 + np.arange(17) * (draft + check))
+        yield [share, draft, check, 16], int(gains.argmax())
 
 
 def _profile_object(profile: Profile) -> dict[str, Any]:

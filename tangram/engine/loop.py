@@ -270,9 +270,11 @@ class Engine:
         speculation = self._speculation
         if speculation is None:
             return
+        speculation.begin_step()
+        if speculation.rests(len(self._scheduler.running)):
+            return
         self._scheduler.leave_open()  # drafts are for those who go on, too
         decoding = self._scheduler.decoding
-        speculation.begin_step()
         waiting = bool(self._scheduler.waiting)
         if self._scheduler.prefilling or not speculation.plan(decoding, waiting=waiting):
             speculation.skip(decoding)

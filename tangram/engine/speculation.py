@@ -185,7 +185,7 @@ class Speculation:
         # Whether drafts were wanted in the two last steps; None where one did not only decode.
         self._before: bool | None = None
         self._last: bool | None = None
-        self._rest, self._rows = 0, 0
+        self._rest, self._running = 0, 0
         self._planned = list[_Course]()
 
     @property
@@ -205,18 +205,25 @@ class Speculation:
         self._drafted, self._begin_s, self._wanted = 0, self._now(), False
         self._before, self._last = self._last, None
 
+    def rests(self, running: int) -> bool:
+        """Whether nothing is drafted, as chosen in an earlier step, for `running` sequences.
+
+        Where drafts do not pay and all of them decode, `plan` is to be asked again after
+        `REST_STEPS`, or when their number changes.
+        """
+        if running != self._running:
+            self._running, self._rest = running, 0
+        rests = self._rest > 0
+        self._rest -= rests
+        return rests
+
     def plan(self, sequences: Sequence[TokenSequence], *, waiting: bool) -> bool:
         """Choose how many tokens to draft for each of the decoding `sequences`.
 
-        Returns whether any is drafted for. Where drafts do not pay, it chooses again after
-        `REST_STEPS` or when their number changes. None of the sequences loses more than
-        `LOST_SHARE` of its time by drafts of others. If requests are `waiting` for their places,
-        they may: all are answered sooner then.
+        Returns whether any is drafted for. None of the sequences loses more than `LOST_SHARE` of
+        its time by drafts of others. If requests are `waiting` for their places, they may: all are
+        answered sooner then.
         """
-        if self._rest and len(sequences) == self._rows:
-            self._rest -= 1
-            return False
-        self._rows = len(sequences)
         self._load = (
             len(sequences).bit_length(),
             sum(sequence.known for sequence in sequences).bit_length(),
@@ -238,7 +245,8 @@ class Speculation:
         for course, count in zip(self._planned, (*counts, *[0] * others), strict=True):
             course.chosen = count
         self._wanted = any(counts)
-        self._rest = 0 if self._wanted else REST_STEPS
+        # A sequence that decodes no token now may do so in the next step.
+        self._rest = REST_STEPS if not self._wanted and len(sequences) == self._running else 0
         return self._wanted
 
     def _serves(self, sequence: TokenSequence) -> bool:
@@ -247,8 +255,6 @@ class Speculation:
 
     def skip(self, sequences: Sequence[TokenSequence]) -> None:
         """The next step drafts nothing for the decoding `sequences`."""
-        if 0 < self._rest < REST_STEPS:
-            return
         for sequence in sequences:
             course = self._course(sequence)
             if course.lookup is not None and sequence.speculative:

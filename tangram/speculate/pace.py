@@ -12,8 +12,8 @@ without, waits for what that one left on the device: its time is not told to a `
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from statistics import fmean
@@ -83,32 +83,35 @@ class Acceptance:
         if self._all is not None:
             self._all.count_found(found)
 
-    def expected_tokens(self, drafted: int) -> float:
-        """What an iteration yields on average that asks for `drafted` drafts."""
-        return 1.0 + self._found * (expected_tokens(self.share, drafted) - 1.0)
 
+def expected_tokens(share: float | Floats, most: int) -> Floats:
+    """float64 [.., most + 1]: what an iteration yields on average that drafts 0 up to `most`.
 
-def expected_tokens(share: float, drafted: int) -> float:
-    """What an iteration with `drafted` drafts yields on average, its own token included.
-
-    `share` is that of the drafts that are accepted.
+    Its own token is included. `share` [..] is that of the drafts that are accepted.
     """
-    if share == 1.0:
-        return drafted + 1.0
-    return (1.0 - share ** (drafted + 1)) / (1.0 - share)
+    return (np.asarray(share)[..., None] ** np.arange(most + 1)).cumsum(axis=-1)
+
+
+def expected_of(acceptances: Sequence[Acceptance], most: int) -> Floats:
+    """float64 [n, most + 1]: `expected_tokens` of sequences whose drafters may find nothing."""
+    found = np.array([own.found for own in acceptances])
+    beyond = expected_tokens(np.array([own.share for own in acceptances]), most) - 1.0
+    return 1.0 + found[:, None] * beyond
 
 
 @dataclass
 class _Load:
     """What is known of iterations of one load: seconds by number of drafts, how many there were,
     what they took, and what trials have lost. `usual` are the usual times, by number, of those that
-    were tried often enough. `unfound` are seconds of iterations that found nothing to draft.
+    were tried often enough; those of `stale` numbers are found when they are asked for. `unfound`
+    are seconds of iterations that found nothing to draft.
 
     `asked` counts the choices of a number that the load begins with. `trial` is to be tried again.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    usual: dict[int, float] = field(default_factory=dict)
+    found: dict[int, float] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)
     newest: dict[int, int] = field(default_factory=dict)  # the last iteration of a number
     unfound: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     asked: Counter[int] = field(default_factory=Counter)
@@ -121,12 +124,21 @@ class _Load:
     def add(self, drafted: int, seconds: float) -> None:
         times = self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES))
         times.append(seconds)
-        if len(times) >= TRIES:
-            usual = _find_usual(times)  # a first pass may take twice as long
-            # Drafts that were fast once must be so now, too: a machine may have become slower.
-            self.usual[drafted] = max(usual, _find_usual([*times][-_NEWEST:])) if drafted else usual
+        if len(times) >= TRIES:  # a first pass may take twice as long
+            self.stale.add(drafted)
         self._count(seconds)
         self.newest[drafted] = self.iterations
+
+    @property
+    def usual(self) -> Mapping[int, float]:
+        """The usual seconds of the numbers that were tried often enough."""
+        for drafted in self.stale:
+            times = self.seconds[drafted]
+            usual = _find_usual(times)
+            # Drafts that were fast once must be so now, too: a machine may have become slower.
+            self.found[drafted] = max(usual, _find_usual([*times][-_NEWEST:])) if drafted else usual
+        self.stale.clear()
+        return self.found
 
     def add_unfound(self, seconds: float) -> None:
         self.unfound.append(seconds)
@@ -168,11 +180,11 @@ class _Load:
 
         A single time may be that of a first pass of its kind: it is believed if it is short.
         """
-        if drafted in self.usual:
-            return self.usual[drafted]
-        factor = 1.0
-        if self.usual:
-            factor = fmean(self.usual[count] / like.interpolate(count) for count in self.usual)
+        usual, factor = self.usual, 1.0
+        if drafted in usual:
+            return usual[drafted]
+        if usual:
+            factor = fmean(usual[count] / like.interpolate(count) for count in usual)
         return min(factor * like.interpolate(drafted), *self.seconds.get(drafted, (inf,)))
 
     def interpolate(self, drafted: int) -> float:
@@ -219,7 +231,11 @@ class Pace:
     def __init__(self, most: int) -> None:
         self._counts = counts_up_to(most)
         self._first = self._counts[min(_FIRST, len(self._counts) - 1)]
-        self._loads: dict[tuple[int, ...], _Load] = {}
+        # The nearest of the counts, by what was drafted.
+        self._nearest = [
+            min(self._counts, key=lambda count: abs(count - drafted)) for drafted in range(most + 1)
+        ]
+        self._loads: defaultdict[tuple[int, ...], _Load] = defaultdict(_Load)
 
     @property
     def counts(self) -> Sequence[int]:
@@ -243,7 +259,7 @@ class Pace:
         """
         if not acceptances:
             return []
-        known = self._loads.setdefault(load, _Load())
+        known = self._loads[load]
         begin = self._begin(load, known)
         if begin is not None:
             return [begin] * len(acceptances)
@@ -255,8 +271,7 @@ class Pace:
         for count in self._counts[1:]:
             seconds[count] = known.expect(seconds[count], nothing)
         tokens = np.ones((len(acceptances) + others, len(self._counts)))
-        for row, own in zip(tokens, acceptances, strict=False):
-            row[:] = [own.expected_tokens(count) for count in self._counts]
+        tokens[: len(acceptances)] = expected_of(acceptances, self._counts[-1])[:, self._counts]
         times = np.array([seconds[count] for count in self._counts])
         loss = (times / times[0] - tokens - np.broadcast_to(patience, len(tokens))[:, None]).max(0)
         # The harmonic mean of what sequences yield, as time per token is.
@@ -329,16 +344,13 @@ class Pace:
 
         It is what a sequence loses that gets one token by it: 0 where their time is unknown.
         """
-        known, like = self._loads.setdefault(load, _Load()), self._find_like(load)
+        known, like = self._loads[load], self._find_like(load)
         return 0.0 if like is None else seconds / known.estimate(0, like) - 1.0
 
     def record(self, load: tuple[int, ...], drafted: int, seconds: float) -> None:
         """An iteration of `load` that drafted up to so many tokens a sequence took `seconds`."""
-        self._loads.setdefault(load, _Load()).add(self._round(drafted), seconds)
-
-    def _round(self, drafted: int) -> int:
-        return min(self._counts, key=lambda count: abs(count - drafted))
+        self._loads[load].add(self._nearest[drafted], seconds)
 
     def record_unfound(self, load: tuple[int, ...], seconds: float) -> None:
         """An iteration of `load` was to have drafts, found none and took `seconds`."""
-        self._loads.setdefault(load, _Load()).add_unfound(seconds)
+        self._loads[load].add_unfound(seconds)

@@ -13,6 +13,7 @@ from tangram.engine.speculation import Speculation
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.model.load import LoadedModel
 from tangram.speculate.lookup import NgramDrafter
+from tangram.speculate.pace import REST_STEPS
 from tangram.speculative_config import Ngram
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import TINY
@@ -46,6 +47,8 @@ def repeating(number: int) -> TokenSequence:
 def decide(speculation: Speculation, *sequences: TokenSequence) -> bool:
     """Whether the next step, which decodes `sequences`, drafts."""
     speculation.begin_step()
+    if speculation.rests(len(sequences)):
+        return False
     wanted = speculation.plan(sequences, waiting=False)
     if not wanted:
         speculation.skip(sequences)
@@ -79,6 +82,18 @@ def test_while_no_drafts_are_wanted_a_sequence_that_comes_back_has_none() -> Non
     assert not count_drafts(speculation, third)
 
 
+def test_a_choice_of_no_drafts_holds_for_some_steps_or_until_a_sequence_comes_or_goes() -> None:
+    clock, sequences = StillClock(), [repeating(number) for number in range(3)]
+    speculation = speculation_with(clock)
+    rest(speculation, clock, *sequences)
+    assert [speculation.rests(3) for _ in range(REST_STEPS + 1)] == [True] * REST_STEPS + [False]
+    assert not speculation.plan(sequences, waiting=False)
+    assert speculation.rests(3)
+    assert not speculation.rests(2)
+    speculation.plan(sequences[:1], waiting=False)  # the other one decodes later
+    assert not speculation.rests(2)
+
+
 def test_in_a_step_that_prefills_nothing_is_drafted() -> None:
     speculation, sequence = speculation_with(StillClock()), repeating(0)
     assert decide(speculation, sequence)
@@ -103,7 +118,8 @@ def decode_mixed(gaining: int, *, waiting: bool, slower: float) -> tuple[list[fl
     ]
     for _ in range(steps):
         speculation.begin_step()
-        if not speculation.plan(sequences, waiting=waiting):
+        rests = speculation.rests(len(sequences))
+        if not rests and not speculation.plan(sequences, waiting=waiting):
             speculation.skip(sequences)
         drafts = [count_drafts(speculation, sequence) for sequence in sequences]
         for sequence, source, accepted in zip(sequences, sources, drafts, strict=True):

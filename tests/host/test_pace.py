@@ -14,6 +14,7 @@ from tangram.speculate.pace import (
     REST_STEPS,
     Acceptance,
     Pace,
+    expected_of,
     expected_tokens,
 )
 
@@ -38,7 +39,7 @@ def run(
 
 
 def rate(count: int, fixed_s: float, draft_s: float, acceptance: float) -> float:
-    return expected_tokens(acceptance, count) / (fixed_s + draft_s * count)
+    return expected_tokens(acceptance, count)[count] / (fixed_s + draft_s * count)
 
 
 @given(st.integers(1, 32), st.floats(0.001, 1.0), st.floats(0.0001, 1.0), st.floats(0.01, 0.99))
@@ -57,7 +58,7 @@ def test_where_drafting_does_not_pay_little_is_lost(
     pace = Pace(8)
     run(pace, fixed, draft, acceptance, 8)  # each load begins with some trials
     chosen = run(pace, fixed, draft, acceptance, 20 * PROBE_EVERY)
-    tokens = sum(expected_tokens(acceptance, count) for count in chosen)
+    tokens = expected_tokens(acceptance, 8)[chosen].sum()
     seconds = sum(fixed + draft * count for count in chosen)
     assert tokens / seconds >= 0.97 / fixed
 
@@ -78,7 +79,7 @@ def test_sequences_that_accept_little_do_not_wait_for_others_more_than_these_gai
     chosen = pace.choose(LOAD, sequences)
     seconds = fixed + draft * max(chosen)
     waits = [
-        seconds / own.expected_tokens(count) for own, count in zip(sequences, chosen, strict=True)
+        seconds / own[count] for own, count in zip(expected_of(sequences, 8), chosen, strict=True)
     ]
     assert sum(waits) <= 1.002 * fixed * len(shares)
 
@@ -108,7 +109,7 @@ def test_trials_among_plain_steps_lose_half_of_what_trials_may() -> None:
     pace, fixed, draft = Pace(8), 1.2e-3, 1.7e-3
     run(pace, fixed, draft, 0.98, 200)
     chosen = run(pace, fixed, draft, 0.98, 20000)
-    tokens = sum(expected_tokens(0.98, count) for count in chosen)
+    tokens = expected_tokens(0.98, 8)[chosen].sum()
     lost = 1.0 - tokens * fixed / sum(fixed + draft * count for count in chosen)
     assert 0.0 < lost <= 0.55 * PROBE_SHARE
 
@@ -234,8 +235,7 @@ def test_acceptance_stays_between_its_ends() -> None:
         never.count(4, 0)
         always.count(4, 4)
     assert 0.0 <= never.share < 0.05 and 0.95 < always.share <= 1.0
-    assert never.expected_tokens(8) == pytest.approx(1.0)
-    assert always.expected_tokens(8) == pytest.approx(9.0)
+    assert expected_of([never, always], 8)[:, 8] == pytest.approx([1.0, 9.0])
     assert run(Pace(8), 0.1, 0.001, 1.0, PROBE_EVERY - 1)[-1] == 8
 
 
