@@ -229,11 +229,11 @@ def decode_step(
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
     """True if `prefill` of queries q [T, Q, D] over `pool` can run on this processor.
 
-    It takes AVX-512, in bfloat16 AVX512-BF16. Torch's kernel, which uses AMX, is faster
+    It takes AVX2, in bfloat16 AVX512-BF16. Torch's kernel, which uses AMX, is faster
     where there is one, but there a query's bits depend on the queries and keys beside it.
     """
     has_products = (
-        torch.cpu._is_avx512_supported()
+        torch.cpu._is_avx2_supported()
         if q.dtype is torch.float32
         else q.dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     )

@@ -18,7 +18,14 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
-from tangram.kernels.cpu_products import LANES, TILE_ROWS, multiply_four, multiply_one, to_bfloat16
+from tangram.kernels.cpu_entries import LANES
+from tangram.kernels.cpu_products import (
+    TILE_ROWS,
+    TILE_VECTORS,
+    multiply_column,
+    multiply_tile,
+    to_bfloat16,
+)
 from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest, next_task  # type: ignore[attr-defined]
 from tangram.kernels.cpu_widen import widen
 from tangram.numba_cache import compile_kept
@@ -186,11 +193,11 @@ def multiply(a, row, steps, b, c, place, columns, adds):  # type: ignore[no-unty
     The product has `steps` words. It is added to c if `adds`.
     """
     column = 0
-    while column + 4 * LANES <= columns:
-        multiply_four(a, row, steps, b, c, place, column, adds)
-        column += 4 * LANES
+    while column + TILE_VECTORS * LANES <= columns:
+        multiply_tile(a, row, steps, b, c, place, column, adds)
+        column += TILE_VECTORS * LANES
     while column < columns:
-        multiply_one(a, row, steps, b, c, place, column, adds)
+        multiply_column(a, row, steps, b, c, place, column, adds)
         column += LANES
 
 

@@ -1,4 +1,4 @@
-"""Products of small matrices with AVX-512 and AVX512-BF16, which Numba does not offer.
+"""Products of small matrices with AVX2, AVX-512 and AVX512-BF16, which Numba does not offer.
 
 The left matrix of a product is float32, or uint16 that holds the bits of bfloat16. The right one is
 an array of 32-bit words: float32, or uint32 that holds the bits of two rows of bfloat16. The
@@ -14,8 +14,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-TILE_ROWS = 6  # with four vectors of columns they take 24 of the 32 registers
-LANES = 16  # float32 elements of a vector
+from tangram.kernels.cpu_entries import LANES
+
+TILE_ROWS = 6
+# Of the columns of a tile: its sums take 24 of 32 registers, or 12 of 16 with AVX2.
+TILE_VECTORS = LANES // 4
 _FLOAT, _WORD, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 
@@ -175,4 +178,4 @@ class _Tile:
         return self._builder.call(function, args)
 
 
-multiply_four, multiply_one = _product(4), _product(1)
+multiply_tile, multiply_column = _product(TILE_VECTORS), _product(1)
