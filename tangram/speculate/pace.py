@@ -103,15 +103,15 @@ def expected_of(acceptances: Sequence[Acceptance], most: int) -> Floats:
 class _Load:
     """What is known of iterations of one load: seconds by number of drafts, how many there were,
     what they took, and what trials have lost. `usual` are the usual times, by number, of those that
-    were tried often enough; those of `stale` numbers are found when they are asked for. `unfound`
-    are seconds of iterations that found nothing to draft.
+    were tried often enough, found when they are asked for. `unfound` are seconds of iterations that
+    found nothing to draft.
 
     `asked` counts the choices of a number that the load begins with. `trial` is to be tried again.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    found: dict[int, float] = field(default_factory=dict)
-    stale: set[int] = field(default_factory=set)
+    _usual: dict[int, float] = field(default_factory=dict)
+    _stale: set[int] = field(default_factory=set)
     newest: dict[int, int] = field(default_factory=dict)  # the last iteration of a number
     unfound: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     asked: Counter[int] = field(default_factory=Counter)
@@ -125,20 +125,22 @@ class _Load:
         times = self.seconds.setdefault(drafted, deque(maxlen=_KEPT_TIMES))
         times.append(seconds)
         if len(times) >= TRIES:  # a first pass may take twice as long
-            self.stale.add(drafted)
+            self._stale.add(drafted)
         self._count(seconds)
         self.newest[drafted] = self.iterations
 
     @property
     def usual(self) -> Mapping[int, float]:
         """The usual seconds of the numbers that were tried often enough."""
-        for drafted in self.stale:
+        for drafted in self._stale:
             times = self.seconds[drafted]
             usual = _find_usual(times)
             # Drafts that were fast once must be so now, too: a machine may have become slower.
-            self.found[drafted] = max(usual, _find_usual([*times][-_NEWEST:])) if drafted else usual
-        self.stale.clear()
-        return self.found
+            self._usual[drafted] = (
+                max(usual, _find_usual([*times][-_NEWEST:])) if drafted else usual
+            )
+        self._stale.clear()
+        return self._usual
 
     def add_unfound(self, seconds: float) -> None:
         self.unfound.append(seconds)
