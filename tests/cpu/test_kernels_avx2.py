@@ -18,6 +18,9 @@ import pytest
 import torch
 
 torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+from tangram.kernels.cpu_entries import LANES
+
+assert LANES == 8, f"vectors have {LANES} lanes, AVX2 has 8"
 sys.exit(pytest.main(sys.argv[1:]))
 """
 CHECKED = "float32 and (test_compiled_prefill_is_softmax or test_compiled_prefill_gives)"
@@ -25,7 +28,7 @@ CHECKED = "float32 and (test_compiled_prefill_is_softmax or test_compiled_prefil
 
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this processor lacks AVX2")
 def test_prefill_is_compiled_for_avx2(tmp_path: Path) -> None:
-    """Haswell was the first processor with AVX2, and an instruction beyond it fails to compile."""
+    """Haswell was the first processor with AVX2: no code for it has an instruction beyond that."""
     checks = ["-v", "-p", "no:cacheprovider", "-k", CHECKED, "tests/cpu/test_kernels.py"]
     found = subprocess.run(
         [sys.executable, "-c", RUN, *checks],
