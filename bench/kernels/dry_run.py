@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from bench.kernels.family import Entry
+from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
 from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.contenders import Ours
@@ -36,7 +36,7 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
     count = 0
     for entry in entries:
         workload = Workload.build(
-            entry.make(True), getattr(torch, options.dtype), torch.device("cpu")
+            make_case(entry, options, tiny=True), getattr(torch, options.dtype), torch.device("cpu")
         )
         answer = compute_expected(workload)
         for variant in map(KernelVariant.parse, entry.only or options.planners):

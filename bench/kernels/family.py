@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def parser(
         "--heads-per-page", type=int, default=None, help="default: all KV heads of a layer"
     )
     made.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    made.add_argument("--fp8", action="store_true", help="entries in FP8, queries as --dtype")
     made.add_argument("--replays", type=int, default=30)
     made.add_argument("--cost", type=Path, default=None, help="a measured cost model (JSON)")
     made.add_argument("--no-wall", action="store_true", help="device time only")
@@ -93,6 +94,14 @@ def parser(
     )
     made.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     return made
+
+
+def make_case(entry: Entry, options: argparse.Namespace, tiny: bool) -> Case:
+    """The entry's case, with entries as the options say."""
+    case = entry.make(tiny)
+    if options.fp8:
+        return replace(case, geometry=replace(case.geometry, element_bytes=1))
+    return case
 
 
 def execute(
@@ -136,7 +145,7 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
 
     started = time.monotonic()
     try:
-        case = entry.make(False)
+        case = make_case(entry, run.options, tiny=False)
     except TangramError as error:
         run.left_out.append(f"{entry.name}: {error}")
         return

@@ -72,7 +72,7 @@ def write(run: Run) -> None:
         },
         "rows": run.rows,
     }
-    path = run.options.out / f"kernels_{run.name}.json"
+    path = run.options.out / f"kernels_{run.name}{'-fp8' if run.options.fp8 else ''}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)

@@ -71,7 +71,7 @@ class FlashInferBatch:
                 causal=False,
                 sm_scale=work.scaling,
                 q_data_type=work.dtype,
-                kv_data_type=work.dtype,
+                kv_data_type=work.pool.dtype,
             )
 
     def run(self) -> list[Tensor]:
@@ -142,7 +142,7 @@ class FlashInferCascade:
                 causal=False,
                 sm_scale=work.scaling,
                 q_data_type=work.dtype,
-                kv_data_type=work.dtype,
+                kv_data_type=work.pool.dtype,
             )
 
     def run(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.serving.competitors import ServingEngine, Tangram, start_vllm, vocab_size
+from bench.serving.competitors import MODEL, MODELS, ServingEngine, Tangram, start_vllm
 from bench.serving.timeline import measure_steps
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
@@ -40,7 +40,11 @@ def requests(
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(
-            count, input_tokens, output_tokens, shared_tokens=shared_tokens, vocab_size=vocab_size()
+            count,
+            input_tokens,
+            output_tokens,
+            shared_tokens=shared_tokens,
+            vocab_size=engine.vocab_size,
         )
         for number in range(repeats):
             engine.clear_cache()
@@ -61,10 +65,10 @@ def sessions(
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
         histories = [
-            draw_tokens(history_tokens, vocab_size(), 4, number) for number in range(count)
+            draw_tokens(history_tokens, engine.vocab_size, 4, number) for number in range(count)
         ]
         for turn in range(1, turns + 1):
-            asks = next_turn(histories, turn, user_tokens, output_tokens, vocab_size())
+            asks = next_turn(histories, turn, user_tokens, output_tokens, engine.vocab_size)
             answers = _complete(engine, asks)
             yield f"turn {turn}", answers
             histories = [
@@ -88,17 +92,34 @@ def short_turns(
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
         histories = [
-            draw_tokens(history_tokens, vocab_size(), 6, number) for number in range(count)
+            draw_tokens(history_tokens, engine.vocab_size, 6, number) for number in range(count)
         ]
         yield "histories", _complete(engine, [Ask(history, 1) for history in histories])
         asks = [
             Ask(
-                histories[number % count] + draw_tokens(user_tokens, vocab_size(), 7, number),
+                histories[number % count] + draw_tokens(user_tokens, engine.vocab_size, 7, number),
                 output_tokens,
             )
             for number in range(turns)
         ]
         yield "turns", _complete(engine, arriving(asks, rate))
+
+    return run
+
+
+def decoding(count: int, input_tokens: int, output_tokens: int, repeats: int = 3) -> Case:
+    """Prompts that are cached, and of their answers the time in which all of them decode."""
+
+    def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
+        engine.clear_cache()
+        prompts = [draw_tokens(input_tokens, engine.vocab_size, 8, row) for row in range(count)]
+        _complete(engine, [Ask(prompt, 1) for prompt in prompts])
+        for number in range(repeats):
+            answers = _complete(engine, [Ask(prompt, output_tokens) for prompt in prompts])
+            begin = max(answer.times_s[0] for answer in answers)
+            for answer in answers:
+                answer.times_s = [at for at in answer.times_s if at >= begin]
+            yield f"run {number + 1}", answers
 
     return run
 
@@ -110,7 +131,7 @@ def make_replay(options: argparse.Namespace) -> Case:
         for speed in map(float, options.speeds.split(",")):
             engine.clear_cache()
             asks = read_trace(
-                options.trace, seconds=options.seconds, speed=speed, vocab_size=vocab_size()
+                options.trace, seconds=options.seconds, speed=speed, vocab_size=engine.vocab_size
             )
             try:
                 yield f"speed {speed:g}", engine.answer_all(asks, Patience(options.hold_ttft_s))
@@ -142,7 +163,10 @@ CASES: dict[str, Case] = {
     "sessions-96": sessions(96, 16384),
     "answers-16k": requests(64, 16384, 256),
     "answers-32k": requests(24, 32768, 256),
+    "decode-64x16k": decoding(64, 16384, 256),
 }
+# What takes more than the default of --max-model-len.
+LONG_CASES = {"decode-4x128k": decoding(4, 131072, 256)}
 
 
 def measure_cases(
@@ -173,8 +197,8 @@ def measure_cases(
 def warm(engine: ServingEngine) -> None:
     """Run requests that compile everything the engine compiles at first use."""
     for asks in (
-        alike(2, 4104, 4, shared_tokens=0, vocab_size=vocab_size()),
-        alike(64, 40, 8, shared_tokens=2100, vocab_size=vocab_size()),
+        alike(2, 4104, 4, shared_tokens=0, vocab_size=engine.vocab_size),
+        alike(64, 40, 8, shared_tokens=2100, vocab_size=engine.vocab_size),
     ):
         engine.answer_all(asks)
 
@@ -197,12 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             "vllm runs with its defaults: leave kv-retention, chunk-tokens and kv-cache-dtype out"
         )
-    known = CASES | ({"trace": make_replay(options)} if options.trace else {})
+    known = CASES | LONG_CASES | ({"trace": make_replay(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
+    options.model = MODELS / options.model
     engine = _start(options)
     name = _name(options)
     written = {
@@ -227,6 +252,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", choices=("tangram", "vllm"))
+    parser.add_argument(
+        "--model",
+        choices=sorted(path.name for path in MODELS.iterdir()),
+        default=MODEL.name,
+        help="a shape of bench/models, with random weights",
+    )
     parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
     parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
@@ -268,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start(options: argparse.Namespace) -> ServingEngine:
     if options.engine == "vllm":
-        return start_vllm(options.max_model_len, options.offload_gib, options.ranks)
+        return start_vllm(options.max_model_len, options.offload_gib, options.ranks, options.model)
     return Tangram(
         _retention(options),
         512 if options.chunk_tokens is None else options.chunk_tokens,
@@ -276,6 +307,7 @@ def _start(options: argparse.Namespace) -> ServingEngine:
         options.offload_gib,
         options.kv_cache_dtype or "auto",
         options.ranks,
+        options.model,
     )
 
 

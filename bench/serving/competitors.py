@@ -18,14 +18,16 @@ from typing import Any, Literal, Protocol
 from tangram.lab.load.asks import Ask
 from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
 
-MODEL = Path(__file__).parents[1] / "models" / "qwen3-4b"
+MODELS = Path(__file__).parents[1] / "models"
+MODEL = MODELS / "qwen3-4b"
 MOST_REQUESTS = 256
 
 
 class ServingEngine(Protocol):
-    """An engine under load; `options` says how it was started."""
+    """An engine under load; `options` says how it was started, `vocab_size` what ids it knows."""
 
     options: dict[str, Any]
+    vocab_size: int
 
     def clear_cache(self) -> None:
         """Forget every prefix."""
@@ -49,12 +51,14 @@ class Tangram:
         offload_gib: float = 0.0,
         cache_dtype: Literal["auto", "fp8"] = "auto",
         ranks: int = 1,
+        model: Path = MODEL,
     ) -> None:
         from tangram.collection import keep_uncollected
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
-        model = MODEL if ranks == 1 else save_checkpoint()
+        self.vocab_size = read_vocab_size(model)
+        model = model if ranks == 1 else save_checkpoint(model)
         self.options = {
             "load_format": "dummy" if ranks == 1 else "auto",
             "tensor_parallel_size": ranks,
@@ -95,14 +99,14 @@ class Tangram:
 class Vllm:
     """vLLM's offline engine, stepped here; `options` are those of `vllm.LLM`."""
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: Path, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["HF_HUB_OFFLINE"] = "1"
         from vllm import LLM
 
-        self.options = options
+        self.options, self.vocab_size = options, read_vocab_size(model)
         self._llm: Any = LLM(
-            model=model, skip_tokenizer_init=True, disable_log_stats=True, **self.options
+            model=str(model), skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
         config = self._llm.llm_engine.vllm_config
         self.options |= {
@@ -162,8 +166,8 @@ class Vllm:
         return answers
 
 
-def save_checkpoint() -> Path:
-    """A folder with random weights of `MODEL`: several devices read theirs from files.
+def save_checkpoint(model: Path) -> Path:
+    """A folder with random weights of `model`: several devices read theirs from files.
 
     It ends with the process. The tokenizer is another model's, since prompts are token ids.
     """
@@ -174,7 +178,7 @@ def save_checkpoint() -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="tangram-random-"))
     atexit.register(shutil.rmtree, folder)
-    config = AutoConfig.from_pretrained(MODEL)
+    config = AutoConfig.from_pretrained(model)
     with torch.device("cuda"):  # a CPU takes a minute for the random numbers
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     torch.cuda.empty_cache()
@@ -182,10 +186,12 @@ def save_checkpoint() -> Path:
     return folder
 
 
-def start_vllm(most_tokens: int, offload_gib: float = 0.0, ranks: int = 1) -> Vllm:
+def start_vllm(
+    most_tokens: int, offload_gib: float = 0.0, ranks: int = 1, model: Path = MODEL
+) -> Vllm:
     """vLLM with its defaults, on random weights."""
     return Vllm(
-        str(MODEL),
+        model,
         load_format="dummy",
         dtype="bfloat16",
         max_model_len=most_tokens,
@@ -197,6 +203,6 @@ def start_vllm(most_tokens: int, offload_gib: float = 0.0, ranks: int = 1) -> Vl
     )
 
 
-def vocab_size() -> int:
-    """The vocabulary of the model that all engines serve."""
-    return int(json.loads((MODEL / "config.json").read_text())["vocab_size"])
+def read_vocab_size(model: Path) -> int:
+    """The vocabulary of a model's config.json."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])

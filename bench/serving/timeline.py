@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from bench.serving.competitors import ServingEngine, vocab_size
+from bench.serving.competitors import ServingEngine
 from tangram.lab.load.asks import Ask, draw_tokens
 
 # The first kind of which a word stands in a kernel's name. FlashAttention's kernels are CUTLASS's,
@@ -106,9 +106,8 @@ def split_busy(case: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def measure_decode(engine: ServingEngine, rows: int, context: int) -> dict[str, Any]:
-    """A decode step of `rows` sequences with `context` tokens each."""
-    prompts = [draw_tokens(context, vocab_size(), 11, number) for number in range(rows)]
+def measure_decode(engine: ServingEngine, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """A decode step of sequences that begin with `prompts`."""
 
     def answer(tokens: int) -> list[float]:
         answers = engine.answer_all([Ask(prompt, tokens) for prompt in prompts])
@@ -121,15 +120,20 @@ def measure_decode(engine: ServingEngine, rows: int, context: int) -> dict[str, 
     return describe(more, less, LONG - SHORT, walls)
 
 
+def draw_prompts(engine: ServingEngine, rows: int, context: int) -> list[tuple[int, ...]]:
+    """`rows` prompts of `context` tokens that share nothing."""
+    return [draw_tokens(context, engine.vocab_size, 11, number) for number in range(rows)]
+
+
 def measure_turn(engine: ServingEngine, history: int, new: int) -> dict[str, Any]:
     """The first token of a prompt of `new` tokens behind a cached `history`, alone."""
-    tokens = draw_tokens(history, vocab_size(), 12, 0)
+    tokens = draw_tokens(history, engine.vocab_size, 12, 0)
     count = 0
 
     def answer() -> float:
         nonlocal count
         count += 1
-        ask = Ask(tokens + draw_tokens(new, vocab_size(), 13, count), 1)
+        ask = Ask(tokens + draw_tokens(new, engine.vocab_size, 13, count), 1)
         return 1e3 * engine.answer_all([ask])[0].first_token_s
 
     engine.clear_cache()
@@ -148,7 +152,7 @@ def measure_prefill(engine: ServingEngine, length: int) -> dict[str, Any]:
         nonlocal count
         numbers = range(count, count + PROMPTS)
         count += PROMPTS
-        asks = [Ask(draw_tokens(length, vocab_size(), 14, number), 1) for number in numbers]
+        asks = [Ask(draw_tokens(length, engine.vocab_size, 14, number), 1) for number in numbers]
         last = max(answer.first_token_s for answer in engine.answer_all(asks))
         return 1e3 * last / PROMPTS
 
@@ -162,7 +166,10 @@ def measure_steps(engine: ServingEngine, name: str, keep: Callable[[dict[str, An
     """Look at all cases; `keep` takes the results so far after each."""
     cases: dict[str, Any] = {}
     measures = {
-        **{case: partial(measure_decode, engine, *sizes) for case, sizes in DECODE.items()},
+        **{
+            case: partial(measure_decode, engine, draw_prompts(engine, *sizes))
+            for case, sizes in DECODE.items()
+        },
         **{case: partial(measure_turn, engine, *sizes) for case, sizes in TURNS.items()},
         **{case: partial(measure_prefill, engine, length) for case, length in PREFILLS.items()},
     }

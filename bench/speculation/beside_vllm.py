@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.serving.competitors import start_vllm, vocab_size
+from bench.serving.competitors import start_vllm
 from bench.speculation.cases import CASES, WARM_TOKENS, SpeculationCase, draw_prompts, shrink
 from bench.speculation.options import make_parser, output_folder
 from bench.speculation.report import CaseKeeper, describe_run, print_table, summarise
@@ -45,7 +45,7 @@ def measure(
         keep = CaseKeeper(
             output_folder(options) / f"speculation-{name}-vllm.json", case, command, "bfloat16"
         )
-        prompts = draw_prompts(case, vocab_size())
+        prompts = draw_prompts(case, engine.vocab_size)
         engine.clear_cache()
         engine.answer_all([Ask(prompt, WARM_TOKENS) for prompt in prompts])
         for _ in range(options.repeats):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tangram.kernels.e4m3 import widen
+from tangram.kernels.e4m3 import to_half, widen_pairs, words
 from tangram.kernels.tiles import (
     LOG2E,
     OPEN,
@@ -31,6 +31,24 @@ from tangram.kernels.tiles import (
     take_part,
     wait_for_tasks,
 )
+
+
+@triton.jit
+def _cut(x, PARTS: tl.constexpr):
+    """The parts [M, D / PARTS] of x [M, D]: x itself, or its even and its odd elements."""
+    return (x,) if PARTS == 1 else tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def _join(parts, M: tl.constexpr, D: tl.constexpr):
+    """What `_cut` has cut, as [M, D] again."""
+    return parts[0] if len(parts) == 1 else tl.join(parts[0], parts[1]).reshape(M, D)
+
+
+@triton.jit
+def _widen(x, pool, dtype: tl.constexpr):
+    """Words `x` of `pool` as parts in `dtype`."""
+    return widen_pairs(x, pool, dtype) if x.dtype == tl.uint16 else (x.to(dtype),)
 
 
 @triton.jit
@@ -63,39 +81,51 @@ def _take(
 ):
     """Add the entries `n`, on pages `page`, to the online softmax.
 
-    Where MASKED, entries from `stop` on are left out, and with several queries a row those outside
-    [low, high) of each query.
+    `acc`, `q` and `q_rotary` are in parts (`_cut`): two if entries are FP8. Where MASKED, entries
+    from `stop` on are left out, and with several queries a row those outside [low, high) of each
+    query.
     """
-    d = tl.arange(0, BLOCK_D)
+    PARTS: tl.constexpr = len(q)
+    ROWS: tl.constexpr = q[0].shape[0]
+    d = tl.arange(0, BLOCK_D // PARTS)
     vectors: tl.constexpr = 1 if BLOCK_R else 2
     entry = (page.to(tl.int64) * HP + column) * (vectors * P * D) + (n % P) * D
-    place = pool + entry[:, None] + d[None, :]
+    place = words(pool, PARTS) + (entry // PARTS)[:, None] + d[None, :]
     # Entries read by few rows must not evict shared entries and partial results from L2.
-    keep: tl.constexpr = "evict_first" if q.shape[0] <= 16 * NQ else "evict_last"
+    keep: tl.constexpr = "evict_first" if ROWS <= 16 * NQ else "evict_last"
     if BLOCK_R:
-        r = tl.arange(0, BLOCK_R)
+        r = tl.arange(0, BLOCK_R // PARTS)
         there = (n < stop) if MASKED else (n >= 0)
-        k = tl.load(place, mask=there[:, None] & (d < V)[None, :], other=0.0, eviction_policy=keep)
+        k = tl.load(
+            place, mask=there[:, None] & (d < V // PARTS)[None, :], other=0, eviction_policy=keep
+        )
         v = k
         rotary = tl.load(
-            pool + entry[:, None] + V + r[None, :],
-            mask=there[:, None] & (r < D - V)[None, :],
-            other=0.0,
+            words(pool, PARTS) + ((entry + V) // PARTS)[:, None] + r[None, :],
+            mask=there[:, None] & (r < (D - V) // PARTS)[None, :],
+            other=0,
             eviction_policy=keep,
         )
     elif MASKED:
-        seen = (n < stop)[:, None] & (d < D)[None, :]
-        k = tl.load(place, mask=seen, other=0.0, eviction_policy=keep)
-        v = tl.load(place + P * D, mask=seen, other=0.0, eviction_policy=keep)
+        seen = (n < stop)[:, None] & (d < D // PARTS)[None, :]
+        k = tl.load(place, mask=seen, other=0, eviction_policy=keep)
+        v = tl.load(place + P * D // PARTS, mask=seen, other=0, eviction_policy=keep)
     elif BLOCK_D != D:
-        k = tl.load(place, mask=(d < D)[None, :], other=0.0, eviction_policy=keep)
-        v = tl.load(place + P * D, mask=(d < D)[None, :], other=0.0, eviction_policy=keep)
+        k = tl.load(place, mask=(d < D // PARTS)[None, :], other=0, eviction_policy=keep)
+        v = tl.load(
+            place + P * D // PARTS, mask=(d < D // PARTS)[None, :], other=0, eviction_policy=keep
+        )
     else:
         k = tl.load(place, eviction_policy=keep)
-        v = tl.load(place + P * D, eviction_policy=keep)
-    scores = multiply(q, tl.trans(widen(k, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        v = tl.load(place + P * D // PARTS, eviction_policy=keep)
+    scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    keys = _widen(k, pool, q[0].dtype)
+    for part in tl.static_range(PARTS):
+        scores = multiply(q[part], tl.trans(keys[part]), scores)
     if BLOCK_R:
-        scores = multiply(q_rotary, tl.trans(widen(rotary, q.dtype)), scores)
+        rotaries = _widen(rotary, pool, q[0].dtype)
+        for part in tl.static_range(PARTS):
+            scores = multiply(q_rotary[part], tl.trans(rotaries[part]), scores)
     if SOFTCAP:
         scores = soft_cap(scores, scaling * k_scale, softcap)
     else:
@@ -111,8 +141,15 @@ def _take(
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(peak - safe)
-    acc = multiply(weights.to(q.dtype), widen(v, q.dtype), acc * shrink[:, None])
-    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+    values = _widen(v, pool, q[0].dtype)
+    rounded = weights.to(q[0].dtype)
+    total = total * shrink + tl.sum(weights, 1)
+    if PARTS == 1:
+        acc = (multiply(rounded, values[0], acc[0] * shrink[:, None]),)
+    else:
+        even = multiply(rounded, values[0], acc[0] * shrink[:, None])
+        acc = (even, multiply(rounded, values[1], acc[1] * shrink[:, None]))
+    return acc, new_peak, total
 
 
 @triton.jit
@@ -284,6 +321,7 @@ def decode_tasks(
     float32 (base 2). SHORT needs NQ = 1.
     """
     GT: tl.constexpr = NQ * G
+    PARTS: tl.constexpr = 2 if pool.dtype.element_ty.primitive_bitwidth == 8 else 1
     # Waiting and releasing cost nothing where no launch depends on this one, so one kernel serves
     # as first, last and in between.
     if CHAINED:
@@ -336,10 +374,13 @@ def decode_tasks(
                 mask=serves[:, None] & (r < D - V)[None, :],
                 other=0.0,
             )
+        if PARTS == 2 and query.dtype == tl.bfloat16:
+            query, rotary = to_half(query), to_half(rotary)
+        query, rotary = _cut(query, PARTS), _cut(rotary, PARTS)
         k_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = _cut(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PARTS)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SHORT:
@@ -455,6 +496,7 @@ def decode_tasks(
             SOFTCAP,
             NQ,
         )
+        acc = _join(acc, BLOCK_M, BLOCK_D)
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
         if FINISH:

@@ -1,4 +1,8 @@
-"""E4M3 by integer arithmetic, for cards without the instructions: exact, ties to even (Triton)."""
+"""FP8 entries (E4M3) as 16 bits and back, on cards with and without instructions for it (Triton).
+
+Integer arithmetic where there are none: exact, ties to even. Float16 holds every E4M3. To bfloat16
+the instructions go through it, one element at a time and at a fraction of the rate.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tangram.kernels.card import Card
+from tangram.kernels.tiles import INTERPRETED
 
 
 def address(pool: Tensor, card: Card) -> Tensor:
@@ -22,7 +27,52 @@ def widen(x, dtype: tl.constexpr):
     """Stored entries in `dtype`."""
     if x.dtype == tl.uint8:
         x = from_e4m3(x)
+    elif dtype == tl.bfloat16:
+        x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
+
+
+@triton.jit
+def words(pool, PARTS: tl.constexpr):
+    """`pool` as what is loaded: entries, or in two PARTS pairs of their FP8 elements.
+
+    Pairs are copied and transposed as other 16 bits are; single bytes are not.
+    """
+    return pool if PARTS == 1 else pool.to(tl.pointer_type(tl.uint16))
+
+
+@triton.jit
+def widen_pairs(pair, pool, dtype: tl.constexpr):
+    """The even and the odd elements, in `dtype`, of pairs uint16 that are loaded from `pool`."""
+    if pool.dtype.element_ty == tl.float8e4nv and not INTERPRETED:
+        # Of two pairs at a time: both even elements, then both odd ones.
+        even, odd = tl.inline_asm_elementwise(
+            asm="""
+            {
+                .reg .b32 sorted;
+                .reg .b16 even, odd;
+                prmt.b32 sorted, $2, 0, 0x3120;
+                mov.b32 {even, odd}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, even;
+                cvt.rn.f16x2.e4m3x2 $1, odd;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = from_e4m3((pair & 0xFF).to(tl.uint8))
+        odd = from_e4m3((pair >> 8).to(tl.uint8))
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
+def to_half(x):
+    """bfloat16 `x` in float16: exact from 2^-14 to 65,504, which is the most."""
+    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
 
 @triton.jit

@@ -304,16 +304,18 @@ class GpuDecode:
         return {"H": self._kv_heads, "G": self._group, "NQ": self._queries}
 
     def _widths(self, value_dim: int) -> dict[str, int]:
-        """D, V and their blocks; that of rotary elements is at least what matrix instructions take.
+        """D, V and their blocks, each at least what matrix instructions take of a part.
 
-        It is 0 without latents.
+        FP8 entries have two parts (`decode._cut`). The block of rotary elements is 0 without
+        latents.
         """
+        least = LEAST_ENTRIES * (2 if self._pool.dtype.itemsize == 1 else 1)
         rotary = triton.next_power_of_2(self._head_dim - value_dim) if self._latent else 0
         return {
             "D": self._head_dim,
             "V": value_dim,
-            "BLOCK_D": triton.next_power_of_2(value_dim),
-            "BLOCK_R": max(LEAST_ENTRIES, rotary) if self._latent else 0,
+            "BLOCK_D": max(least, triton.next_power_of_2(value_dim)),
+            "BLOCK_R": max(least, rotary) if self._latent else 0,
         }
 
     @property

@@ -11,15 +11,14 @@ _ABS = tl.constexpr(int(RangeKind.ABS))
 OPEN = tl.constexpr(int(RangeKind.OPEN))
 _FRAC = tl.constexpr(int(RangeKind.FRAC))
 WINDOW = tl.constexpr(int(RangeKind.WINDOW))
-# Triton's interpreter multiplies the bits of a bfloat16 as an integer.
-_WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def multiply(a, b, acc):
     """acc + a @ b, float32 sums; float32 operands are not rounded."""
-    if _WIDEN:
+    if INTERPRETED:  # the interpreter multiplies the bits of a bfloat16 as an integer
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -28,14 +27,14 @@ def multiply(a, b, acc):
 @triton.jit
 def let_next_start():
     """Programmatic dependent launch: the next launch may begin once the device has capacity."""
-    if not _WIDEN:
+    if not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_tasks():
     """Wait until every launch before this one has written its results."""
-    if not _WIDEN:
+    if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
 
 

@@ -51,7 +51,10 @@ def run(
     queries = int(batch.counts.max())
     first = torch.from_numpy(np.append(0, np.cumsum(batch.counts)).astype(np.int32)).to(device)
     place = address.to(device, torch.int32)
-    store.append(k, v, pool, tables, lengths, place, layer, None, first, queries)
+    scales = None
+    if pool.dtype.itemsize == 1:
+        scales = torch.ones(*rows.table.shape[1:], 2, device=device)
+    store.append(k, v, pool, tables, lengths, place, layer, scales, first, queries)
     settings = {
         name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options
     }
@@ -64,6 +67,7 @@ def run(
         lengths=planned_at,
         options=settings.get("options"),  # type: ignore[arg-type]
         queries=queries,
+        scales=scales,
     )
     decoder.load(plan, planned_at)
     options["first_tokens"] = first
@@ -173,6 +177,66 @@ def test_head_dims_groups_pages_and_dtypes(
         assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
 
+def narrow(batch: Batch) -> Batch:
+    """The same with entries that E4M3 holds, in an FP8 pool."""
+
+    def round_entries(x: Tensor) -> Tensor:
+        return x.float().to(torch.float8_e4m3fn).to(x.dtype)
+
+    kv = [[[round_entries(x) for x in heads] for heads in layers] for layers in batch.kv]
+    k, v, pool = round_entries(batch.k), round_entries(batch.v), batch.pool.float()
+    return replace(batch, kv=kv, k=k, v=v, pool=pool.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "counts", "value_dim", "dtype"),
+    interpreter_few(
+        [
+            (*shape, dtype)
+            for shape in (
+                (64, 3, (1, 1, 1), None),
+                (16, 4, (1, 1, 1), None),
+                (80, 1, (1, 1, 1), None),
+                (128, 4, (3, 1, 5), None),
+                (256, 2, (1, 1, 1), None),
+                (72, 20, (2, 2, 2), 64),
+                (576, 16, (1, 1, 1), 512),
+            )
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        ],
+        (64, 3, (1, 1, 1), None, torch.bfloat16),
+        (16, 4, (1, 1, 1), None, torch.float16),
+        (80, 1, (1, 1, 1), None, torch.float32),
+        (128, 4, (3, 1, 5), None, torch.bfloat16),
+        (72, 20, (2, 2, 2), 64, torch.float16),
+    ),
+)
+def test_fp8_entries_answer_as_the_same_entries_do(
+    head_dim: int,
+    group: int,
+    counts: tuple[int, ...],
+    value_dim: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    heads = 1 if value_dim else 2
+    batch = narrow(
+        make_batch(
+            3, heads, group, head_dim, longest=150, dtype=dtype, counts=counts, value_dim=value_dim
+        )
+    )
+    out = run(batch, PLANNERS["work queue"](batch), 0, device, options=options("tails"))
+    assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
+
+
+def test_queries_beyond_float16_lose_their_size_alone(device: torch.device) -> None:
+    """With FP8 entries, queries in bfloat16 are multiplied in float16, which ends at 65,504."""
+    batch = narrow(make_batch(2, 2, 4, 64, longest=60, dtype=torch.bfloat16))
+    batch.q.mul_(1e6)
+    out = run(batch, PLANNERS["plain"](batch), 0, device)
+    assert out.isfinite().all()
+
+
 def options(merge: str, **changes: object) -> Any:
     from tangram.kernels.packed import DecodeOptions
 
@@ -264,23 +328,26 @@ def _pack_plan(rows: DecodeRows, prefix: int) -> WorkPlan:
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "merge"),
+    ("rows", "group", "merge", "fp8"),
     interpreter_few(
         [
-            (*shape, merge)
+            (*shape, merge, fp8)
             for shape in ((3, 4), (8, 4), (16, 4), (30, 4), (5, 3))
             for merge in MERGES
+            for fp8 in (False, True)
         ],
-        *((*shape, "tails") for shape in ((3, 4), (8, 4), (16, 4), (5, 3))),
-        (8, 4, "kernel"),
-        (30, 4, "kernel"),
+        *((*shape, "tails", False) for shape in ((3, 4), (8, 4), (16, 4), (5, 3))),
+        (8, 4, "kernel", True),
+        (30, 4, "kernel", False),
+        (30, 4, "tails", True),
     ),
 )
 def test_one_task_serves_rows_that_share_a_prefix(
-    rows: int, group: int, merge: str, device: torch.device
+    rows: int, group: int, merge: str, fp8: bool, device: torch.device
 ) -> None:
     """12, 32, 64, 120 and 15 queries: every tile size."""
     batch, plan = shared_batch(rows, group, prefix=64)
+    batch = narrow(batch) if fp8 else batch
     plan.check(batch.rows, batch.lengths.numpy(), batch.tables.numpy())
     last = [batch.kv[r][0][h][:, -1] for r in range(rows) for h in range(2)]
     kv = torch.stack(last).view(rows, 2, 2, 64)

@@ -19,18 +19,21 @@ from tangram.plan.schedule import Decoding
 from tangram.types import Float64, Int32, Int64
 
 HOLES_PER_PAGE = 1  # holes in the pool, for each page in use
-BYTES_16_BIT = 2
 
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """The attention of one model and the shape of a page: H KV heads of G query heads each."""
+    """The attention of one model and the shape of a page: H KV heads of G query heads each.
+
+    Entries have 16 bits an element, or FP8 with `element_bytes` 1.
+    """
 
     kv_heads: int
     group: int
     head_dim: int = 128
     page_tokens: int = 16
     heads_per_page: int = 8
+    element_bytes: int = 2
 
     @classmethod
     def of_heads(
@@ -103,7 +106,7 @@ class Case:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value."""
-        return 2 * self.geometry.head_dim * BYTES_16_BIT
+        return 2 * self.geometry.head_dim * self.geometry.element_bytes
 
     @property
     def read_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tangram.lab.baselines.compared_schedules import KernelVariant
@@ -64,7 +65,15 @@ class Ours:
             pool=self._workload.pool,
             lengths=case.lengths,
             options=self._variant.options(),
+            scales=self._scales(),
         )
+
+    def _scales(self) -> Tensor | None:
+        """Of an FP8 pool: 1 for all keys and values, as its entries were drawn."""
+        _, layers, heads = self._workload.case.shape
+        if self._workload.case.geometry.element_bytes == 2:
+            return None
+        return torch.ones(layers, heads, 2, device=self._workload.device)
 
     def plan(self) -> None:
         """Make the plan from tables and lengths, and upload it."""

@@ -139,6 +139,7 @@ class FlashInferDecode:
         *,
         group: int,
         scaling: float,
+        q_dtype: torch.dtype,
         softcap: float | None = None,
     ) -> None:
         """FlashInfer's own planning of every layer; `group` is G."""
@@ -151,7 +152,7 @@ class FlashInferDecode:
                 seqs.kv_heads,
                 seqs.k.shape[3],
                 seqs.k.shape[2],
-                q_data_type=seqs.k.dtype,
+                q_data_type=q_dtype,
                 kv_data_type=seqs.k.dtype,
                 sm_scale=scaling,
                 logits_soft_cap=softcap,

@@ -32,7 +32,9 @@ class Library:
     def plan(self) -> None:
         """Its plan of every layer."""
         work = self._workload
-        self._decode.plan(self._layers, group=work.case.geometry.group, scaling=work.scaling)
+        self._decode.plan(
+            self._layers, group=work.case.geometry.group, scaling=work.scaling, q_dtype=work.dtype
+        )
 
     def run(self) -> list[Tensor]:
         """All layers."""

@@ -18,7 +18,7 @@ REFERENCE_BYTES = 2 << 30  # gathered fp32 keys and values at a time
 @dataclass(frozen=True, eq=False)
 class Workload:
     """`pool` [N_pages, Hp, 2, P, D], `q` L tensors [R, Q, D], `tables` and `lengths` flat int32,
-    all on one device.
+    all on one device. Queries have a dtype of their own where the pool is in FP8.
     """
 
     case: Case
@@ -38,7 +38,7 @@ class Workload:
         q_shape = (case.shape[0], geometry.query_heads, geometry.head_dim)
         return cls(
             case,
-            torch.randn(shape, dtype=dtype, device=device),
+            _draw_entries(shape, dtype, geometry.element_bytes, device),
             tuple(torch.randn(q_shape, dtype=dtype, device=device) for _ in range(case.shape[1])),
             torch.from_numpy(case.tables).to(device),
             torch.from_numpy(case.lengths).to(device),
@@ -51,13 +51,25 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys, values and queries."""
-        return self.pool.dtype
+        """Of queries."""
+        return self.q[0].dtype
 
     @property
     def device(self) -> torch.device:
         """Where all tensors lie."""
         return self.pool.device
+
+
+def _draw_entries(
+    shape: tuple[int, ...], dtype: torch.dtype, element_bytes: int, device: torch.device
+) -> Tensor:
+    """Random entries; FP8 ones page by page, since the whole may not fit twice."""
+    if element_bytes == 2:
+        return torch.randn(shape, dtype=dtype, device=device)
+    pool = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    for pages in pool.split(1024):
+        pages.copy_(torch.randn(pages.shape, dtype=dtype, device=device))
+    return pool
 
 
 def compute_expected(workload: Workload) -> list[Tensor]:
@@ -114,5 +126,6 @@ def gather(workload: Workload, layer: int, cells: np.ndarray) -> tuple[Tensor, T
     )
     index = torch.from_numpy(block).to(workload.device)
     blocks = workload.pool.view(-1, *workload.pool.shape[2:])
-    keys, values = (blocks[:, half][index].flatten(1, 2) for half in (0, 1))
-    return keys, values
+    codes = blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks  # no FP8 by index
+    keys, values = (codes[:, half][index].flatten(1, 2) for half in (0, 1))
+    return keys.view(blocks.dtype), values.view(blocks.dtype)
