@@ -3,7 +3,7 @@
 New chunks follow them in the copy. Contiguous entries are loaded by tensor memory access, tile by
 tile, without page lookups in the loop that multiplies. Heads may have any lengths. The copy is read
 once for each tile of queries. Rows of one sequence read one copy of its past, each up to its own
-length.
+length. FP8 entries are widened and scaled on the way.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tangram.kernels.card import Card
+from tangram.kernels.e4m3 import widen
 from tangram.kernels.interface import MOST_BYTES, PrefillRows
 from tangram.kernels.tiles import LOG2E, multiply
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.types import Int32, Int64
 
 LEAST_TOKENS = 256  # of a row; entries that are read only a few times are not worth a copy
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)  # of queries, and of the copy
 TILE = 64  # entries, and queries; segments of the copy begin at multiples of it
 _TILE = Tile(TILE, TILE, stages=3)
 
@@ -177,26 +178,35 @@ def _tile(entries: Int64) -> Int64:
 
 def serves(pool: Tensor, card: Card) -> bool:
     """Whether entries of this pool are gathered: the card needs tensor memory access."""
-    return card.copies_tiles and pool.dtype in DTYPES and pool.shape[-1] in (64, 128)
+    stored = (*DTYPES, torch.float8_e4m3fn)
+    return card.copies_tiles and pool.dtype in stored and pool.shape[-1] in (64, 128)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables", "address", "sources", "offsets"])
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["tables", "address", "sources", "offsets"],
+)
 def gather_pasts(
     pool,
     tables,
     address,
     sources,
     offsets,
+    scales,
     gathered_k,
     gathered_v,
+    layer,
+    H: tl.constexpr,
     D: tl.constexpr,
     HP: tl.constexpr,
     P: tl.constexpr,
     TILE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Copy the past of each source cell to its segment, followed by zeros.
 
-    Grid (tiles of the longest past, sources).
+    SCALED: entries are FP8; `scales` as in `decode_tasks`. Grid (tiles of the longest past,
+    sources).
     """
     cell = tl.load(sources + tl.program_id(1))
     past = tl.load(address + cell * 3 + 2)
@@ -210,8 +220,14 @@ def gather_pasts(
         column = tl.load(address + cell * 3 + 1)
         place = pool + ((page * HP + column) * (2 * P * D) + (n % P) * D)[:, None] + d[None, :]
         target = (tl.load(offsets + cell * 2) + n).to(tl.int64)[:, None] * D + d[None, :]
-        tl.store(gathered_k + target, tl.load(place, mask=here, other=0.0))
-        tl.store(gathered_v + target, tl.load(place + P * D, mask=here, other=0.0))
+        keys = tl.load(place, mask=here, other=0.0)
+        values = tl.load(place + P * D, mask=here, other=0.0)
+        if SCALED:  # by powers of two: exact
+            scale = scales + (layer * H + cell % H) * 2
+            keys = widen(keys, tl.float32) * tl.load(scale)
+            values = widen(values, tl.float32) * tl.load(scale + 1)
+        tl.store(gathered_k + target, keys.to(gathered_k.dtype.element_ty))
+        tl.store(gathered_v + target, values.to(gathered_v.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["spans", "order", "offsets"])
@@ -402,6 +418,7 @@ def attend(
     *,
     layer: int,
     scaling: float,
+    scales: Tensor | None = None,
     card: Card | None = None,
 ) -> None:
     """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → its rows of out.
@@ -414,7 +431,7 @@ def attend(
     total = int(part.total[layer])
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
     if part.longest[layer]:
-        _gather_pasts(part, layer, pool, tables, address, sources, offsets, buffers)
+        _gather_pasts(part, layer, pool, tables, address, sources, offsets, scales, heads, buffers)
     _gather_chunks(part, k, v, spans, order, offsets, buffers)
     keys, values = (
         TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
@@ -448,6 +465,8 @@ def _gather_pasts(
     address: Tensor,
     sources: Tensor,
     offsets: Tensor,
+    scales: Tensor | None,
+    heads: int,
     buffers: Sequence[Tensor],
 ) -> None:
     past_tiles = triton.cdiv(int(part.longest[layer]), TILE)
@@ -457,11 +476,15 @@ def _gather_pasts(
         address,
         sources,
         offsets,
+        buffers[0] if scales is None else scales,
         *buffers,
+        layer,
+        H=heads,
         D=pool.shape[4],
         HP=pool.shape[1],
         P=pool.shape[3],
         TILE=TILE,
+        SCALED=scales is not None,
         num_warps=4,
     )
 

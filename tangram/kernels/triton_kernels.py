@@ -234,10 +234,9 @@ class TritonKernels:
         advance(self._lengths[:-1].view(self._shape), slots, growth)
 
     def _load_rows(self, prefill: PrefillRows) -> None:
-        entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
         self._runs = fused_causal.find_runs(prefill) if self._fuses else []
         apart = [run.rows for run in self._runs]
-        self._cells = gathered.PrefillOrder.of(prefill, entry_bytes, self._gathers, apart)
+        self._cells = gathered.PrefillOrder.of(prefill, self._copy_bytes, self._gathers, apart)
         arrays = [
             prefill.address,
             prefill.spans,
@@ -267,11 +266,10 @@ class TritonKernels:
         if self._latent:
             return False
         self._scale(row.address.shape[0], row.address.shape[2])
-        entry_bytes = self._pool.shape[2] * self._pool.shape[-1] * self._pool.dtype.itemsize
-        cells = gathered.PrefillOrder.of(row, entry_bytes, self._gathers)
+        cells = gathered.PrefillOrder.of(row, self._copy_bytes, self._gathers)
         copied, entries = (
             sum(int(part.total.max()) for part in cells.gathered),
-            MOST_BYTES // entry_bytes,
+            MOST_BYTES // self._copy_bytes,
         )
         if (self._fuses and fused_causal.find_runs(row)) or copied > entries:
             return False
@@ -370,7 +368,7 @@ class TritonKernels:
         if expand is not None:
             self._attend_latents(layer, q, k, out, expand, scaling)
             return
-        plain = window is None and softcap is None and sinks is None
+        plain = window is None and softcap is None and sinks is None and q.dtype in gathered.DTYPES
         for run in self._runs if plain else ():
             fused_causal.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if plain else ():
@@ -435,34 +433,38 @@ class TritonKernels:
             self._order[layer, part.cells],
             self._offsets[layer],
             self._sources[part.sources],
-            self._gather_buffers(part, layer),
+            self._gather_buffers(part, layer, q.dtype),
             part,
             out,
             layer=layer,
             scaling=scaling,
+            scales=self._scales,
             card=self._card,
         )
 
-    def _gather_buffers(self, part: gathered.Part, layer: int) -> list[Tensor]:
+    def _gather_buffers(self, part: gathered.Part, layer: int, dtype: torch.dtype) -> list[Tensor]:
         """Buffers for the keys and values of a part.
 
         Graphs contain the addresses of those of the usual size, so these stay. One long row takes
         larger ones, which no graph contains.
         """
         size = gathered.count_elements(part, layer, self._pool.shape[-1])
-        usual = MOST_BYTES // (2 * self._pool.dtype.itemsize)
+        usual = MOST_BYTES // (2 * dtype.itemsize)
         if size <= usual:
-            self._copies = self._copies or self._make_copies(usual)
+            self._copies = self._copies or self._make_copies(usual, dtype)
             return self._copies
         if not self._long_copies or len(self._long_copies[0]) < size:
             self._long_copies = []  # their memory may serve the larger ones
-            self._long_copies = self._make_copies(-(-size // usual) * usual)
+            self._long_copies = self._make_copies(-(-size // usual) * usual, dtype)
         return self._long_copies
 
-    def _make_copies(self, size: int) -> list[Tensor]:
-        return [
-            torch.empty(size, dtype=self._pool.dtype, device=self._pool.device) for _ in range(2)
-        ]
+    def _make_copies(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self._pool.device) for _ in range(2)]
+
+    @property
+    def _copy_bytes(self) -> int:
+        """Of an entry that is gathered: 16 bits an element also where it is stored in FP8."""
+        return self._pool.shape[2] * self._pool.shape[-1] * max(2, self._pool.dtype.itemsize)
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `PoolKernels`."""

@@ -81,7 +81,12 @@ class AskingRows:
         )
 
 
-def attend_rows(asked: AskingRows, device: torch.device, asking: slice | None = None) -> Tensor:
+def attend_rows(
+    asked: AskingRows,
+    device: torch.device,
+    asking: slice | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
     """What the gathered parts leave of an output full of NaN."""
     from tangram.kernels import gathered
 
@@ -118,6 +123,7 @@ def attend_rows(asked: AskingRows, device: torch.device, asking: slice | None = 
             out,
             layer=0,
             scaling=DIM**-0.5,
+            scales=scales,
         )
     return out.cpu()
 
@@ -139,6 +145,23 @@ def test_rows_see_their_pasts_and_themselves(dtype: torch.dtype, device: torch.d
         torch.testing.assert_close(
             out[begin:end], asked.expect(row), rtol=LIMIT[dtype], atol=LIMIT[dtype]
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_pasts_are_seen_through_their_scales(dtype: torch.dtype, device: torch.device) -> None:
+    asked = AskingRows([40, 64, 31], [[128, 3, 64], [60, 200, 0], [7, 7, 150]], dtype)
+    scales = 2.0 ** torch.arange(-3.0, 3.0).view(1, HEADS, 2)
+    stored = (asked.pool.float() / 4).to(torch.float8_e4m3fn)
+    asked.pool = stored.to(dtype)
+    for row, head in np.ndindex(asked.past.shape):
+        table, _, past = asked.address[row, head]
+        pages = asked.tables[table : table + -(-past // PAGE)].long()
+        asked.pool[pages] *= scales[0, head].to(dtype)[:, None, None]
+    expected = [asked.expect(row) for row in range(3)]
+    asked.pool = stored
+    out = attend_rows(asked, device, scales=scales.to(device))
+    for (begin, end, *_), row in zip(asked.spans, expected, strict=True):
+        torch.testing.assert_close(out[begin:end], row, rtol=LIMIT[dtype], atol=LIMIT[dtype])
 
 
 def test_rows_of_one_sequence_see_as_much_of_its_past_as_is_theirs(device: torch.device) -> None:

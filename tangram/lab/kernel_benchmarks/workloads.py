@@ -67,7 +67,7 @@ def _draw_entries(
     if element_bytes == 2:
         return torch.randn(shape, dtype=dtype, device=device)
     pool = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    for pages in pool.split(1024):
+    for pages in torch.split(pool, 1024):
         pages.copy_(torch.randn(pages.shape, dtype=dtype, device=device))
     return pool
 

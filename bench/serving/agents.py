@@ -1,6 +1,6 @@
 """Packing end to end, on and off, with nothing dropped (PAT, arXiv 2511.22333, end to end).
 
-    python -m bench.serving.packing -o bench/results
+    python -m bench.serving.agents -o bench/results
 
 The load are agents: all share a system prompt, a fourth of them a tool's text, a sixteenth a
 history. They arrive at random at several rates. With --trace a recorded conversation follows. Two
@@ -47,6 +47,7 @@ from tangram.types import Geometry
 SCHEDULES: Mapping[str, str | None] = {"packed": None, "apart": "workqueue"}
 SERVED = "packing:thrifty"
 TOOLS, HISTORIES = 4, 16
+PAGE_TOKENS = EngineConfig.page_tokens
 
 
 class ProfiledEngine:
@@ -83,7 +84,7 @@ def count_loads(
     `apart` is what rows load that share nothing.
     """
     tree = Tree((1, TOOLS, HISTORIES, count), tuple(sizes))
-    shape = BatchGeometry(geometry.kv_heads, geometry.query_heads // geometry.kv_heads)
+    shape = BatchGeometry.of_heads(f"{geometry.query_heads}/{geometry.kv_heads}", PAGE_TOKENS)
     case = tree_case(tree, shape, seed=0)
     plan = parse_schedule(SERVED).plan(case.decoding, processors, CostModel())
     read = WorkCounters.of([plan], case, processors).task_kv_bytes
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     found: dict[str, Any] = {}
     content = {
-        "command": shlex.join(["python", "-m", "bench.serving.packing", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "bench.serving.agents", *sys.argv[1:]]),
         "environment": environment(),
         "model": options.model,
         "load": {
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-        path = options.output / f"packing_{options.model}.json"
+        path = options.output / f"agents_{options.model}.json"
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     Console().print(make_table(content))
 
@@ -191,7 +192,7 @@ def make_table(content: Mapping[str, Any]) -> Table:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.serving.packing",
+        prog="python -m bench.serving.agents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
