@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.cpu_peers.peer import serve_peer
@@ -20,7 +21,7 @@ class VllmPeer:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self._engine = Vllm(model, **options)
+        self._engine = Vllm(Path(model), **options)
 
     def encode(self, text: str) -> list[int]:
         """See `Peer`."""

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from bench.serving.competitors import MODEL, MODELS
 from bench.serving.timeline import measure_decode, split_busy
+from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.lab.baselines.compared_schedules import parse_schedule
@@ -151,9 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "engines": found,
     }
     for name, schedule in SCHEDULES.items():
-        engine = engine_of(ComparisonConfig.of(config, decode_schedule=schedule), loaded)
+        with keep_uncollected():  # as `tangram serve` does
+            engine = engine_of(ComparisonConfig.of(config, decode_schedule=schedule), loaded)
         found[name] = measure_engine(engine, options)
         del engine
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
         path = options.output / f"agents_{options.model}.json"

@@ -228,16 +228,19 @@ class Batcher:
             if size and self.apart((row,)):
                 yield row
 
-    def rehearse(self, tokens: int, queries: int = 1) -> StepAttention:
+    def rehearse(self, tokens: int, queries: int = 1, *, shares: bool = False) -> StepAttention:
         """The attention of `tokens` tokens, up to `queries` of each of some empty sequences.
 
-        These are planned as long ones that share nothing.
+        These are planned as long ones: of several lengths that share nothing, or alike ones that
+        share prefixes.
         """
         most = self.retentions[0].layout.max_tokens
         rows = min(tokens, len(self.cache.lengths))
         starts = np.linspace(most - queries, most // 8, rows, dtype=np.int64)
+        if shares:
+            starts[:] = most // 2
         width = self.kernels.width(tokens, queries)
-        self.kernels.load(self._make_rows(starts, queries), width)
+        self.kernels.load(self._make_rows(starts, queries, shares=shares), width)
         counts = np.full(rows, tokens // rows, np.int32)
         counts[: tokens % rows] += 1
         return self._rehearse(width, counts)
@@ -250,8 +253,8 @@ class Batcher:
             for _ in self.kernels.rehearsals(batch, width):
                 yield self._rehearse(width, np.ones(rows, np.int32))
 
-    def _make_rows(self, starts: Int64, queries: int) -> Decoding:
-        """Rows of sequences at `starts` that share nothing."""
+    def _make_rows(self, starts: Int64, queries: int, *, shares: bool = False) -> Decoding:
+        """Rows of sequences at `starts` that share nothing, or prefixes."""
         default, nothing = self.retentions[0], np.zeros(0, np.int64)
         layout, rows = default.layout, len(starts)
         rehearsed = [
@@ -264,7 +267,9 @@ class Batcher:
         )
         apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
         self._epoch = None
-        return self._decoding(rehearsed, apart, lengths, queries)
+        made = self._decoding(rehearsed, apart, lengths, queries)
+        chunks = starts // layout.chunk_tokens
+        return replace(made, prefixes=partial(_share_prefixes, chunks)) if shares else made
 
     def _rehearse(self, width: int, counts: Int32) -> StepAttention:
         prefill = self._prefill_rows((), width)
@@ -419,6 +424,18 @@ def _prefixes(rows: Sequence[Row], table: Int32, tables: Int32) -> Forest:
     if len(set(tables[first].tolist())) == len(rows):  # no two rows begin with the same page
         return build_forest(np.zeros((len(rows), 0), np.int64), np.zeros_like(chunks), chunks)
     return build_forest(*units_of(tables, first, pages, chunks, raw // page_tokens), chunks)
+
+
+def _share_prefixes(chunks: Int64) -> Forest:
+    """The forest of rows with that many sealed `chunks` [R].
+
+    All share half of the chunks of the shortest, and every four of them a quarter more.
+    """
+    rows, shared = np.arange(len(chunks)), int(chunks.min()) // 2
+    units = np.broadcast_to(rows[:, None], (len(rows), int(chunks.max()))).copy()
+    units[:, : shared + shared // 2] = len(rows) + rows[:, None] // 4
+    units[:, :shared] = 2 * len(rows)
+    return build_forest(units, chunks, chunks)
 
 
 def _size_units(layout: Layout, probe: int) -> tuple[int, int, int]:

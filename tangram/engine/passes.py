@@ -131,7 +131,8 @@ class Passes:
     ) -> None:
         """Capture the graphs of decode passes of up to `rows` tokens, before serving.
 
-        A sequence has up to `queries` of them. `track` wraps the widths.
+        A sequence has up to `queries` of them. `track` wraps the widths. Where it has one, steps
+        whose sequences share prefixes have graphs of their own.
         """
         if self.graphs is None:
             return
@@ -139,12 +140,13 @@ class Passes:
         widths = {self.batcher.kernels.width(count, queries) for count in counts}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
-            attention = self.batcher.rehearse(min(width, rows), queries)
-            if self.batcher.kernels.captured is None:
-                return
-            nothing = np.zeros(2 * attention.width, np.int64)
-            (inputs,) = self.upload(np.concatenate([nothing, np.arange(attention.width)]))
-            self.graphs.logits(inputs, [attention.width] * 3, attention)
+            for shares in (False, True) if queries == 1 and width > 1 else (False,):
+                attention = self.batcher.rehearse(min(width, rows), queries, shares=shares)
+                if self.batcher.kernels.captured is None:
+                    return
+                nothing = np.zeros(2 * attention.width, np.int64)
+                (inputs,) = self.upload(np.concatenate([nothing, np.arange(attention.width)]))
+                self.graphs.logits(inputs, [attention.width] * 3, attention)
 
 
 @dataclass(frozen=True, eq=False)

@@ -229,6 +229,20 @@ class Capacity:
             self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts
         )
 
+    def sharing(self, options: DecodeOptions, queries: int, programs: int) -> Capacity:
+        """The same for plans in which tasks serve up to `queries` queries, of one row or several.
+
+        Which kinds have tasks then differs from plan to plan. Each has `programs` at least.
+        """
+        limits = [tile.queries for tile in options.tiles]
+        last = 1 + int(np.searchsorted(limits[:-1], queries))
+        tasks = tuple(
+            max(count, programs) if kind <= last else count for kind, count in enumerate(self.tasks)
+        )
+        finishes = self.launching_all(options, self.segment_parts).finishes
+        segments = max(self.segments, programs)
+        return replace(self, tasks=tasks, finishes=finishes, segments=segments)
+
     def join(self, other: Capacity) -> Capacity:
         """The smallest capacity that holds both."""
         return Capacity(

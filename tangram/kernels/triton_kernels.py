@@ -86,7 +86,8 @@ class TritonKernels:
         self._schedules = dict[str, tuple[Schedule, DecodeOptions]]()
         device = pool.device
         self._cost = CostModel() if policy is None else policy.cost
-        self._decoders: dict[tuple[int, DecodeOptions, int], GpuDecode] = {}
+        # By rows, options, queries of a row, and whether tasks serve several rows.
+        self._decoders: dict[tuple[int, DecodeOptions, int, bool], GpuDecode] = {}
         # Drafts change the width in every step, and with it the loaded plan.
         self._plans = WeakKeyDictionary[Decoding, tuple[WorkPlan, DecodeOptions, str]]()
         self._buffers = PlanBuffers(device)
@@ -127,10 +128,13 @@ class TritonKernels:
             self._plans[batch] = plan, options, schedule.kind
         plan, options, kind = self._plans[batch]
         rows = _count_rows(batch, width)
-        place = rows, options, batch.queries
+        shares = bool((plan.row_end - plan.row_begin > 1).any())
+        place = rows, options, batch.queries, shares
         known = self._decoders.get(place)
         if known is None or not known.takes(plan, batch.lengths):
             least = None if known is None else known.capacity
+            if shares and least is None:
+                least = self._sharing(plan, batch, options, rows)
             known = self._decoders[place] = self._executing(plan, batch, options, least)
         self._adopt_decoder(known, batch, rows)
         return kind
@@ -154,6 +158,17 @@ class TritonKernels:
             executing = self._executing(plan, batch, one, needed.launching_all(one, parts))
             self._adopt_decoder(executing, batch, _count_rows(batch, width))
             yield
+
+    def _sharing(
+        self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, rows: int
+    ) -> Capacity:
+        """Capacity for plans of as many rows that share other prefixes: few need a new graph.
+
+        In them other rows may have parts that only a merge finishes, so there is space for all.
+        """
+        group, merging = self._group * batch.queries, replace(options, merge="kernel")
+        needed = Capacity.of([plan], [pack(plan, group, merging, batch.lengths)])
+        return needed.doubled.doubled.sharing(options, group * rows, self._card.processors)
 
     def _executing(
         self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, least: Capacity | None

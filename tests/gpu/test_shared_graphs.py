@@ -1,0 +1,62 @@
+"""Steps whose rows share prefixes replay the graphs that were captured before serving."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tangram.engine.batcher import _share_prefixes
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case
+from tangram.plan.forest import Forest, build_forest
+from tangram.plan.schedule import Decoding
+from tests.gpu.cards import CARDS
+from tests.gpu.test_engine import pytestmark as pytestmark
+
+CHUNK, GEOMETRY, MOST_ROWS = 512, BatchGeometry.of_heads("32/8", 16), 48
+
+
+def decoding(lengths: list[int], prefixes: Forest) -> Decoding:
+    """Rows of `lengths` entries whose first chunks are shared as in `prefixes`."""
+    case = own_case("rows", lengths, GEOMETRY, seed=0)
+    kept = np.full(case.shape, CHUNK)
+    return Decoding(case.rows, case.lengths, GEOMETRY.group, kept, lambda: prefixes)
+
+
+def agents(rows: list[int], tails: list[int]) -> Decoding:
+    """Agents by number: all share 16 chunks, a fourth of them 4 more, a sixteenth 2 more."""
+    units = np.array([[9] * 16 + [row % 4] * 4 + [row % 16] * 2 for row in rows])
+    count = np.full(len(rows), 22)
+    return decoding([22 * CHUNK + tail for tail in tails], build_forest(units, count, count))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 999), min_size=2, max_size=MOST_ROWS, unique=True),
+    data=st.data(),
+)
+def test_agents_that_come_and_go_need_no_new_buffers(
+    numbers: list[int], data: st.DataObject
+) -> None:
+    """A graph refers to its buffers; those are made for each width when steps are rehearsed."""
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    pool = torch.empty(1, 8, 2, 16, GEOMETRY.head_dim, dtype=torch.bfloat16)
+    kernels = TritonKernels(pool, GEOMETRY.group, card=CARDS[90])
+    width = kernels.width(len(numbers), 1)
+    alike = partial(_share_prefixes, np.full(width, 40))
+    kernels.load(decoding([40 * CHUNK] * width, alike()), width)
+    rehearsed = kernels._decoder
+    tails = data.draw(st.lists(st.integers(1, 600), min_size=len(numbers), max_size=len(numbers)))
+    batch = agents(numbers, tails)
+    kernels.load(batch, width)
+    assert kernels._decoder is rehearsed
+    apart = decoding(
+        [5000] * len(numbers),
+        build_forest(np.zeros((len(numbers), 0), np.int64), *np.zeros((2, len(numbers)), np.int64)),
+    )
+    kernels.load(apart, width)
+    assert kernels._decoder is not rehearsed, "rows that share nothing launch fewer kernels"
