@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.serving.competitors import MODEL, MODELS
+from bench.serving.competitors import MODEL, MODELS, StartedEngine
 from bench.serving.timeline import measure_decode, split_busy
 from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
@@ -49,20 +49,6 @@ SCHEDULES: Mapping[str, str | None] = {"packed": None, "apart": "workqueue"}
 SERVED = "packing:thrifty"
 TOOLS, HISTORIES = 4, 16
 PAGE_TOKENS = EngineConfig.page_tokens
-
-
-class ProfiledEngine:
-    """An engine as `bench.serving.timeline` measures it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.options: dict[str, Any] = {}
-        self.vocab_size = engine.geometry.vocab_size
-        self.clear_cache = engine.clear_cache
-        self._engine = engine
-
-    def answer_all(self, asks: Sequence[Ask], patience: Any = None) -> Any:
-        """See `ServingEngine`."""
-        return answer_all(self._engine, asks, patience=patience)
 
 
 def make_agents(count: int, sizes: Sequence[int], output_tokens: int, vocabulary: int) -> list[Ask]:
@@ -95,7 +81,7 @@ def count_loads(
 def measure_engine(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Loads at each rate, the trace, and a profiled step."""
     sizes, vocabulary = options.sizes, engine.geometry.vocab_size
-    most = max(int(rate * options.seconds) for rate in options.rates)
+    most = HISTORIES + max(int(rate * options.seconds) for rate in options.rates)
     agents = make_agents(most, sizes, options.output_tokens, vocabulary)
     warm = make_agents(HISTORIES, sizes, 1, vocabulary)
     answer_all(engine, [replace(ask, output_tokens=8) for ask in agents[: options.decoding]])
@@ -115,7 +101,7 @@ def measure_engine(engine: Engine, options: argparse.Namespace) -> dict[str, Any
         kept["trace"] = asdict(summary) | {"left_out": len(asks) - len(fit)}
     prompts = [ask.tokens for ask in make_agents(options.decoding, sizes, 1, vocabulary)]
     if engine.device.type == "cuda":
-        kept["step"] = measure_decode(ProfiledEngine(engine), prompts)
+        kept["step"] = measure_decode(StartedEngine(engine, {}), prompts)
     return kept
 
 

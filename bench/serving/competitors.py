@@ -13,10 +13,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tangram.lab.load.asks import Ask
 from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
 
 MODELS = Path(__file__).parents[1] / "models"
 MODEL = MODELS / "qwen3-4b"
@@ -40,7 +43,25 @@ class ServingEngine(Protocol):
         ...
 
 
-class Tangram:
+class StartedEngine:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine, options: dict[str, Any]) -> None:
+        self._engine, self.options = engine, options
+        self.vocab_size = engine.geometry.vocab_size
+
+    def clear_cache(self) -> None:
+        """See `ServingEngine`."""
+        self._engine.clear_cache()
+
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
+        """See `ServingEngine`."""
+        return answer_all(self._engine, asks, patience=patience)
+
+
+class Tangram(StartedEngine):
     """Tangram at one retention ratio, with the budgets that ship for the model."""
 
     def __init__(
@@ -57,9 +78,8 @@ class Tangram:
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
-        self.vocab_size = read_vocab_size(model)
         model = model if ranks == 1 else save_checkpoint(model)
-        self.options = {
+        started: dict[str, Any] = {
             "load_format": "dummy" if ranks == 1 else "auto",
             "tensor_parallel_size": ranks,
             "dtype": "bfloat16",
@@ -74,9 +94,9 @@ class Tangram:
             "kv_cache_dtype": cache_dtype,
         }
         with keep_uncollected():  # as `tangram serve` does, and vLLM's engine
-            self._engine = build_engine(EngineConfig(model=str(model), **self.options))
-        stats, config = self._engine.stats(), self._engine.config
-        self.options |= {
+            engine = build_engine(EngineConfig(model=str(model), **started))
+        stats, config = engine.stats(), engine.config
+        started |= {
             "fits_tokens": stats.capacity_tokens,
             "cache_dtype": stats.cache_dtype,
             "pool_bytes": stats.pool_bytes,
@@ -84,16 +104,7 @@ class Tangram:
             "heads_per_page": config.heads_per_page,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
-
-    def clear_cache(self) -> None:
-        """See `Served`."""
-        self._engine.clear_cache()
-
-    def answer_all(
-        self, asks: Sequence[Ask], patience: Patience | None = None
-    ) -> list[TimedAnswer]:
-        """See `Served`."""
-        return answer_all(self._engine, asks, patience=patience)
+        super().__init__(engine, started)
 
 
 class Vllm:
@@ -117,13 +128,13 @@ class Vllm:
         self._count = 0
 
     def clear_cache(self) -> None:
-        """See `Served`."""
+        """See `ServingEngine`."""
         self._llm.reset_prefix_cache()
 
     def answer_all(
         self, asks: Sequence[Ask], patience: Patience | None = None
     ) -> list[TimedAnswer]:
-        """See `Served`."""
+        """See `ServingEngine`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

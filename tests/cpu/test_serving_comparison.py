@@ -12,9 +12,8 @@ import pytest
 
 from bench.render.page import Page
 from bench.serving import compare
+from bench.serving.competitors import StartedEngine
 from tangram.engine.llm import LLM
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
 
 
 def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving") -> dict[str, str]:
@@ -78,7 +77,7 @@ def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else(tmp_
     assert blocks(tmp_path, [{"tangram-0.25": plain}, {"tangram-0.25-fp8": fp8}])["fp8"] == "\n"
     (tmp_path / "one").mkdir()
     one_lease = blocks(tmp_path / "one", [{"tangram-0.25": plain, "tangram-0.25-fp8": fp8}])
-    assert "| 4 | 3 |" in one_lease["fp8"] and "FP8" not in one_lease["engines"]
+    assert "| 4 | 3 · 1.33 × |" in one_lease["fp8"] and "FP8" not in one_lease["engines"]
 
 
 @pytest.mark.parametrize("given", [["--kv-retention", "0.5"], ["--chunk-tokens", "256"]])
@@ -106,9 +105,8 @@ def test_a_trace_says_at_which_speed_it_was_given_up(tmp_path: Path) -> None:
 
 
 def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
-    small_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llm: LLM, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compare, "vocab_size", lambda: 300)
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n'
@@ -118,27 +116,17 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
     cases = {
         "some": compare.requests(2, 20, 3, repeats=2),
         "turns": compare.sessions(2, 40, 2, 5, 4),
+        "steps": compare.decoding(3, 40, 6, repeats=2),
         "trace": compare.make_replay(options),
         "hasty": compare.make_replay(hasty),
     }
 
-    class Small:
-        def __init__(self) -> None:
-            self.options: dict[str, Any] = {}
-
-        def clear_cache(self) -> None:
-            small_llm.engine.clear_cache()
-
-        def answer_all(
-            self, asks: Sequence[Ask], patience: Patience | None = None
-        ) -> list[TimedAnswer]:
-            return answer_all(small_llm.engine, asks, patience=patience)
-
     kept: dict[str, Any] = {}
-    compare.measure_cases(Small(), cases, kept.update)
+    compare.measure_cases(StartedEngine(small_llm.engine, {}), cases, kept.update)
     assert {name: list(parts) for name, parts in kept.items()} == {
         "some": ["run 1", "run 2"],
         "turns": ["turn 1", "turn 2"],
+        "steps": ["run 1", "run 2"],
         "trace": ["speed 1", "speed 2"],
         "hasty": ["given up"],
     }
