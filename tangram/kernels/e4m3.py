@@ -22,6 +22,48 @@ def address(pool: Tensor, card: Card) -> Tensor:
     return pool
 
 
+_CONVERT = tl.constexpr("""
+{
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}
+""")
+# As in `from_e4m3`. What is added to 0x7F carries into bit 7, which becomes the bits of a NaN.
+_CALCULATE = tl.constexpr("""
+{
+    .reg .b32 factor, codes, size, sign, carry;
+    mov.b32 factor, 0x5C005C00;
+    and.b32 size, $2, 0x007F007F;
+    and.b32 sign, $2, 0x00800080;
+    add.u32 carry, size, 0x00010001;
+    and.b32 carry, carry, 0x00800080;
+    shl.b32 size, size, 7;
+    shl.b32 sign, sign, 8;
+    or.b32 size, size, sign;
+    mul.f16x2 size, size, factor;
+    shl.b32 sign, carry, 8;
+    sub.u32 sign, sign, carry;
+    or.b32 $0, size, sign;
+    shr.b32 codes, $2, 8;
+    and.b32 size, codes, 0x007F007F;
+    and.b32 sign, codes, 0x00800080;
+    add.u32 carry, size, 0x00010001;
+    and.b32 carry, carry, 0x00800080;
+    shl.b32 size, size, 7;
+    shl.b32 sign, sign, 8;
+    or.b32 size, size, sign;
+    mul.f16x2 size, size, factor;
+    shl.b32 sign, carry, 8;
+    sub.u32 sign, sign, carry;
+    or.b32 $1, size, sign;
+}
+""")
+
+
 @triton.jit
 def widen(x, dtype: tl.constexpr):
     """Stored entries in `dtype`."""
@@ -44,28 +86,19 @@ def words(pool, PARTS: tl.constexpr):
 @triton.jit
 def widen_pairs(pair, pool, dtype: tl.constexpr):
     """The even and the odd elements, in `dtype`, of pairs uint16 that are loaded from `pool`."""
-    if pool.dtype.element_ty == tl.float8e4nv and not INTERPRETED:
+    if INTERPRETED:
+        even = from_e4m3((pair & 0xFF).to(tl.uint8))
+        odd = from_e4m3((pair >> 8).to(tl.uint8))
+    else:
         # Of two pairs at a time: both even elements, then both odd ones.
         even, odd = tl.inline_asm_elementwise(
-            asm="""
-            {
-                .reg .b32 sorted;
-                .reg .b16 even, odd;
-                prmt.b32 sorted, $2, 0, 0x3120;
-                mov.b32 {even, odd}, sorted;
-                cvt.rn.f16x2.e4m3x2 $0, even;
-                cvt.rn.f16x2.e4m3x2 $1, odd;
-            }
-            """,
+            asm=_CONVERT if pool.dtype.element_ty == tl.float8e4nv else _CALCULATE,
             constraints="=r,=r,r",
             args=[pair],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
-    else:
-        even = from_e4m3((pair & 0xFF).to(tl.uint8))
-        odd = from_e4m3((pair >> 8).to(tl.uint8))
     return even.to(dtype), odd.to(dtype)
 
 
@@ -77,14 +110,15 @@ def to_half(x):
 
 @triton.jit
 def from_e4m3(code):
-    """The float16 whose E4M3 is `code` uint8; NaN stays NaN."""
-    magnitude = (code & 0x7F).to(tl.int16)
-    # Exponents are biased by 15 instead of 7; subnormals are eighths of the smallest one.
-    large = ((magnitude << 7) + 0x2000).to(tl.float16, bitcast=True)
-    small = magnitude.to(tl.float16) * 0.001953125
-    value = tl.where(magnitude < 8, small, large)
-    value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where(code >= 0x80, -value, value)
+    """The float16 whose E4M3 is `code` uint8; NaN stays NaN.
+
+    Exponents are biased by 7 instead of 15: read as a float16, its bits are too small by 256. That
+    holds for subnormals, too.
+    """
+    size = (code & 0x7F).to(tl.int16)
+    bits = (size << 7) | ((code & 0x80).to(tl.int16) << 8)
+    value = bits.to(tl.float16, bitcast=True) * 256.0
+    return tl.where(size == 0x7F, float("nan"), value)
 
 
 @triton.jit
