@@ -37,6 +37,7 @@ _CALCULATE = tl.constexpr("""
 {
     .reg .b32 factor, codes, size, sign, carry;
     mov.b32 factor, 0x5C005C00;
+    shr.b32 codes, $2, 8;
     and.b32 size, $2, 0x007F007F;
     and.b32 sign, $2, 0x00800080;
     add.u32 carry, size, 0x00010001;
@@ -48,7 +49,6 @@ _CALCULATE = tl.constexpr("""
     shl.b32 sign, carry, 8;
     sub.u32 sign, sign, carry;
     or.b32 $0, size, sign;
-    shr.b32 codes, $2, 8;
     and.b32 size, codes, 0x007F007F;
     and.b32 sign, codes, 0x00800080;
     add.u32 carry, size, 0x00010001;
@@ -105,7 +105,9 @@ def widen_pairs(pair, pool, dtype: tl.constexpr):
 @triton.jit
 def to_half(x):
     """bfloat16 `x` in float16: exact from 2^-14 to 65,504, which is the most."""
-    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    wide = x.to(tl.float32)
+    every: tl.constexpr = tl.PropagateNan.ALL
+    return tl.clamp(wide, -65504.0, 65504.0, propagate_nan=every).to(tl.float16)
 
 
 @triton.jit

@@ -230,11 +230,17 @@ def test_fp8_entries_answer_as_the_same_entries_do(
 
 
 def test_queries_beyond_float16_lose_their_size_alone(device: torch.device) -> None:
-    """With FP8 entries, queries in bfloat16 are multiplied in float16, which ends at 65,504."""
+    """With FP8 entries, queries in bfloat16 are multiplied in float16, which ends at 65,504.
+
+    One that is no number stays none.
+    """
     batch = narrow(make_batch(2, 2, 4, 64, longest=60, dtype=torch.bfloat16))
     batch.q.mul_(1e6)
     out = run(batch, PLANNERS["plain"](batch), 0, device)
     assert out.isfinite().all()
+    batch.q[0, 0, 0] = torch.nan
+    out = run(batch, PLANNERS["plain"](batch), 0, device)
+    assert out[0, 0].isnan().all() and out[1].isfinite().all()
 
 
 def options(merge: str, **changes: object) -> Any:
