@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.kernels import ablations, dense, pat, persistent, ragged
+from bench.kernels import ablations, dense, living, pat, persistent, ragged
 from bench.kernels.family import NO_DEVICE
 
 FAMILIES = {
     "dense": (dense.main, 2),
     "pat": (pat.main, 4),
     "persistent": (persistent.main, 2),
+    "living": (living.main, 2),
     "ragged": (ragged.main, 2),
     "ablations": (ablations.main, 1),
 }

@@ -4,6 +4,9 @@ there are to read.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from statistics import fmean
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +25,14 @@ from tangram.lab.kernel_benchmarks.case import (
     unique_entries,
 )
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
-from tangram.lab.kernel_benchmarks.traces import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRACES, Trace
+from tangram.lab.kernel_benchmarks.traces import (
+    CALIBRATION_SEEDS,
+    HELD_OUT_SEEDS,
+    LIVING_TRACES,
+    TRACES,
+    LivingTrace,
+    Trace,
+)
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Schedule
@@ -212,3 +222,16 @@ def test_grouping_by_budget_gives_back_more_and_single_heads_all() -> None:
     assert kept["across layers"] > kept["within layer"] >= kept["adjacent"] > kept["monolithic"]
     assert kept["across layers"] == pytest.approx(0.75, abs=0.01)
     assert count_reclaimed(budgets, "adjacent", 1, 4096, 16) == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("living", LIVING_TRACES, ids=lambda living: living.trace.name)
+def test_rows_of_a_living_trace_come_grow_and_go(living: LivingTrace) -> None:
+    steps = list(living.batches(0, 3000))
+    assert steps == list(living.batches(0, 3000)) and steps[0] == (True, living.trace.lengths(0))
+    for (_, before), (changed, after) in pairwise(steps):
+        assert after, "a step without rows is none"
+        assert changed == (after != [length + 1 for length in before])
+    assert fmean(len(lengths) for _, lengths in steps) == pytest.approx(
+        living.trace.batch, rel=0.35
+    )
+    assert 10 < sum(changed for changed, _ in steps) < 3000 / 2

@@ -7,10 +7,13 @@
     zipf         1K times a Zipf variate (exponent 1.5), at most 64K: few long rows among many
 
 Calibration traces have seeds from 100 on, held-out ones seeds 0 to 4. No case is in both.
+
+In a *living* trace rows of a family arrive at random, grow by a token a step, and leave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,3 +73,47 @@ TRACES = (
     Trace("zipf", 8),
 )
 QUICK_TRACES = (TRACES[0], TRACES[2], TRACES[6], TRACES[8], TRACES[10])
+
+
+@dataclass(frozen=True)
+class LivingTrace:
+    """Rows of `trace` that arrive, grow and leave; on average there are as many as its batch.
+
+    A row stays for `stay` steps on average (geometric), so `batch / stay` arrive in a step
+    (Poisson).
+    """
+
+    trace: Trace
+    stay: int = 256
+
+    def batches(self, seed: int, steps: int) -> Iterator[tuple[bool, list[int]]]:
+        """Of each step: whether rows came or went, and the lengths of all rows, at least one."""
+        draw = np.random.default_rng((seed, self.trace.batch, self.stay))
+        count, lengths = 0, list[int]()
+        for _ in range(steps):
+            stays = draw.random(len(lengths)) >= 1 / self.stay
+            grown = [length + 1 for length, kept in zip(lengths, stays, strict=True) if kept]
+            arriving = int(draw.poisson(self.trace.batch / self.stay))
+            if not count:
+                arriving = self.trace.batch
+            elif not grown:
+                arriving = max(1, arriving)
+            came = self._arrive(count, arriving, seed)
+            count += arriving
+            changed = bool(came) or not stays.all()
+            lengths = grown + came
+            yield changed, lengths
+
+    def _arrive(self, count: int, arriving: int, seed: int) -> list[int]:
+        """The lengths of rows number `count` and following: those of one batch after the other."""
+        size = self.trace.batch
+        return [
+            self.trace.lengths(seed + 1000 * (number // size))[number % size]
+            for number in range(count, count + arriving)
+        ]
+
+
+LIVING_TRACES = tuple(
+    LivingTrace(Trace(family, batch))
+    for family, batch in (("homogeneous", 8), ("bimodal", 8), ("uniform", 8), ("zipf", 32))
+)

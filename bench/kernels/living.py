@@ -1,0 +1,118 @@
+"""Decode while rows arrive, grow and leave: PersistentKV's families as arrival processes.
+
+    python -m bench.kernels.living [--seeds 0,1] [--heads 32/8] [--steps 2048] [--snapshots 4]
+
+Each process runs on the host for `--steps` steps. Its batch is measured at some of those in which
+rows came or went: device time, and the wall time of a step with and without planning. A schedule
+that is kept plans in such steps alone, and FlashInfer at every step. The table spreads planning
+over the steps between two changes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.kernels import kernel_report
+from bench.kernels.family import Entry, Run, execute, parser
+from bench.kernels.summary import by_group
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram.lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, LIVING_TRACES, LivingTrace
+
+PLANNERS = ("workqueue", "aot", "buckets:exact", "buckets:padded")
+PEERS = ("decode", "batch")
+TINY_DIVISOR = 256
+
+
+def snapshots(
+    living: LivingTrace, seed: int, steps: int, count: int
+) -> tuple[list[list[int]], float]:
+    """The lengths at `count` of the steps in which rows came or went, and steps between such."""
+    changed = [lengths for change, lengths in living.batches(seed, steps) if change]
+    chosen = changed[len(changed) // (count + 1) :: max(1, len(changed) // (count + 1))][:count]
+    return chosen, steps / len(changed)
+
+
+def make(name: str, lengths: Sequence[int], geometry: BatchGeometry, seed: int, tiny: bool) -> Case:
+    """The batch of a step; tiny: a 256th of its lengths, at most 8 rows."""
+    if tiny:
+        lengths = [length // TINY_DIVISOR + 1 for length in lengths[:8]]
+    return own_case(name, lengths, geometry, seed)
+
+
+def step_us(row: dict[str, Any], contender: dict[str, Any]) -> float | None:
+    """Wall time of a step, planning spread over the steps between two changes of the batch."""
+    planned, kept = contender["wall_us"], contender["wall_kept_us"]
+    if planned is None or kept is None:
+        return None
+    if contender["each_step"]:
+        return float(planned)
+    between = row["labels"]["steps_between"]
+    return float(kept + max(0.0, planned - kept) / between)
+
+
+def show(run: Run) -> None:
+    """Per family: mean device time, wall time of a step, tasks a multiprocessor, merged bytes."""
+    table = Table(title="living: means over snapshots, µs")
+    for column in ("family", "contender", "device", "wall of a step", "plan", "tasks / SM", "KB"):
+        table.add_column(column, justify="left" if column in ("family", "contender") else "right")
+    for group, rows in by_group(run.rows).items():
+        for name in dict.fromkeys(c["name"] for row in rows for c in row["contenders"]):
+            found = [(row, c) for row in rows for c in row["contenders"] if c["name"] == name]
+            walls = [wall for row, c in found if (wall := step_us(row, c)) is not None]
+            counters = [c["counters"] for _, c in found if c["counters"]]
+            table.add_row(
+                group,
+                name,
+                _mean([c["median_us"] for _, c in found]),
+                _mean(walls),
+                _mean([c["plan_us"] for _, c in found]),
+                _mean([one["tasks_per_multiprocessor"] for one in counters]),
+                _mean([one["merged_bytes"] / 1e3 for one in counters]),
+            )
+    console = Console(width=kernel_report.WIDTH)
+    console.print(table)
+    kernel_report.show_failures(console, run)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.1f}" if values else "-"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the family."""
+    options_of = parser(__doc__, PLANNERS, PEERS, page_tokens=16)
+    options_of.add_argument("--seeds", default=None, help="comma-separated; default: the first two")
+    options_of.add_argument("--heads", default="32/8", help="query/KV heads")
+    options_of.add_argument("--steps", type=int, default=2048, help="of each process")
+    options_of.add_argument("--snapshots", type=int, default=4, help="that are measured of each")
+    options = options_of.parse_args(arguments)
+    seeds = [int(seed) for seed in (options.seeds or "0,1").split(",")]
+    if unknown := set(seeds) - set(HELD_OUT_SEEDS):
+        raise SystemExit(f"--seeds has {min(unknown)}, held-out seeds are 0 to 4")
+    geometry = BatchGeometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)
+    entries = []
+    for living in LIVING_TRACES[:1] if options.quick else LIVING_TRACES:
+        for seed in seeds:
+            chosen, between = snapshots(living, seed, options.steps, options.snapshots)
+            for number, lengths in enumerate(chosen):
+                name = f"{living.trace.name} seed {seed}, snapshot {number}"
+                labels = {"steps_between": between, "lengths": lengths, "seed": seed}
+                entries.append(
+                    Entry(
+                        name,
+                        living.trace.name,
+                        partial(make, name, lengths, geometry, seed),
+                        labels,
+                    )
+                )
+    execute("living", options, entries, show)
+
+
+if __name__ == "__main__":
+    main()
