@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.kernels import ablations, cutting, dense, family, pat, persistent, ragged
+from bench.kernels import ablations, cutting, dense, family, living, pat, persistent, ragged
 from tangram.kernels import reference
 from tangram.lab.kernel_benchmarks import workloads
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[Main, list[str]]] = {
     "dense": (dense.main, ["--planners", "aot,workqueue"]),
     "pat": (pat.main, ["--heads", "8/2", "--configs", "1,10_4096,416", "2,8,16,256_256,256,32,32"]),
     "persistent": (persistent.main, ["--quick", "--seeds", "0"]),
+    "living": (living.main, ["--quick", "--seeds", "0", "--snapshots", "2"]),
     "ragged": (
         ragged.main,
         ["--quick", "--contexts", "8192", "--batches", "2", "--planners", "aot,uniform"],
@@ -42,12 +43,12 @@ def test_tiny_cases_give_the_plain_answer(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("entries", [[], ["--fp8", "--dtype", "bfloat16"]], ids=["plain", "fp8"])
 def test_a_dry_run_takes_the_kernels_along_where_they_can_be_interpreted(
-    capsys: pytest.CaptureFixture[str],
+    entries: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pat.main(
-        ["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive", "--dry-run"]
-    )
+    tree = ["--heads", "8/2", "--configs", "1,10_4096,416", "--planners", "packing:naive"]
+    pat.main([*tree, *entries, "--dry-run"])
     assert "kernels interpreted" in capsys.readouterr().out
 
 
