@@ -87,12 +87,12 @@ def _mean(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the family."""
     options_of = parser(__doc__, PLANNERS, PEERS, page_tokens=16)
-    options_of.add_argument("--seeds", default=None, help="comma-separated; default: the first two")
+    options_of.add_argument("--seeds", default="0,1", help="comma-separated")
     options_of.add_argument("--heads", default="32/8", help="query/KV heads")
     options_of.add_argument("--steps", type=int, default=2048, help="of each process")
     options_of.add_argument("--snapshots", type=int, default=4, help="that are measured of each")
     options = options_of.parse_args(arguments)
-    seeds = [int(seed) for seed in (options.seeds or "0,1").split(",")]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     if unknown := set(seeds) - set(HELD_OUT_SEEDS):
         raise SystemExit(f"--seeds has {min(unknown)}, held-out seeds are 0 to 4")
     geometry = BatchGeometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)

@@ -83,6 +83,11 @@ def spread(values: Sequence[float], form: str, scale: float = 1) -> str:
     return f"{middle} ({least}–{most})"
 
 
+def without_output(command: str) -> str:
+    """The command as anybody would type it, without the folder of its results."""
+    return re.sub(r" -o \S+", "", command)
+
+
 def versions(environment: Mapping[str, Any], *packages: str) -> str:
     """The named packages with their versions."""
     return ", ".join(f"{name} {environment[name]}" for name in packages if name in environment)
@@ -120,4 +125,5 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "spread": spread,
     "table": table,
     "versions": versions,
+    "without_output": without_output,
 }

@@ -108,7 +108,10 @@ def short_turns(
 
 
 def decoding(count: int, input_tokens: int, output_tokens: int, repeats: int = 3) -> Case:
-    """Prompts that are cached, and of their answers the time in which all of them decode."""
+    """Prompts that are cached, and of their answers the time in which all of them decode.
+
+    `tpot_ms` is then that of a step, and `ttft_s` the time until all decode.
+    """
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         engine.clear_cache()
@@ -119,6 +122,11 @@ def decoding(count: int, input_tokens: int, output_tokens: int, repeats: int = 3
             begin = max(answer.times_s[0] for answer in answers)
             for answer in answers:
                 answer.times_s = [at for at in answer.times_s if at >= begin]
+                if len(answer.times_s) < 2:
+                    raise SystemExit(
+                        f"{count} answers of {output_tokens} tokens never decode together: ask for "
+                        "more tokens"
+                    )
             yield f"run {number + 1}", answers
 
     return run
@@ -227,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
+    if options.model != MODEL.name and options.series == parser.get_default("series"):
+        options.series = options.model
     options.model = MODELS / options.model
     engine = _start(options)
     name = _name(options)
@@ -264,7 +274,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
-        "--series", default="serving", help="name of the result files; one for each lease"
+        "--series",
+        default="serving",
+        help="name of the result files; one for each lease, and that of another --model by itself",
     )
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"

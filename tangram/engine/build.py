@@ -523,14 +523,15 @@ class EngineBuilder:
         if loaded.device.type == "cuda":
             runner.rehearse(config.max_num_batched_tokens)
         runner.passes.capture_prefill()
+        if self._shares is not None and runner.passes.graphs is not None:
+            # From here on: a rank may pack the rows of a pass, and need another graph, alone.
+            runner.passes.graphs.run_first()
         self._prepare_decode(runner.passes, config.max_num_seqs, "Capturing decode steps")
         if most_drafted:
             rows = min(config.max_num_seqs * (most_drafted + 1), config.max_num_batched_tokens)
             track = partial(show_progress, description="Capturing steps with drafts")
             for queries in runner.passes.batcher.queries[1:]:
                 runner.passes.capture(min(rows, config.max_num_seqs * queries), track, queries)
-        if self._shares is not None and runner.passes.graphs is not None:
-            runner.passes.graphs.run_first()
         runner.meters.clear()
         if runner.recorder is not None:
             runner.recorder.clear()

@@ -131,8 +131,8 @@ class Passes:
     ) -> None:
         """Capture the graphs of decode passes of up to `rows` tokens, before serving.
 
-        A sequence has up to `queries` of them. `track` wraps the widths. Where it has one, steps
-        whose sequences share prefixes have graphs of their own.
+        A sequence has up to `queries` of them. `track` wraps the widths. Where `queries` is 1,
+        steps whose sequences share prefixes have graphs of their own.
         """
         if self.graphs is None:
             return

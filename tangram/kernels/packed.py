@@ -229,18 +229,22 @@ class Capacity:
             self, tasks=(1,) * len(kinds), finishes=finishes, segments=1, segment_parts=parts
         )
 
-    def sharing(self, options: DecodeOptions, queries: int, programs: int) -> Capacity:
-        """The same for plans in which tasks serve up to `queries` queries, of one row or several.
+    def sharing(self, options: DecodeOptions, group: int, rows: int, least: int) -> Capacity:
+        """The same for plans whose tasks serve one to `rows` rows of `group` queries each.
 
-        Which kinds have tasks then differs from plan to plan. Each has `programs` at least.
+        Which kinds have tasks then differs from plan to plan. Each kind that may have some is
+        launched with at least `least` programs.
         """
         limits = [tile.queries for tile in options.tiles]
-        last = 1 + int(np.searchsorted(limits[:-1], queries))
+        first, last = 1 + np.searchsorted(limits[:-1], (group, group * rows))
+        kinds = set(range(first, last + 1))
+        if options.short_tokens and group <= options.short.queries:
+            kinds.add(0)
         tasks = tuple(
-            max(count, programs) if kind <= last else count for kind, count in enumerate(self.tasks)
+            max(count, least) if kind in kinds else count for kind, count in enumerate(self.tasks)
         )
         finishes = self.launching_all(options, self.segment_parts).finishes
-        segments = max(self.segments, programs)
+        segments = max(self.segments, least)
         return replace(self, tasks=tasks, finishes=finishes, segments=segments)
 
     def join(self, other: Capacity) -> Capacity:

@@ -166,9 +166,11 @@ class TritonKernels:
 
         In them other rows may have parts that only a merge finishes, so there is space for all.
         """
-        group, merging = self._group * batch.queries, replace(options, merge="kernel")
+        group = self._group * batch.queries
+        options = options.for_drafts if batch.queries > 1 else options
+        merging = replace(options, merge="kernel")
         needed = Capacity.of([plan], [pack(plan, group, merging, batch.lengths)])
-        return needed.doubled.doubled.sharing(options, group * rows, self._card.processors)
+        return needed.doubled.doubled.sharing(options, group, rows, self._card.processors)
 
     def _executing(
         self, plan: WorkPlan, batch: Decoding, options: DecodeOptions, least: Capacity | None
@@ -383,12 +385,14 @@ class TritonKernels:
         if expand is not None:
             self._attend_latents(layer, q, k, out, expand, scaling)
             return
-        plain = window is None and softcap is None and sinks is None and q.dtype in gathered.DTYPES
+        plain = window is None and softcap is None and sinks is None
+        gathers = plain and q.dtype in gathered.DTYPES  # an FP8 pool may serve float32 models
         for run in self._runs if plain else ():
             fused_causal.attend(q, k, v, out, run, scaling=scaling)
-        for part in self._cells.gathered if plain else ():
+        for part in self._cells.gathered if gathers else ():
             self._attend_gathered(part, layer, q, k, v, out, scaling)
-        paged = self._cells.paged if plain else slice(0, self._order.shape[1])
+        first = self._cells.paged.start if gathers else 0
+        paged = slice(first, self._cells.paged.stop if plain else self._order.shape[1])
         if paged.stop > paged.start:
             prefill.prefill(
                 q,

@@ -73,7 +73,9 @@ def test_a_signal_reaches_it(python: list[str], number: signal.Signals) -> None:
     code = (
         "import signal, sys, time\n"
         f"signal.signal({number:d}, lambda *_: sys.exit(7))\n"
-        "print('ready', flush=True); time.sleep(60)"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    time.sleep(0.1)  # a signal may come just before a sleep, and is then handled after it"
     )
     with python_started(python, code) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

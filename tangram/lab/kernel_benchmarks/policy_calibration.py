@@ -81,7 +81,9 @@ class ScheduleBench:
 
 def geometry_of(geometry: BatchGeometry, dtype: torch.dtype) -> dict[str, Any]:
     """The geometry that a policy's measurements are for."""
-    return asdict(geometry) | {"dtype": str(dtype).removeprefix("torch.")}
+    shape = asdict(geometry)
+    del shape["element_bytes"]  # the dtype says it
+    return shape | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def calibrate_policy(
