@@ -391,9 +391,7 @@ class TritonKernels:
             fused_causal.attend(q, k, v, out, run, scaling=scaling)
         for part in self._cells.gathered if gathers else ():
             self._attend_gathered(part, layer, q, k, v, out, scaling)
-        first = self._cells.paged.start if gathers else 0
-        paged = slice(first, self._cells.paged.stop if plain else self._order.shape[1])
-        if paged.stop > paged.start:
+        if (paged := self._find_paged(plain, gathers)).stop > paged.start:
             prefill.prefill(
                 q,
                 k,
@@ -414,6 +412,11 @@ class TritonKernels:
                 out=out,
                 card=self._card,
             )
+
+    def _find_paged(self, plain: bool, gathers: bool) -> slice:
+        """The places of a layer's cells that follow pages: others are fused, or gathered."""
+        own = self._cells.paged
+        return slice(own.start if gathers else 0, own.stop if plain else self._order.shape[1])
 
     def _attend_latents(
         self, layer: int, q: Tensor, k: Tensor, out: Tensor, expand: Expansion, scaling: float
