@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.serving.competitors import MODEL, MODELS, StartedEngine
+from bench.serving.competitors import MODELS, StartedEngine, make_parser
 from bench.serving.timeline import measure_decode, split_busy
 from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
@@ -180,20 +180,10 @@ def make_table(content: Mapping[str, Any]) -> Table:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serving.agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", choices=sorted(path.name for path in MODELS.iterdir()), default=MODEL.name
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
+    parser = make_parser("agents", __doc__)
     parser.add_argument("--kv-cache-gib", type=float, help="default: what is free")
     parser.add_argument("--max-model-len", type=int, default=40960)
     parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument(
         "--sizes",
         type=int,
@@ -207,7 +197,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decoding", type=int, default=48, help="agents of the profiled step")
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
     parser.add_argument("--trace-seconds", type=float, default=40.0, help="of it")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of raw figures")
     return parser.parse_args(arguments)
 
 

@@ -5,6 +5,7 @@ Each runs in a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import json
 import os
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 MODELS = Path(__file__).parents[1] / "models"
 MODEL = MODELS / "qwen3-4b"
 MOST_REQUESTS = 256
+
+
+def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The options of `python -m bench.serving.NAME` that say which shape runs, where and how."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.serving.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", choices=sorted(path.name for path in MODELS.iterdir()), default=MODEL.name
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of raw figures")
+    return parser
 
 
 class ServingEngine(Protocol):

@@ -17,13 +17,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.serving.competitors import MODEL, MODELS
+from bench.serving.competitors import MODELS, make_parser
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.lab.environment import environment
@@ -166,19 +165,9 @@ def make_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serving.paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", choices=sorted(path.name for path in MODELS.iterdir()), default=MODEL.name
-    )
+    parser = make_parser("paper", __doc__)
     parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas; all")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-gib", type=float, default=24.0, help="of every engine")
-    parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument("--requests", type=int, default=64, help="at once")
     parser.add_argument("--input-tokens", type=int, default=8192)
     parser.add_argument("--output-tokens", type=int, default=256)
@@ -187,7 +176,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rated-requests", type=int, default=16)
     parser.add_argument("--rated-tokens", type=int, default=30000)
     parser.add_argument("--rates", default="0.5,1,2", help="requests/s of the long prompts")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of raw figures")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.engines.split(",") if name not in ENGINES]:
         parser.error(f"engines has {unknown[0]}, there are {', '.join(ENGINES)}")

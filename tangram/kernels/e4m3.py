@@ -32,14 +32,14 @@ _CONVERT = tl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }
 """)
-# As in `from_e4m3`. What is added to 0x7F carries into bit 7, which becomes the bits of a NaN.
-_CALCULATE = tl.constexpr("""
-{
-    .reg .b32 factor, codes, size, sign, carry;
-    mov.b32 factor, 0x5C005C00;
-    shr.b32 codes, $2, 8;
-    and.b32 size, $2, 0x007F007F;
-    and.b32 sign, $2, 0x00800080;
+
+
+def _calculate(codes: str, into: str) -> str:
+    """PTX of `from_e4m3` for two codes, each the low byte of 16 bits."""
+    # What is added to 0x7F carries into bit 7, which becomes the bits of a NaN.
+    return f"""
+    and.b32 size, {codes}, 0x007F007F;
+    and.b32 sign, {codes}, 0x00800080;
     add.u32 carry, size, 0x00010001;
     and.b32 carry, carry, 0x00800080;
     shl.b32 size, size, 7;
@@ -48,20 +48,15 @@ _CALCULATE = tl.constexpr("""
     mul.f16x2 size, size, factor;
     shl.b32 sign, carry, 8;
     sub.u32 sign, sign, carry;
-    or.b32 $0, size, sign;
-    and.b32 size, codes, 0x007F007F;
-    and.b32 sign, codes, 0x00800080;
-    add.u32 carry, size, 0x00010001;
-    and.b32 carry, carry, 0x00800080;
-    shl.b32 size, size, 7;
-    shl.b32 sign, sign, 8;
-    or.b32 size, size, sign;
-    mul.f16x2 size, size, factor;
-    shl.b32 sign, carry, 8;
-    sub.u32 sign, sign, carry;
-    or.b32 $1, size, sign;
-}
-""")
+    or.b32 {into}, size, sign;"""
+
+
+_CALCULATE = tl.constexpr(
+    "{"
+    ".reg .b32 factor, codes, size, sign, carry;"
+    "mov.b32 factor, 0x5C005C00;"
+    "shr.b32 codes, $2, 8;" + _calculate("$2", "$0") + _calculate("codes", "$1") + "}"
+)
 
 
 @triton.jit

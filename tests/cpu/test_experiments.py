@@ -29,7 +29,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny").mkdir()
     config = json.loads((competitors.MODEL / "config.json").read_text()) | TINY
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
-    for module in (agents, paper):
+    for module in (agents, competitors, paper):
         monkeypatch.setattr(module, "MODELS", tmp_path)
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     return tmp_path
