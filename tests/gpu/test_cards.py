@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -184,6 +185,35 @@ def test_e4m3_by_integers_is_that_of_torch(device: torch.device) -> None:
     values[7] = torch.nan
     expected = values.to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(run_e4m3(values.to(device)), expected)
+
+
+def test_pairs_by_integers_are_those_of_torch() -> None:
+    """The PTX of cards without FP8, one instruction after the other, for every pair of codes."""
+    numbers = np.arange(1 << 16, dtype=np.uint32)
+    held = {"$2": numbers | numbers[::-1] << 16}
+    act: dict[str, Any] = {
+        "mov.b32": lambda x: x,
+        "and.b32": np.bitwise_and,
+        "or.b32": np.bitwise_or,
+        "shl.b32": np.left_shift,
+        "shr.b32": np.right_shift,
+        "add.u32": np.add,
+        "sub.u32": np.subtract,
+        "mul.f16x2": lambda x, y: (x.view(np.float16) * y.view(np.float16)).view(np.uint32),
+    }
+    for line in e4m3._CALCULATE.value.strip("{}").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        if name in act:
+            into, *given = (text.strip() for text in operands.split(","))
+            values = [
+                held[text] if text in held else np.full_like(numbers, int(text, 0))
+                for text in given
+            ]
+            held[into] = act[name](*values)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half().numpy()
+    for into, shift in (("$0", 0), ("$1", 8)):
+        expected = codes[held["$2"].view(np.uint16) >> shift & 0xFF]
+        np.testing.assert_array_equal(held[into].view(np.float16), expected)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
