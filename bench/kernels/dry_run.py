@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
+from tangram.kernels.card import INTERPRETED
 from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.contenders import Ours
 from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
@@ -70,7 +72,7 @@ def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
 
 
 def _by_kernels(variant: KernelVariant, workload: Workload, cost: CostModel) -> list[Tensor]:
-    contender = Ours(variant, workload, MULTIPROCESSORS, cost)
+    contender = Ours(variant, workload, replace(INTERPRETED, processors=MULTIPROCESSORS), cost)
     contender.plan()
     return contender.run()
 

@@ -190,16 +190,20 @@ def _time(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[st
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
     """Tangram by variant, then the requested peers, each built when its turn comes."""
     from bench.kernels.peers import peer
+    from tangram.kernels.card import Card
+    from tangram.kernels.card_cost import estimate_cost
     from tangram.lab.kernel_benchmarks.contenders import Ours
     from tangram.lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES
 
     options = run.options
-    multiprocessors = torch.cuda.get_device_properties(workload.device).multi_processor_count
-    cost = CostModel.load(options.cost) if options.cost else CostModel()
+    card, group = Card.of(workload.device), workload.case.geometry.group
+    cost = (
+        CostModel.load(options.cost) if options.cost else estimate_cost(workload.pool, group, card)
+    )
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=workload.device)
 
     def ours(variant: KernelVariant) -> Callable[[], Any]:
-        return lambda: Ours(variant, workload, multiprocessors, cost)
+        return lambda: Ours(variant, workload, card, cost)
 
     def theirs(name: str) -> Callable[[], Any]:
         return lambda: peer(name, workload, workspace)

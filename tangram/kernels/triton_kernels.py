@@ -25,6 +25,7 @@ from tangram.kernels import (
     store,
 )
 from tangram.kernels.card import Card
+from tangram.kernels.card_cost import count_programs, estimate_cost
 from tangram.kernels.e4m3 import address
 from tangram.kernels.gpu import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
 from tangram.kernels.interface import MOST_BYTES, Expansion, PaddedShape, PrefillRows, Ranking
@@ -32,7 +33,6 @@ from tangram.kernels.packed import Capacity, DecodeOptions, pack, rehearse_packi
 from tangram.kernels.padded import RowBuffers
 from tangram.kernels.torch_kernels import NOTHING_FUSED
 from tangram.kernels.transfer import advance, stage, upload
-from tangram.plan.cost import CostModel
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Decoding, Schedule
@@ -85,7 +85,8 @@ class TritonKernels:
         self._fixed = None if schedule is None else (schedule, DecodeOptions.of(schedule))
         self._schedules = dict[str, tuple[Schedule, DecodeOptions]]()
         device = pool.device
-        self._cost = CostModel() if policy is None else policy.cost
+        self._cost = estimate_cost(pool, group, self._card) if policy is None else policy.cost
+        self._programs = count_programs(pool, group, self._card)
         # By rows, options, queries of a row, and whether tasks serve several rows.
         self._decoders: dict[tuple[int, DecodeOptions, int, bool], GpuDecode] = {}
         # Drafts change the width in every step, and with it the loaded plan.
@@ -124,7 +125,7 @@ class TritonKernels:
         self._scale(*batch.rows.shape[1:])
         if batch not in self._plans:
             schedule, options = self._schedule(batch)
-            plan = schedule.plan(batch, self._card.processors, self._cost)
+            plan = self._make_plan(schedule, batch)
             self._plans[batch] = plan, options, schedule.kind
         plan, options, kind = self._plans[batch]
         rows = _count_rows(batch, width)
@@ -139,6 +140,9 @@ class TritonKernels:
         self._adopt_decoder(known, batch, rows)
         return kind
 
+    def _make_plan(self, schedule: Schedule, batch: Decoding) -> WorkPlan:
+        return schedule.plan(batch, self._card.processors, self._cost, self._programs)
+
     def _adopt_decoder(self, decoder: GpuDecode, batch: Decoding, rows: int) -> None:
         self._decoder, self._queries = decoder, batch.queries
         self._decode_address = self._pack_addresses(batch.rows, len(batch.lengths), rows)
@@ -147,7 +151,7 @@ class TritonKernels:
         """See `PoolKernels`."""
         self._scale(*batch.rows.shape[1:])
         schedule, options = self._schedule(batch)
-        plan = schedule.plan(batch, self._card.processors, self._cost)
+        plan = self._make_plan(schedule, batch)
         apart = replace(options, merge="kernel")
         for one, parts in (
             (options, FEW_PARTS[0]),

@@ -30,8 +30,8 @@ class CostModel:
     `bytes_per_us`: K and V read. `partial_bytes_per_us`: partial results written and read.
     `flops_per_us`: the products with K and V. `task_us`: the time a worker spends to start and end
     a task. `workers`: the number that run at once. `head_dim` is D, `element_bytes` the size of a K
-    or V element. `tile_rows`: a task computes with its query-head rows rounded up to a multiple of
-    this. Raises `ConfigError` naming a field that is not positive.
+    or V element, half as much where an entry is one vector. `tile_rows`: a task computes with its
+    query-head rows rounded up to a multiple of this. Raises `ConfigError` naming a field that is not positive.
     """
 
     bytes_per_us: float = 4.24e6
@@ -40,7 +40,7 @@ class CostModel:
     task_us: float = 0.5
     workers: int = 264
     head_dim: int = 128
-    element_bytes: int = 2
+    element_bytes: float = 2
     tile_rows: int = 16
 
     def __post_init__(self) -> None:

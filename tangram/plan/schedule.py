@@ -208,12 +208,14 @@ class Schedule:
         """Whether the plan must be made again at every step."""
         return self.planner.each_step
 
-    def plan(self, batch: Decoding, multiprocessors: int, cost: CostModel) -> WorkPlan:
-        """Make a plan on the host.
+    def plan(
+        self, batch: Decoding, multiprocessors: int, cost: CostModel, programs: int = CTAS
+    ) -> WorkPlan:
+        """Make a plan on the host for so many `programs` on each multiprocessor, or `ctas` of them.
 
         Raises `ConfigError` naming the argument that is out of range.
         """
-        workers = multiprocessors * self.numbers.get("ctas", CTAS)
+        workers = multiprocessors * self.numbers.get("ctas", programs)
         taken = {**self.planner.defaults, **self.numbers}
         numbers = {ARGUMENTS[name]: value for name, value in taken.items() if name in ARGUMENTS}
         if self.planner.refine:

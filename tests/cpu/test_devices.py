@@ -24,6 +24,10 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         minor=5,
         shared_memory_per_block_optin=64 << 10,
         multi_processor_count=40,
+        shared_memory_per_multiprocessor=64 << 10,
+        clock_rate=1590000,
+        memory_bus_width=256,
+        memory_clock_rate=5001000,
         L2_cache_size=4 << 20,
     )
     card._ask_driver.cache_clear()

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def told_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(policy_calibration.flashinfer, "is_installed", lambda: True)
     monkeypatch.setattr(policy_calibration.flashinfer, "WORKSPACE_BYTES", 1)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
-    )
+    monkeypatch.setattr(policy_calibration.Card, "of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     # A 256th of the real lengths: the cases are built, so that their loads are real.
     monkeypatch.setattr(

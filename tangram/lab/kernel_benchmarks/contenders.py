@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tangram.kernels.card import Card
+from tangram.kernels.card_cost import count_programs
 from tangram.lab.baselines.compared_schedules import KernelVariant
 from tangram.lab.kernel_benchmarks.counters import WorkCounters
 from tangram.lab.kernel_benchmarks.workloads import Workload
@@ -28,15 +30,16 @@ class Ours:
     replans = True
 
     def __init__(
-        self, variant: KernelVariant, workload: Workload, multiprocessors: int, cost: CostModel
+        self, variant: KernelVariant, workload: Workload, card: Card, cost: CostModel
     ) -> None:
         self.name, self.each_step = variant.text, variant.each_step
         self._variant, self._workload, self._cost = variant, workload, cost
-        self._multiprocessors = multiprocessors
+        self._card = card
+        self._programs = count_programs(workload.pool, workload.case.geometry.group, card)
         plans, batches = self._plan(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
             plan.check(batch.rows, batch.lengths, workload.case.tables)
-        self.counters = WorkCounters.of(plans, workload.case, multiprocessors)
+        self.counters = WorkCounters.of(plans, workload.case, card.processors)
         self._decoders = [self._decoder(plan) for plan in plans]
         layers = [range(batch.rows.table.shape[1]) for batch in batches]
         self._places = [
@@ -50,7 +53,7 @@ class Ours:
 
     def _plan(self) -> list[WorkPlan]:
         return [
-            self._variant.schedule.plan(batch, self._multiprocessors, self._cost)
+            self._variant.schedule.plan(batch, self._card.processors, self._cost, self._programs)
             for batch in self._batches()
         ]
 

@@ -28,15 +28,15 @@ Run = Callable[[Case, str], tuple[float, WorkCounters]]
 
 def measure_cost(geometry: BatchGeometry, dtype: torch.dtype, device: torch.device) -> CostModel:
     """The model of this device for one geometry and dtype; mostly compiles, for some seconds."""
-    processors = Card.of(device).processors
+    card = Card.of(device)
     start = CostModel(
-        workers=processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize
+        workers=card.processors * CTAS, head_dim=geometry.head_dim, element_bytes=dtype.itemsize
     )
     cold = ColdCache(device)
 
     def run(case: Case, text: str) -> tuple[float, WorkCounters]:
         workload = Workload.build(case, dtype, device)
-        ours = Ours(KernelVariant.parse(text), workload, processors, start)
+        ours = Ours(KernelVariant.parse(text), workload, card, start)
         return measure(ours, compute_expected(workload), cold, wall=False).median_us, ours.counters
 
     bytes_per_us = _bytes_per_us(run, geometry)

@@ -54,7 +54,7 @@ class ScheduleBench:
         self, geometry: BatchGeometry, dtype: torch.dtype, device: torch.device, cost: CostModel
     ) -> None:
         self._geometry, self._dtype, self._device, self._cost = geometry, dtype, device, cost
-        self._processors = Card.of(device).processors
+        self._card = Card.of(device)
         self._cold = ColdCache(device)
         self._library = flashinfer.is_installed()
         workspace_bytes = flashinfer.WORKSPACE_BYTES if self._library else 0
@@ -65,7 +65,7 @@ class ScheduleBench:
         workload = Workload.build(case.make(), self._dtype, self._device)
         answer, load = compute_expected(workload), StepLoad.of(workload.case.decoding)
         builds: dict[str, Callable[[], Contender]] = {
-            text: partial(Ours, KernelVariant.parse(text), workload, self._processors, self._cost)
+            text: partial(Ours, KernelVariant.parse(text), workload, self._card, self._cost)
             for text in schedules
         }
         if self._library:
