@@ -31,7 +31,8 @@ class CostModel:
     `flops_per_us`: the products with K and V. `task_us`: the time a worker spends to start and end
     a task. `workers`: the number that run at once. `head_dim` is D, `element_bytes` the size of a K
     or V element, half as much where an entry is one vector. `tile_rows`: a task computes with its
-    query-head rows rounded up to a multiple of this. Raises `ConfigError` naming a field that is not positive.
+    query-head rows rounded up to a multiple of this. Raises `ConfigError` naming a field that is
+    not positive.
     """
 
     bytes_per_us: float = 4.24e6
