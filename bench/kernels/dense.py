@@ -14,7 +14,7 @@ from bench.kernels.family import Entry, execute, parser
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 
 PLANNERS = ("workqueue", "aot", "plain")
-PEERS = ("decode", "decode-static", "batch", "sdpa")
+PEERS = ("decode", "decode-static", "batch", "fa3", "sdpa")
 BIMODAL = (65536, 3072, 3072, 3072, 65536, 3072, 3072, 3072)
 LENGTHS: dict[str, tuple[int, ...]] = {
     "1 × 8K": (8192,),

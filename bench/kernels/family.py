@@ -23,7 +23,7 @@ from tangram.lab.kernel_benchmarks.case import Case
 from tangram.plan.cost import CostModel
 
 RESULTS = Path(__file__).parent.parent / "results"
-PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
+PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "fasttree", "fa3", "sdpa")
 NO_DEVICE = (
     "this benchmark needs a CUDA device, torch finds none: try --dry-run, which checks tiny cases "
     "on the CPU"

@@ -129,11 +129,18 @@ def show_means(console: Console, run: Run) -> None:
 
 
 def show_failures(console: Console, run: Run) -> None:
-    """The cases that were left out, and the contenders without a time."""
+    """The cases that were left out, and the contenders without a time; one line for a contender
+    that fails everywhere for one reason, as where its library is missing.
+    """
     lines = [f"left out: {name}" for name in run.left_out]
-    lines += [
-        f"FAILED {row['case']}, {name}: {why}" for row in run.rows for name, why in _failures(row)
-    ]
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in run.rows:
+        for failure in _failures(row):
+            cases.setdefault(failure, []).append(row["case"])
+    for (name, why), failed in cases.items():
+        everywhere = len(failed) > 1 and len(failed) == len(run.rows)
+        where = [f"all {len(failed)} cases"] if everywhere else failed
+        lines += [f"FAILED {case}, {name}: {why}" for case in where]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

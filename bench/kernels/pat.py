@@ -18,7 +18,7 @@ from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, tree_case
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
 PLANNERS = ("packing:measured", "packing:naive", "packing:paper", "packing:off")
-PEERS = ("decode", "decode-static", "batch", "cascade")
+PEERS = ("decode", "decode-static", "batch", "cascade", "fasttree", "fa3")
 
 
 def make(tree: Tree, geometry: BatchGeometry, name: str, tiny: bool) -> Case:

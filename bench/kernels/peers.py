@@ -1,4 +1,5 @@
-"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, and torch's SDPA.
+"""Other libraries as contenders: FlashInfer's decode, BatchAttention and cascade, FastTree,
+FlashAttention 3, and torch's SDPA.
 
 Index arrays are made before the measurement: FlashInfer's `plan()` is timed alone.
 """
@@ -9,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.kernels.fa3_peer import FlashAttention3
+from bench.kernels.family import PEERS
+from bench.kernels.fasttree_peer import FastTree
 from bench.kernels.sdpa import TorchAttention
 from tangram.lab.kernel_benchmarks.flashinfer import on_host
 from tangram.lab.kernel_benchmarks.flashinfer_contender import Library, layers_of
 from tangram.lab.kernel_benchmarks.timing import Contender, NotApplicable
 from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.types import Int32
-
-PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "sdpa")
 
 
 class FlashInferBatch:
@@ -186,7 +188,7 @@ def _levels(workload: Workload) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 def peer(name: str, workload: Workload, workspace: Tensor) -> Contender:
-    """A contender of `PEERS`. Raises `NotApplicable`, or `ImportError` without FlashInfer."""
+    """A contender of `PEERS`. Raises `NotApplicable`, or `ImportError` without its library."""
     match name:
         case "decode" | "decode-static":
             return Library(workload, workspace, graph=name == "decode")
@@ -194,6 +196,10 @@ def peer(name: str, workload: Workload, workspace: Tensor) -> Contender:
             return FlashInferBatch(workload)
         case "cascade" | "cascade-fa3":
             return FlashInferCascade(workload, workspace, "fa3" if name.endswith("fa3") else "fa2")
+        case "fasttree":
+            return FastTree(workload)
+        case "fa3":
+            return FlashAttention3(workload)
         case "sdpa":
             return TorchAttention(workload)
     raise ValueError(f"peer is {name!r}, known are {', '.join(PEERS)}")
