@@ -68,7 +68,7 @@ class CacheManager:
     @property
     def spare_pages(self) -> int:
         """Pages that are neither held nor promised."""
-        owed = sum(seq.promised_pages - seq.booked_pages for seq in self.sequences.values())
+        owed = sum(seq.owed_pages for seq in self.sequences.values())
         return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
 
     def extend(self, seq: SequenceCache, limit: int, tokens: int | None = None) -> bool:
@@ -83,6 +83,18 @@ class CacheManager:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)
         return True
+
+    def can_go_on(self, seq: SequenceCache, tokens: int) -> bool:
+        """Whether the step that seals a chunk of `seq` has pages for `tokens` more, up to a chunk.
+
+        What its rows read of a sliding window stays until the step ends, beyond what was promised.
+        """
+        layout = seq.layout
+        if not layout.window_chunks:
+            return True
+        raw = -(-tokens // layout.page_tokens) * len(layout.groups)
+        pages = layout.span_pages if tokens == layout.chunk_tokens else raw
+        return pages - seq.owed_pages <= self.spare_pages
 
     def new_tokens(self, keys: ChunkKeys, tokens: Int64) -> int:
         """How many of `tokens` int64 [n] are not in cached chunks now and would be computed."""
@@ -229,20 +241,18 @@ class CacheManager:
         self._write_lengths(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
-        """After the step: release what left the window, and publish the newest chunk or raw pages.
+        """After the step: publish the newest chunks or raw pages, and release what left the window.
 
         Only full raw pages are published, and nothing behind an open chunk. `tokens` int64 [n] are
         all tokens of the sequence. Where the cache already has the link, its pages replace the
         sequence's copies.
         """
         layout = seq.layout
-        if len(seq.window_spans) > layout.window_chunks:
-            self._drop_oldest_window(seq)
-        if not self.prefix_caching:
-            return
-        while len(seq.chunk_nodes) < seq.sealed_chunks - seq.open_chunks:
+        while self.prefix_caching and len(seq.chunk_nodes) < seq.sealed_chunks - seq.open_chunks:
             self._publish_chunk(seq, tokens)
-        if seq.open_chunks:
+        while len(seq.window_spans) > layout.window_chunks:
+            self._drop_oldest_window(seq)
+        if not self.prefix_caching or seq.open_chunks:
             return
         for page in range(len(seq.raw_nodes), seq.raw_tokens // layout.page_tokens):
             self._publish_raw(seq, tokens, page)
@@ -328,7 +338,7 @@ class CacheManager:
 
     def _drop_oldest_window(self, seq: SequenceCache) -> None:
         self.ledger.release(seq.window_spans.pop(0))
-        # The newest part may be unpublished; the oldest is published unless caching is off.
+        # Of a sequence that ends early the newest parts may be unpublished, never the oldest alone.
         if seq.window_nodes:
             self.prefix.release(seq.window_nodes.pop(0))
 
@@ -408,10 +418,11 @@ class CacheManager:
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
             window = seq.keys.window_after(chunk + 1, tokens)
+            place = chunk - seq.sealed_chunks  # from the end: older parts were released
             newest = self._adopt(
-                seq, entries[full:], window, node, seq.window_spans[-1], Link.WINDOW
+                seq, entries[full:], window, node, seq.window_spans[place], Link.WINDOW
             )
-            seq.window_spans[-1] = newest.pages
+            seq.window_spans[place] = newest.pages
             seq.window_nodes.append(newest)
 
     def _note_stored(self, seq: SequenceCache, tokens: Int64, chunk: int) -> None:

@@ -69,6 +69,11 @@ class SequenceCache:
 
     @property
     def booked_pages(self) -> int:
-        """`held_pages` without counting: the formula, and a window part still being read."""
-        overdue = len(self.window_spans) > self.layout.window_chunks
-        return self.formula_pages + (self.layout.window_span_pages if overdue else 0)
+        """`held_pages` without counting: the formula, and window parts still being read."""
+        overdue = max(0, len(self.window_spans) - self.layout.window_chunks)
+        return self.formula_pages + overdue * self.layout.window_span_pages
+
+    @property
+    def owed_pages(self) -> int:
+        """Promised pages that it does not hold."""
+        return max(0, self.promised_pages - self.booked_pages)

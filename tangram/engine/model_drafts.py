@@ -189,7 +189,8 @@ class ModelDrafter:
             else:
                 self.cache.grow(cache, end - start)
             prefill.add(mirror, row_of(mirror, cache, kind, start, end, sample=False))
-            if cache.layout.window_chunks:
+            rest = mirror.known - 1 - end
+            if not self.cache.can_go_on(cache, min(rest, cache.layout.chunk_tokens)):
                 return
 
     def _compute(self, prefill: _DraftedPrefill) -> None:

@@ -406,10 +406,8 @@ class Scheduler:
         """
         if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
-        return (
-            not _require_cache(sequence).layout.window_chunks
-            and sequence.known - row.start - len(row.tokens) > 1
-        )
+        cache, rest = _require_cache(sequence), sequence.known - row.start - len(row.tokens)
+        return rest > 1 and self.cache.can_go_on(cache, min(rest, cache.layout.chunk_tokens))
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
         cache = _require_cache(sequence)

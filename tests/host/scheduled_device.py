@@ -389,7 +389,6 @@ class ScheduledDevice:
                 )
                 assert row.kind is not RowKind.DECODE
                 assert not row.retention.one_chunk_a_step
-                assert row.retention.layout.window_chunks == 0
             last[row.slot] = row
 
     def _check_work_conserved(self, step: Step, by_slot: dict[int, TokenSequence]) -> None:

@@ -313,6 +313,42 @@ def test_a_window_part_stays_until_the_step_that_reads_it_last_is_done(caching: 
     assert cache.ledger.free == 1000 - seq.held_pages - idle
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_chunks_of_one_step_keep_their_window_parts_until_it_is_done(caching: bool) -> None:
+    cache, tokens = manager(layout(2, model=WINDOWED), caching=caching), tokens_of(40)
+    seq = admit(cache, tokens)
+    chunk_tokens = seq.layout.chunk_tokens
+    for _ in range(4):
+        cache.seal(seq)
+        assert cache.can_go_on(seq, chunk_tokens)
+    assert len(seq.window_spans) == 4 and seq.held_pages == seq.booked_pages
+    cache.commit(seq, tokens)
+    assert len(seq.window_spans) == 2
+    recount(cache)
+    cache.close(seq)
+    for chunks in range(5 if caching else 0):  # every boundary can be continued from
+        again = admit(cache, tokens[: chunks * chunk_tokens + 1])
+        assert again.cached_tokens == chunks * chunk_tokens
+        cache.close(again)
+
+
+@pytest.mark.parametrize("spare", [0, 4, 100])
+def test_a_step_goes_on_only_where_pages_beyond_the_promise_are_spare(spare: int) -> None:
+    whole = layout(2, model=WINDOWED)
+    tokens = tokens_of(6 * whole.chunk_tokens)
+    promised = whole.count_promised_pages(len(tokens), len(tokens))
+    cache = manager(whole, pages=promised + spare)
+    seq, steps = admit(cache, tokens, limit=len(tokens)), 0
+    while seq.sealed_chunks < 6:
+        cache.seal(seq)
+        assert cache.spare_pages >= 0
+        if seq.sealed_chunks == 6 or not cache.can_go_on(seq, whole.chunk_tokens):
+            cache.commit(seq, tokens)
+            recount(cache)
+            steps += 1
+    assert steps == {0: 3, 4: 2, 100: 1}[spare]
+
+
 def test_a_chain_whose_newest_windows_were_evicted_is_used_only_as_far_as_windows_reach() -> None:
     cache, tokens = manager(layout(2, model=WINDOWED), pages=70), tokens_of(41)
     seq = admit(cache, tokens, limit=41)
