@@ -16,6 +16,7 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, latents, reference
 from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranking
+from tangram.kernels.narrow import NARROW, stored_scales
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
@@ -205,8 +206,8 @@ class TorchKernels:
 
     def adopt_scales(self, scales: Tensor) -> None:
         """See `PoolKernels`."""
-        if self._pool.dtype is torch.float8_e4m3fn:
-            self._scales = scales
+        if self._pool.dtype in NARROW.values():
+            self._scales = stored_scales(scales, self._pool.dtype)
 
     def _fold(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [T, H, D] as the pool holds them; queries [T, Q, D] that fit these keys.
