@@ -1,8 +1,8 @@
 """What the choice of an integer cache's scales costs: `python -m bench.accuracy.integer_scales`.
 
-Reads passages at ρ 1.0, where nothing but rounding differs from the full cache. Scales are that
-multiple of a profile's that is served, the one that fills the range best at the same magnitudes,
-and the magnitudes of the same calibration themselves, which fill it wholly.
+Reads passages at ρ 1.0, where nothing but rounding differs from the full cache. The scales are
+powers of two, with which products are exact; the largest magnitudes by 127, if the power of two of
+an FP8 cache is all that is known of them; the largest magnitudes themselves by 127, as served.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from torch import Tensor
 
 from bench.accuracy.entries import _alignment, _config, _read
 from bench.render.page import RESULTS
-from tangram.calibrate.measure import Magnitudes
-from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
-from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.observe import score_source
+from tangram.engine import runner
 from tangram.engine.text import TextCodec
 from tangram.foreign_files import replace_file
-from tangram.kernels import narrow, torch_kernels
+from tangram.kernels import narrow
+from tangram.kernels.narrow import stored_scales
 from tangram.lab.accuracy.fidelity import compute_expected
 from tangram.lab.accuracy.passages import RealText
 from tangram.lab.accuracy.quick import TEXT
 from tangram.lab.environment import environment
-from tangram.model.load import LoadedModel, load_model
+from tangram.model.load import load_model
 from tangram.types import FP8_MAX
 
 FILE = "accuracy_integer_scales.json"
-CHARACTERS = 3600  # of a text, as in `bench.ship_scales`
 Rule = Callable[[Tensor, torch.dtype], Tensor]
 
 
@@ -53,10 +50,10 @@ def main() -> None:
     text = RealText(options.samples, options.context_tokens)
     texts = text.prompts(TextCodec(loaded.tokenizer), _alignment(loaded)).pieces
     with TemporaryDirectory() as folder:
-        config = _config("int8", 1.0, Path(folder))
         plain = list(compute_expected(_config("as computed", 1.0, Path(folder)), loaded, texts))
-        for name, rule in _rules(loaded).items():
-            with patch.object(torch_kernels, "stored_scales", rule):
+        for name, (entries, rule) in _rules().items():
+            config = _config(entries, 1.0, Path(folder))
+            with patch.object(runner, "stored_scales", rule):
                 found = _read(config, loaded, texts, plain)
             cells.append({"scales": name} | {key: one.model_dump() for key, one in found.items()})
             print(name, {key: one.mean for key, one in found.items()}, flush=True)
@@ -69,27 +66,19 @@ def main() -> None:
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def _rules(loaded: LoadedModel) -> Mapping[str, Rule]:
-    """Each choice of scales by its name, as it replaces `stored_scales`."""
-    largest = _measure_magnitudes(loaded)
+def _rules() -> Mapping[str, tuple[str, Rule]]:
+    """Each choice by its name: the dtype of the cache, and what replaces `stored_scales`."""
+    wider = FP8_MAX / narrow.INT8_MAX
     return {
-        "powers of two": narrow.stored_scales,
-        "448/127 of a profile's": lambda scales, dtype: scales * (FP8_MAX / narrow.INT8_MAX),
-        "largest magnitudes / 127": lambda scales, dtype: largest / narrow.INT8_MAX,
+        "fp8": ("fp8, calibrated scales", stored_scales),
+        "int8, powers of two": ("int8", lambda scales, dtype: 4 * _powers(scales)),
+        "int8, from powers of two": ("int8", lambda scales, dtype: wider * _powers(scales)),
+        "int8, from magnitudes": ("int8", stored_scales),
     }
 
 
-def _measure_magnitudes(loaded: LoadedModel) -> Tensor:
-    """The largest magnitudes [L, H, 2] that calibration sees."""
-    found = Magnitudes()
-    tokens = EngineConfig.chunk_tokens
-    scores = score_source(loaded, make_scorer("keydiff"), chunk_tokens=tokens, magnitudes=found)
-    for text in make_texts(QUICK_SAMPLES, min_characters=CHARACTERS):
-        for _ in scores(loaded.tokenizer.encode(text)):
-            pass
-    if found.largest is None:
-        raise SystemExit("no text fills a chunk")
-    return found.largest.float()
+def _powers(scales: Tensor) -> Tensor:
+    return stored_scales(scales, torch.float8_e4m3fn)
 
 
 if __name__ == "__main__":

@@ -246,9 +246,7 @@ class PoolKernels(Protocol):
     def adopt_scales(self, scales: Tensor) -> None:
         """From now on a pool of 8 bits holds keys and values divided by `scales` float32 [L, H, 2].
 
-        These are a profile's, powers of two, so that products with them are exact. Integers are
-        divided by a fixed multiple of them (`narrow.stored_scales`). Without this call nothing is
-        divided.
+        They are those of `narrow.stored_scales`. Without this call they are 1.
         Call it before the first pass: graphs contain the address.
         """
         ...

@@ -15,14 +15,21 @@ NARROW: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 )
 INT8_MAX = 127.0  # −128 is not used: the range is the same on both sides of 0
-# A profile's scale brings the largest magnitude to at most 448. So many of it bring it to 112: the
-# least power of two that keeps it in the range of int8, since products with such a scale are exact.
-_INT8_UNIT = 4.0
+_STEPS = 1 << 8  # of a mantissa: such a scale is exact in bfloat16
 
 
 def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """By what entries are divided before they are stored in `dtype`, for a profile's `scales`."""
-    return scales * _INT8_UNIT if dtype is torch.int8 else scales
+    """By what entries are divided before they are stored in `dtype`, for a profile's `scales`.
+
+    These bring largest magnitudes to the end of E4M3. It has exponents, so it rounds no worse with
+    the next power of two, and products with one are exact. Integers need all of their range: the
+    results bring the magnitudes to its end, within a hundredth.
+    """
+    if dtype is torch.int8:
+        mantissa, exponent = torch.frexp(scales * (FP8_MAX / INT8_MAX))
+        return torch.ldexp(torch.ceil(mantissa * _STEPS) / _STEPS, exponent)
+    mantissa, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
 def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:

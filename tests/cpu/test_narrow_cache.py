@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from tangram.calibrate.measure import Magnitudes
+from tangram.compress.entry_scales import choose_scales
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
@@ -22,7 +23,7 @@ from tangram.engine.loop import Engine
 from tangram.engine.memory import check_cache_device
 from tangram.engine.observe import score_source
 from tangram.errors import ConfigError
-from tangram.kernels.narrow import NARROW, as_entries
+from tangram.kernels.narrow import NARROW, as_entries, stored_scales
 from tangram.model.load import LoadedModel, adopt
 from tangram.types import SamplingParams
 from tests.cpu.test_offload import SLIDING
@@ -132,6 +133,19 @@ def test_integers_are_for_a_cpu() -> None:
         check_cache_device(config, torch.device("cuda"))
 
 
+def test_scales_bring_magnitudes_to_the_end_of_each_range() -> None:
+    largest = torch.logspace(-6, 6, 3000, dtype=torch.float64)
+    (scales,) = choose_scales(largest.view(1, -1, 2))
+    for dtype, least, most in ((torch.int8, 126, 127), (torch.float8_e4m3fn, 224, 448)):
+        stored = stored_scales(torch.tensor(scales), dtype)
+        ends = largest.float().view(-1, 2) / stored
+        assert least <= ends.min() and ends.max() <= most
+        assert stored.bfloat16().float().equal(stored)
+    assert (torch.frexp(stored)[0] == 0.5).all(), "products with scales of FP8 are exact"
+    powers = 2.0 ** torch.arange(-9.0, 3)
+    assert stored_scales(powers, torch.float8_e4m3fn).equal(powers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_integers_are_the_nearest_ones_ties_to_even(dtype: torch.dtype) -> None:
     """Also where what is read has the odd length at which vector code ends."""
@@ -178,9 +192,8 @@ def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
     heads = [layout.groups[group] for group in layout.span_group[: len(stored)]]
     own = torch.tensor([[scales[layer][head] for layer, head in page] for page in heads])
     assert layout.keeps_everything and not (own == 1).all()
-    divided = exact[key] / (own[..., None, None] * {"fp8": 1, "int8": 4}[world.dtype])
+    divided = exact[key] / stored_scales(own, NARROW[world.dtype])[..., None, None]
     expected = divided.round() if world.dtype == "int8" else divided  # none is out of range
-    assert divided.abs().max() <= {"fp8": 448, "int8": 112}[world.dtype]
     assert bits(stored).equal(bits(expected.to(NARROW[world.dtype])))
 
 
