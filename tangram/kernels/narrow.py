@@ -23,7 +23,7 @@ def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     These bring largest magnitudes to the end of E4M3. It has exponents, so it rounds no worse with
     the next power of two, and products with one are exact. Integers need all of their range: the
-    results bring the magnitudes to its end, within a hundredth.
+    results bring the magnitudes to between 125 and 127.
     """
     if dtype is torch.int8:
         mantissa, exponent = torch.frexp(scales * (FP8_MAX / INT8_MAX))

@@ -136,7 +136,7 @@ def test_integers_are_for_a_cpu() -> None:
 def test_scales_bring_magnitudes_to_the_end_of_each_range() -> None:
     largest = torch.logspace(-6, 6, 3000, dtype=torch.float64)
     (scales,) = choose_scales(largest.view(1, -1, 2))
-    for dtype, least, most in ((torch.int8, 126, 127), (torch.float8_e4m3fn, 224, 448)):
+    for dtype, least, most in ((torch.int8, 125, 127), (torch.float8_e4m3fn, 224, 448)):
         stored = stored_scales(torch.tensor(scales), dtype)
         ends = largest.float().view(-1, 2) / stored
         assert least <= ends.min() and ends.max() <= most
@@ -193,8 +193,9 @@ def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
     own = torch.tensor([[scales[layer][head] for layer, head in page] for page in heads])
     assert layout.keeps_everything and not (own == 1).all()
     divided = exact[key] / stored_scales(own, NARROW[world.dtype])[..., None, None]
-    expected = divided.round() if world.dtype == "int8" else divided  # none is out of range
-    assert bits(stored).equal(bits(expected.to(NARROW[world.dtype])))
+    if world.dtype == "int8":  # this prompt has larger magnitudes than the sample
+        divided = divided.round().clamp(-127, 127)
+    assert bits(stored).equal(bits(divided.to(NARROW[world.dtype])))
 
 
 def test_every_kernel_stores_the_same_integers(world: NarrowWorld) -> None:
