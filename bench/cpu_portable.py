@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "cpu_portable.json"
 STEPS = 40
 # Rows, tokens of each
 BATCHES = ((1, 2000), (8, 2000))
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
 LAYERS = 30  # as many pools take turns
 MACHINES = {"vectors": "x86_64", "portable": "arm64"}
@@ -36,6 +36,7 @@ MACHINES = {"vectors": "x86_64", "portable": "arm64"}
 def time_steps(rows: int, tokens: int, dtype: str) -> list[float]:
     """Microseconds of STEPS decode steps of a layer."""
     from tangram.kernels import cpu
+    from tangram.kernels.narrow import as_entries
     from tangram.plan.aot import plan_aot
     from tangram.plan.form import DecodeRows
 
@@ -46,7 +47,7 @@ def time_steps(rows: int, tokens: int, dtype: str) -> list[float]:
         cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE
     )
     plan = cpu.CpuPlan.build(plan_aot(batch, 2, tile_tokens=128), batch)
-    pool = torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM).to(getattr(torch, dtype))
+    pool = as_entries(torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM), getattr(torch, dtype))
     pools = [pool.clone() for _ in range(LAYERS)]
     tables = torch.randperm(cells.size * pages).int()
     lengths = torch.full((cells.size,), tokens, dtype=torch.int32)
