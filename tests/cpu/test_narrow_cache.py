@@ -19,7 +19,6 @@ from tangram.compress.entry_scales import choose_scales
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.loop import Engine
 from tangram.engine.memory import check_cache_device
 from tangram.engine.observe import score_source
 from tangram.errors import ConfigError
@@ -64,15 +63,9 @@ def test_calibration_sees_the_magnitudes_that_transformers_stores(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-class NarrowWorld(LonePrompts):
+def narrow_world(loaded: LoadedModel, folder: Path, dtype: str = "fp8") -> LonePrompts:
     """A world whose cache has 8 bits a number, with the scales of its profile."""
-
-    def __init__(self, loaded: LoadedModel, folder: Path, dtype: str = "fp8") -> None:
-        super().__init__(loaded, folder, "keydiff")
-        self.dtype = dtype
-
-    def engine(self, **options: object) -> Engine:
-        return super().engine(**({"kv_cache_dtype": self.dtype} | options))
+    return LonePrompts(loaded, folder, "keydiff", kv_cache_dtype=dtype)
 
 
 def with_faint_values(loaded: LoadedModel) -> LoadedModel:
@@ -101,14 +94,14 @@ def test_faint_values_are_stored_as_well_as_others(
     found = []
     for name, loaded in {"plain": tiny, "faint": with_faint_values(tiny)}.items():
         (tmp_path / name).mkdir()
-        found.append(NarrowWorld(loaded, tmp_path / name, dtype).alone(PROMPT))
+        found.append(narrow_world(loaded, tmp_path / name, dtype).alone(PROMPT))
     (answer, state), (other, others) = found
     pages, their_pages = (torch.cat([*one.values()]) for one in (state, others))
     assert answer == other and bits(pages).equal(bits(their_pages)) and pages.float().any()
 
 
 def test_scales_of_1_lose_faint_values(tiny: LoadedModel, tmp_path: Path) -> None:
-    world = NarrowWorld(with_faint_values(tiny), tmp_path)
+    world = narrow_world(with_faint_values(tiny), tmp_path)
     Profile.load(world.profile).with_scales(None).save(world.profile)
     _, state = world.alone(PROMPT)
     assert state and not any(pages[:, :, 1].float().any() for pages in state.values())
@@ -119,7 +112,7 @@ def test_integers_without_scales_are_refused(
     options: dict[str, object], tiny: LoadedModel, tmp_path: Path
 ) -> None:
     """An old profile, or none."""
-    world = NarrowWorld(tiny, tmp_path, "int8")
+    world = narrow_world(tiny, tmp_path, "int8")
     Profile.load(world.profile).with_scales(None).save(world.profile)
     given = {"kv_cache_dtype": "int8", "scorer": "keydiff", "profile": (world.profile,)}
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8, but no profile .* --profile"):
@@ -164,12 +157,12 @@ def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
-) -> NarrowWorld:
+) -> LonePrompts:
     model, dtype = request.param
-    return NarrowWorld(adopt_tiny(MODELS[model]), tmp_path_factory.mktemp("profiles"), dtype)
+    return narrow_world(adopt_tiny(MODELS[model]), tmp_path_factory.mktemp("profiles"), dtype)
 
 
-def test_a_prefix_hit_gives_what_a_miss_gives(world: NarrowWorld) -> None:
+def test_a_prefix_hit_gives_what_a_miss_gives(world: LonePrompts) -> None:
     engine = world.engine()
     first = run(engine, [PROMPT], ANSWER)[0]
     follow_up = (*PROMPT, *first, 7, 8, 9)
@@ -182,7 +175,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(world: NarrowWorld) -> None:
     assert shared and all(bits(state[key]).equal(bits(expected_state[key])) for key in shared)
 
 
-def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
+def test_what_keeps_everything_has_the_same_scales(world: LonePrompts) -> None:
     """A pool has one set of them. The first chunk reads no page, so it is rounded once."""
     narrow, wide = world.engine(), world.engine(kv_cache_dtype="auto")
     for engine in (narrow, wide):
@@ -192,13 +185,13 @@ def test_what_keeps_everything_has_the_same_scales(world: NarrowWorld) -> None:
     heads = [layout.groups[group] for group in layout.span_group[: len(stored)]]
     own = torch.tensor([[scales[layer][head] for layer, head in page] for page in heads])
     assert layout.keeps_everything and not (own == 1).all()
-    divided = exact[key] / stored_scales(own, NARROW[world.dtype])[..., None, None]
-    if world.dtype == "int8":  # this prompt has larger magnitudes than the sample
+    divided = exact[key] / stored_scales(own, NARROW[world.kv_cache_dtype])[..., None, None]
+    if world.kv_cache_dtype == "int8":  # this prompt has larger magnitudes than the sample
         divided = divided.round().clamp(-127, 127)
-    assert bits(stored).equal(bits(divided.to(NARROW[world.dtype])))
+    assert bits(stored).equal(bits(divided.to(NARROW[world.kv_cache_dtype])))
 
 
-def test_every_kernel_stores_the_same_integers(world: NarrowWorld) -> None:
+def test_every_kernel_stores_the_same_integers(world: LonePrompts) -> None:
     """Entries of one prompt by prefill, by decode token by token, and with drafts beside it."""
     answer, expected = world.alone(PROMPT)
     whole, given = (*PROMPT, *answer), {"speculative_config": {"method": "ngram"}}
