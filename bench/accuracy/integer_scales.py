@@ -42,11 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--samples", type=int, default=TEXT.samples, help="passages")
     parser.add_argument("--context-tokens", type=int, default=TEXT.context_tokens)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / FILE)
     options = parser.parse_args()
-    loaded, cells = load_model(EngineConfig.model), list[dict[str, Any]]()
+    loaded, cells = load_model(EngineConfig.model, dtype=options.dtype), list[dict[str, Any]]()
     text = RealText(options.samples, options.context_tokens)
     texts = text.prompts(TextCodec(loaded.tokenizer), _alignment(loaded)).pieces
     with TemporaryDirectory() as folder:
