@@ -75,22 +75,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--forms", default=",".join(MACHINES), help="comma-separated")
+    parser.add_argument("--threads", type=int, help="as many as torch takes")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
     parser.add_argument("--as-on", choices=tuple(MACHINES.values()), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_on:
         print(json.dumps(time_cases(options.as_on)))
         return
+    forms = {form: MACHINES[form] for form in options.forms.split(",")}
+    limits = dict[str, str]()
+    if options.threads is not None:
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(options.threads))
     cases = [(dtype, rows, tokens) for dtype in DTYPES for rows, tokens in BATCHES]
     found: list[dict[str, Any]] = [
-        {"dtype": dtype, "rows": rows, "tokens": tokens, "us": {form: [] for form in MACHINES}}
+        {"dtype": dtype, "rows": rows, "tokens": tokens, "us": {form: [] for form in forms}}
         for dtype, rows, tokens in cases
     ]
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.repeats):
-            for form, machine in MACHINES.items():
+            for form, machine in forms.items():
                 done = subprocess.run(
                     [sys.executable, "-m", "bench.cpu_portable", "--as-on", machine],
-                    env=os.environ | {"NUMBA_CACHE_DIR": str(Path(folder) / machine)},
+                    env=os.environ | limits | {"NUMBA_CACHE_DIR": str(Path(folder) / machine)},
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
@@ -102,13 +109,10 @@ def main() -> None:
         "environment": environment(),
         "cases": found,
     }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
     for case in found:
-        own, portable = (statistics.median(case["us"][form]) for form in MACHINES)
-        print(
-            f"{case['dtype']} {case['rows']} x {case['tokens']}: {own:.0f} µs, portable "
-            f"{portable:.0f} µs, {portable / own:.2f}"
-        )
+        medians = {form: round(statistics.median(times)) for form, times in case["us"].items()}
+        print(f"{case['dtype']} {case['rows']} x {case['tokens']}, µs: {medians}")
 
 
 if __name__ == "__main__":
