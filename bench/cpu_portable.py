@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "cpu_portable.json"
 STEPS = 40
 # Rows, tokens of each
 BATCHES = ((1, 2000), (8, 2000))
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 3, 3, 64, 16
 LAYERS = 30  # as many pools take turns
 MACHINES = {"vectors": "x86_64", "portable": "arm64"}
@@ -36,6 +36,7 @@ MACHINES = {"vectors": "x86_64", "portable": "arm64"}
 def time_steps(rows: int, tokens: int, dtype: str) -> list[float]:
     """Microseconds of STEPS decode steps of a layer."""
     from tangram.kernels import cpu
+    from tangram.kernels.narrow import as_entries
     from tangram.plan.aot import plan_aot
     from tangram.plan.form import DecodeRows
 
@@ -46,7 +47,7 @@ def time_steps(rows: int, tokens: int, dtype: str) -> list[float]:
         cells * pages, np.zeros_like(cells), cells, kept, windows=(None,), page_tokens=PAGE
     )
     plan = cpu.CpuPlan.build(plan_aot(batch, 2, tile_tokens=128), batch)
-    pool = torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM).to(getattr(torch, dtype))
+    pool = as_entries(torch.randn(cells.size * pages, 1, 2, PAGE, HEAD_DIM), getattr(torch, dtype))
     pools = [pool.clone() for _ in range(LAYERS)]
     tables = torch.randperm(cells.size * pages).int()
     lengths = torch.full((cells.size,), tokens, dtype=torch.int32)
@@ -74,22 +75,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--forms", default=",".join(MACHINES), help="comma-separated")
+    parser.add_argument("--threads", type=int, help="as many as torch takes")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
     parser.add_argument("--as-on", choices=tuple(MACHINES.values()), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_on:
         print(json.dumps(time_cases(options.as_on)))
         return
+    forms = {form: MACHINES[form] for form in options.forms.split(",")}
+    limits = dict[str, str]()
+    if options.threads is not None:
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(options.threads))
     cases = [(dtype, rows, tokens) for dtype in DTYPES for rows, tokens in BATCHES]
     found: list[dict[str, Any]] = [
-        {"dtype": dtype, "rows": rows, "tokens": tokens, "us": {form: [] for form in MACHINES}}
+        {"dtype": dtype, "rows": rows, "tokens": tokens, "us": {form: [] for form in forms}}
         for dtype, rows, tokens in cases
     ]
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.repeats):
-            for form, machine in MACHINES.items():
+            for form, machine in forms.items():
                 done = subprocess.run(
                     [sys.executable, "-m", "bench.cpu_portable", "--as-on", machine],
-                    env=os.environ | {"NUMBA_CACHE_DIR": str(Path(folder) / machine)},
+                    env=os.environ | limits | {"NUMBA_CACHE_DIR": str(Path(folder) / machine)},
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
@@ -101,13 +109,10 @@ def main() -> None:
         "environment": environment(),
         "cases": found,
     }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
     for case in found:
-        own, portable = (statistics.median(case["us"][form]) for form in MACHINES)
-        print(
-            f"{case['dtype']} {case['rows']} x {case['tokens']}: {own:.0f} µs, portable "
-            f"{portable:.0f} µs, {portable / own:.2f}"
-        )
+        medians = {form: round(statistics.median(times)) for form, times in case["us"].items()}
+        print(f"{case['dtype']} {case['rows']} x {case['tokens']}, µs: {medians}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SmallWeights = Literal["int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 Scope = Literal["layer", "model"]  # whose heads compete for entries
-KvCacheDtype = Literal["auto", "fp8"]
+KvCacheDtype = Literal["auto", "fp8", "int8"]
 
 MOST_TOKENS = 2**24  # of any option: no model takes as many
 _TOKENS, _COUNT, _GIB = Bounds(1, MOST_TOKENS), Bounds(1, 2**31 - 1), 2.0**20
@@ -166,8 +166,8 @@ class EngineConfig:
     )
     kv_cache_dtype: KvCacheDtype = _memory(
         "auto",
-        "dtype of the KV cache: auto for that of the weights, or fp8 (E4M3) with the scales of the "
-        "profiles",
+        "dtype of the KV cache: auto for that of the weights, or with the scales of the profiles "
+        "fp8 (E4M3) or, on a CPU, int8",
     )
     enable_prefix_caching: bool = _memory(True, "reuse the KV state of prefixes seen before")
 
@@ -297,10 +297,10 @@ class EngineConfig:
                 f"kv_offload_dtype is {self.kv_offload_dtype}, but kv_offload_gib is 0: give host "
                 "memory, or leave it out"
             )
-        if self.kv_offload_dtype != "auto" and self.kv_cache_dtype == "fp8":
+        if self.kv_offload_dtype != "auto" and self.kv_cache_dtype != "auto":
             raise ConfigError(
-                f"kv_offload_dtype is {self.kv_offload_dtype}, but an fp8 cache is offloaded as it "
-                "is: leave kv_offload_dtype or kv_cache_dtype out"
+                f"kv_offload_dtype is {self.kv_offload_dtype}, but an {self.kv_cache_dtype} cache "
+                "is offloaded as it is: leave kv_offload_dtype or kv_cache_dtype out"
             )
 
         if self.tensor_parallel_size > 1:

@@ -26,8 +26,8 @@ from tangram.weight_size import Weights
 if TYPE_CHECKING:
     from rich.table import Table
 
-Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
-ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+Dtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 _GIB = 2**30
 
 
@@ -227,7 +227,7 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
     table.add_row("nothing dropped", _gib(size.uncompressed_bytes))
     if size.retention < 1:
         table.add_row(f"kept at ρ = {size.retention:g}, at most", _gib(size.compressed_bytes))
-    if size.dtype != "fp8":
+    if ELEMENT_BYTES[size.dtype] > 1:
         table.add_row("the same in FP8", _gib(size.fp8_bytes))
     table.add_row(
         f"pages of {size.page_bytes:,} bytes",

@@ -24,7 +24,7 @@ Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
 Float64 = npt.NDArray[np.float64]
 FP8_MAX = 448.0  # the largest finite E4M3 value
-# The scales of an FP8 cache, [L][H]: of a KV head's keys and of its values.
+# The scales of a cache of 8 bits, [L][H]: of a KV head's keys and of its values.
 HeadScales = tuple[tuple[tuple[float, float], ...], ...]
 
 

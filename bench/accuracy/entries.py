@@ -1,4 +1,4 @@
-"""What rounding KV entries costs, alone and with compression: an FP8 cache, forms of host memory.
+"""What rounding KV entries costs, alone and with compression: caches of 8 bits, host memory.
 
 Reads passages like those of `tangram eval --quick` and asks its questions, with the default scorer
 and the profiles that ship. Divergences are from the full cache in the model's dtype. With a form of
@@ -45,6 +45,7 @@ ENTRIES: Mapping[str, Mapping[str, Any]] = {
     "fp8, calibrated scales": {"kv_cache_dtype": "fp8"},
     "host memory, fp8": {"kv_offload_dtype": "fp8", "kv_offload_gib": 0.5},
     "host memory, int4": {"kv_offload_dtype": "int4", "kv_offload_gib": 0.5},
+    "int8": {"kv_cache_dtype": "int8"},
 }
 
 

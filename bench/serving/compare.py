@@ -331,7 +331,7 @@ def _name(options: argparse.Namespace) -> str:
     """The engine's name in files of results."""
     if options.engine == "vllm":
         return "vllm"
-    suffix = "-fp8" if options.kv_cache_dtype == "fp8" else ""
+    suffix = "" if options.kv_cache_dtype in (None, "auto") else f"-{options.kv_cache_dtype}"
     suffix += "" if options.chunk_tokens is None else f"-chunk{options.chunk_tokens}"
     return f"tangram-{_retention(options):g}{suffix}"
 

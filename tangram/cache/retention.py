@@ -18,8 +18,8 @@ class Retention:
     `window_tokens` of the chunk whatever their scores.
     With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
     the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
-    chunk keeps all its entries, those that score best first. `scales` are the profile's for an FP8
-    pool; the pool takes the largest of all its retentions.
+    chunk keeps all its entries, those that score best first. `scales` are the profile's for a pool
+    of 8 bits; it takes the largest of all its retentions.
     """
 
     kv_retention: float

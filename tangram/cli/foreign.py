@@ -172,7 +172,7 @@ _NONE = {
             "--kv-transfer-config --slot-save-path --prompt-cache",
         ),
         (
-            "all layers have --kv-cache-dtype, and the scales of fp8 are in profiles",
+            "all layers have --kv-cache-dtype, and scales are in profiles",
             "--calculate-kv-scales --kv-cache-dtype-skip-layers",
         ),
         ("prefixes are always found by SHA-256", "--prefix-caching-hash-algo"),

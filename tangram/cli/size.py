@@ -70,11 +70,12 @@ def size(
     """Print the size of weights and KV cache, and how many sequences fit (GQA, MHA, MLA)."""
     config = read_config(model)
     computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
+    cached = "fp8" if dtype == "fp8" else kv_cache_dtype
     weights, missing = _weights(config, computed, quantization)
     found = kv_size(
         config,
         context_tokens,
-        dtype="fp8" if "fp8" in (dtype, kv_cache_dtype) else _SHORT[computed],
+        dtype=_SHORT[computed] if cached == "auto" else cached,
         retention=kv_retention,
         page_tokens=page_tokens,
         heads_per_page=heads_per_page,

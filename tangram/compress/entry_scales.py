@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache: keys and values of a KV head are divided by them and then stored."""
+"""Scales of a cache of 8 bits: keys and values of a KV head are divided by them, then stored."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import numpy.typing as npt
 
 from tangram.types import FP8_MAX, HeadScales
 
+_BITS = 8  # files stay small
+
 
 def choose_scales(largest: npt.ArrayLike) -> HeadScales:
     """The scales for keys and values of these `largest` magnitudes, [L, H, 2].
 
-    Each is the smallest power of two that brings the largest magnitude into the range of E4M3; 1
-    for a magnitude of 0. E4M3 has exponents, so a scale between two powers would round no better.
-    A query times a power of two is exact. Example: 3.0 → 2⁻⁷, since 3.0 · 2⁷ = 384 ≤ 448.
+    Each brings the largest magnitude to the end of the range of E4M3, 448; 1 for a magnitude of 0.
+    It is rounded up to `_BITS` binary digits. What each dtype makes of it is said in
+    `kernels/narrow.py`.
     """
     given = np.asarray(largest, np.float64)
-    exponents = np.ceil(np.log2(np.where(given > 0, given, FP8_MAX) / FP8_MAX))
-    return tuple(
-        tuple((float(key), float(value)) for key, value in heads) for heads in np.exp2(exponents)
-    )
+    mantissa, exponent = np.frexp(np.where(given > 0, given, FP8_MAX) / FP8_MAX)
+    scales = np.ldexp(np.ceil(np.ldexp(mantissa, _BITS)), exponent - _BITS)
+    return tuple(tuple((float(key), float(value)) for key, value in heads) for heads in scales)
 
 
 def join_scales(scales: Iterable[HeadScales | None]) -> HeadScales | None:

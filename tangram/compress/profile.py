@@ -93,8 +93,8 @@ class Profile(BaseModel):
     `sealed_pages[g]` is what each member keeps of a sealed chunk of `chunk_tokens`, in pages of
     `page_tokens`. `realised_retention` is the share that those pages occupy, at most
     `kv_retention`. The first `sink_tokens` of a sequence and the last `window_tokens` of each chunk
-    are always kept. `scales` are those of keys and values in an FP8 cache, [layers of the
-    model][H], powers of two; None if they were not measured.
+    are always kept. `scales` are those of keys and values in a cache of 8 bits, [layers of
+    the model][H]; None if they were not measured.
     """
 
     model_config = STRICT
@@ -341,11 +341,6 @@ class Profile(BaseModel):
             raise ValueError(
                 f"scales must be [{shape[0]} layers][{shape[1]} heads], they have another shape"
             )
-        odd = [
-            one for row in self.scales for pair in row for one in pair if math.frexp(one)[0] != 0.5
-        ]
-        if odd:
-            raise ValueError(f"scales has {odd[0]}, each must be a power of two")
 
     def _check_counts(self, heads: int) -> None:
         fewest = fewest_pages(self.sink_tokens, self.window_tokens, self.page_tokens)

@@ -33,6 +33,8 @@ from tangram.engine.loop import Engine
 from tangram.engine.memory import (
     GRAPH_BYTES,
     cache_dtype,
+    check_cache_device,
+    check_scales,
     explain_exhaustion,
     host_form,
     host_page_bytes,
@@ -138,6 +140,7 @@ class EngineBuilder:
                 "of a loaded model, which lies on one device: set it to 1"
             )
         use_threads(config.threads)
+        check_cache_device(config, loaded.device)
         limit = loaded.geometry.max_positions
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ConfigError(
@@ -198,6 +201,7 @@ class EngineBuilder:
         # Before a calibration, which takes a minute.
         kernels = self._kernels()
         scorers, retentions = self.retentions()
+        check_scales(config, retentions)
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
         page_bytes = default.layout.page_bytes(dtype.itemsize)

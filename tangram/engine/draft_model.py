@@ -18,6 +18,7 @@ _log = logging.getLogger("tangram")
 def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> EngineConfig:
     """The config of the model that drafts: nothing is dropped and nothing kept in host memory.
 
+    It has no profile, and so no scales: its cache is no integers, but in the dtype of its weights.
     It reads sequences of up to `max_tokens` tokens.
     """
     return replace(
@@ -30,6 +31,7 @@ def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> E
         scorer=None,
         scope=None,
         gate=None,
+        kv_cache_dtype="auto" if config.kv_cache_dtype == "int8" else config.kv_cache_dtype,
         kv_offload_gib=0.0,
         decode_policy=None,
         overflow_every=None,

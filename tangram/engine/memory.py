@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tangram.cache.layout import Layout
+from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.interface import MOST_BYTES
+from tangram.kernels.narrow import NARROW
 from tangram.kernels.offload import STAGING_BYTES
 from tangram.model.latent import output_like
 from tangram.model.load import LoadedModel, memory_ran_out
@@ -40,7 +42,31 @@ class _NoAttention:
 
 def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
     """The dtype of the KV cache."""
-    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.dtype
+    return NARROW.get(config.kv_cache_dtype, loaded.dtype)
+
+
+def check_cache_device(config: EngineConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if `device` has no kernels for the configured dtype of the KV cache."""
+    if config.kv_cache_dtype == "int8" and device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype is int8, for which {device.type} has no kernels: use fp8, which has "
+            "as many bits"
+        )
+
+
+def check_scales(config: EngineConfig, retentions: Sequence[Retention]) -> None:
+    """Raise `ConfigError` if the KV cache needs scales and none of `retentions` has them."""
+    if config.kv_cache_dtype != "int8" or any(one.scales is not None for one in retentions):
+        return
+    if retentions[0].layout.geometry.value_dim is not None:
+        raise ConfigError(
+            f"kv_cache_dtype is int8, but {config.model} has latent attention, for which profiles "
+            "have no scales: use fp8"
+        )
+    raise ConfigError(
+        "kv_cache_dtype is int8, but no profile gives the scales, without which most entries would "
+        "be rounded to 0: give --profile a file that `tangram calibrate` has made, or use fp8"
+    )
 
 
 def host_form(config: EngineConfig) -> HostForm | None:

@@ -24,6 +24,7 @@ from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import KernelChoice, PoolKernels
+from tangram.kernels.narrow import stored_scales
 from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
@@ -41,9 +42,10 @@ class Runner:
     `cache` has the pool's block tables; `host_pages` lie behind the pool. `scorers` have those that
     the retentions name. `graphs` runs passes that only decode, and those of few prefill rows, as
     CUDA graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None
-    is the model's own. An FP8 pool has the largest scales of all `retentions`. `meters` measure:
-    those given, or new ones, including `overflow` if it is set. With `records`, kept positions of
-    up to so many chunks of a pass are noted (`recorder`). Host memory keeps pages in `form`.
+    is the model's own. A pool of 8 bits has the largest scales of all `retentions`. `meters`
+    measure: those given, or new ones, including `overflow` if it is set. With `records`, kept
+    positions of up to so many chunks of a pass are noted (`recorder`). Host memory keeps pages in
+    `form`.
     """
 
     batcher_type: type[Batcher] = Batcher
@@ -79,7 +81,11 @@ class Runner:
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
         rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
         scales = join_scales(retention.scales for retention in retentions)
-        self._scales = None if scales is None else torch.tensor(scales, device=loaded.device)
+        self._scales = (
+            None
+            if scales is None
+            else stored_scales(torch.tensor(scales, device=loaded.device), self.pool.dtype)
+        )
         serving = self._make_kernels(kernels, layout)
         block_tables = DeviceTables(cache, loaded.device)
         self._host = host_memory(self.pool, host_pages, form)

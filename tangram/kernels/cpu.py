@@ -31,6 +31,7 @@ from torch import Tensor
 from tangram.kernels import cpu_prefill, reference
 from tangram.kernels.cpu_products import TILE_ROWS
 from tangram.kernels.cpu_tasks import DecodeTokens, LayerTasks, Pages, step
+from tangram.kernels.narrow import as_entries
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.types import Int32, Int64
@@ -53,6 +54,7 @@ COMPILED = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
+    torch.int8: torch.int8,
 }
 
 
@@ -176,9 +178,7 @@ class DecodePass:
             np.float32(scaling),
             np.float32(softcap or 0.0),
         )
-        keys, values = (
-            _array(reference.as_entries(x, self._dtype).view(self._bits)) for x in (k, v)
-        )
+        keys, values = (_array(as_entries(x, self._dtype).view(self._bits)) for x in (k, v))
         tasks, bounds = plan.layer_tasks, plan.bounds[layer]
         step(rows, keys, values, self._pages, tasks, bounds, plan.address[layer], plan.threads)
         if not direct:

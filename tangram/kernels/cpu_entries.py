@@ -61,14 +61,17 @@ class _Code:
         self.builder.store(value, pointer).align = 4
 
     def load_wide(self, pointer: Any, dtype: Any) -> Any:
-        """LANES entries as float32; those of uint16 are bits of bfloat16, of uint8 of E4M3."""
+        """LANES entries as float32; uint16 are bits of bfloat16, uint8 of E4M3, int8 integers."""
         if dtype == types.float32:
             return self.load(pointer, self.floats)
         builder, words = self.builder, ir.VectorType(_WORD, LANES)
         if dtype == types.uint16:
             narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
             return builder.bitcast(self._shift(builder.zext(narrow, words), 16), self.floats)
-        return self._widen_e4m3(self.load(pointer, ir.VectorType(ir.IntType(8), LANES)))
+        narrow = self.load(pointer, ir.VectorType(ir.IntType(8), LANES))
+        if dtype == types.int8:
+            return builder.sitofp(builder.sext(narrow, words), self.floats)
+        return self._widen_e4m3(narrow)
 
     def _shift(self, words: Any, bits: int) -> Any:
         return self.builder.shl(words, ir.Constant(words.type, [bits] * LANES))

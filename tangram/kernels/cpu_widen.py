@@ -1,4 +1,4 @@
-"""Float32 of pool entries whose dtype Numba does not know: it gets the integers of their bits."""
+"""Float32 of narrow pool entries. Of dtypes that Numba does not know it gets the bits, unsigned."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
                 wide[t, d] = np.nan
 
 
+@compile_kept()
+def widen_int8(block, begin, end, wide):  # type: ignore[no-untyped-def]
+    """wide[begin:end] = block[begin:end], int8."""
+    for t in range(begin, end):
+        for d in range(block.shape[1]):
+            wide[t, d] = block[t, d]
+
+
+# By the name of a dtype, which NumPy and Numba share.
+_CONVERSIONS = {"uint16": widen_bfloat16, "uint8": widen_e4m3, "int8": widen_int8}
+
+
 def widen(block: Any, begin: int, end: int, wide: Any) -> Any:
     """A float32 array [P, D] whose entries [begin, end) are those of `block` [P, D].
 
@@ -41,7 +53,7 @@ def widen(block: Any, begin: int, end: int, wide: Any) -> Any:
     """
     if block.dtype == np.float32:
         return block
-    (widen_bfloat16 if block.dtype == np.uint16 else widen_e4m3)(block, begin, end, wide)
+    _CONVERSIONS[str(block.dtype)](block, begin, end, wide)
     return wide
 
 
@@ -53,7 +65,7 @@ def _compile_widen(block, begin, end, wide):  # type: ignore[no-untyped-def]
     """
     if block.dtype == types.float32:
         return lambda block, begin, end, wide: block
-    convert = widen_bfloat16 if block.dtype == types.uint16 else widen_e4m3
+    convert = _CONVERSIONS[str(block.dtype)]
 
     def widen_bits(block, begin, end, wide):  # type: ignore[no-untyped-def]
         convert(block, begin, end, wide)

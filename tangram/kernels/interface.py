@@ -244,9 +244,9 @@ class PoolKernels(Protocol):
         ...
 
     def adopt_scales(self, scales: Tensor) -> None:
-        """From now on an FP8 pool holds keys and values divided by `scales` float32 [L, H, 2].
+        """From now on a pool of 8 bits holds keys and values divided by `scales` float32 [L, H, 2].
 
-        These are powers of two, so that products with them are exact. Without this call they are 1.
+        They are those of `narrow.stored_scales`. Without this call they are 1.
         Call it before the first pass: graphs contain the address.
         """
         ...

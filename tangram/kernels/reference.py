@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import IntegrityError
+from tangram.kernels.narrow import as_entries
 from tangram.plan.form import RangeKind, WorkPlan
-from tangram.types import FP8_MAX
 
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
@@ -268,16 +268,6 @@ def _write(
     block = tables[table + index // page_tokens].long() * heads_per_page + column
     for vector, entries in enumerate((k, v)[: pool.shape[2]]):  # latents are keys and values
         blocks(pool)[block, vector, index % page_tokens] = as_entries(entries, pool.dtype)
-
-
-def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values, of any shape, as a pool of `dtype` stores them.
-
-    They are rounded, and bounded to FP8's range.
-    """
-    if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
-        x = x.float().clamp(-FP8_MAX, FP8_MAX)
-    return x.to(dtype)
 
 
 def prefill(

@@ -16,6 +16,7 @@ from torch import Tensor
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, latents, reference
 from tangram.kernels.interface import Expansion, PaddedShape, PrefillRows, Ranking
+from tangram.kernels.narrow import NARROW
 from tangram.kernels.transfer import advance
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
@@ -120,14 +121,20 @@ class TorchKernels:
         tokens = self._width
         if not tokens:
             return
-        folded = self._fold(layer, q[:tokens], k[:tokens], v[:tokens])
-        own, rule = out[:tokens], {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        own, q, k, v = out[:tokens], q[:tokens], k[:tokens], v[:tokens]
+        rule = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        narrow = self._scales is not None and out.dtype is not torch.float32
+        if narrow:  # products with scales are not rounded to 16 bits
+            own, q, k, v = own.float(), q.float(), k.float(), v.float()
+        folded = self._fold(layer, q, k, v)
         if self._pass is not None:
             self._pass.run(*folded, own, self._plan, layer, **rule)  # type: ignore[arg-type]
         else:
             where = self._pool, self._tables, self._lengths, self._plan, layer
             own[:] = cpu.decode_step(*folded, *where, first_tokens=self._first_tokens, **rule)  # type: ignore[arg-type]
         self._unfold(layer, own)
+        if narrow:
+            out[:tokens] = own
 
     def prefill(
         self,
@@ -147,18 +154,20 @@ class TorchKernels:
         rows = range(self._rows.asking.start, self._rows.asking.stop)
         if not rows:
             return
-        q, k, v = self._fold(layer, q, k, v)
         spans = self._rows.spans
         for row in rows:
             if self._rows.whole[layer, row]:
-                entries = slice(*spans[row, 2:4].tolist())
-                self._store(layer, row, k[entries].transpose(0, 1), v[entries].transpose(0, 1))
+                own = slice(*spans[row, 2:4].tolist())
+                keys, values = self._divide(layer, k[own].float(), v[own].float())
+                self._store(layer, row, keys.transpose(0, 1), values.transpose(0, 1))
+        q, k, v = self._fold(layer, q, k, v)
         where = self._pool, self._tables
         rule = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
         compiled = expand is None and cpu.prefills_compiled(q, self._pool)
         if compiled:
-            own = self._rows.asking
-            cpu.prefill(q, k, v, out, *where, self._rows.address[layer, own], spans[own], **rule)  # type: ignore[arg-type]
+            asking = self._rows.asking
+            addresses = self._rows.address[layer, asking]
+            cpu.prefill(q, k, v, out, *where, addresses, spans[asking], **rule)  # type: ignore[arg-type]
         for row in rows:
             begin, end, first, last, position = spans[row].tolist()
             asked, keys = q[begin:end], k[first:last]
@@ -189,8 +198,8 @@ class TorchKernels:
             places = ranking.places(chunk, int(self._rows.spans[row, 4]), first, kept)
             if self._mask is not None:
                 _note_first(self._mask[row, layer], places, first)
-            folded = self._fold(layer, parts[0], *parts)[1:]
-            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in folded)
+            divided = self._divide(layer, *(x.float() for x in parts))
+            keys, values = ([x[:, head][own] for head, own in enumerate(places)] for x in divided)
             self._store(layer, row, keys, values)
 
     def record(self, mask: Tensor) -> None:
@@ -205,7 +214,7 @@ class TorchKernels:
 
     def adopt_scales(self, scales: Tensor) -> None:
         """See `PoolKernels`."""
-        if self._pool.dtype is torch.float8_e4m3fn:
+        if self._pool.dtype in NARROW.values():
             self._scales = scales
 
     def _fold(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,8 +224,15 @@ class TorchKernels:
         """
         if self._scales is None:
             return q, k, v
-        keys, values = self._scales[layer].to(q.dtype)[..., None].unbind(1)
-        return q * self._by_query(keys, q), k / keys, v / values
+        keys = self._scales[layer, :, :1].to(q.dtype)
+        return q * self._by_query(keys, q), *self._divide(layer, k, v)
+
+    def _divide(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, H, D] divided by their scales. In float32 they are what is stored."""
+        if self._scales is None:
+            return k, v
+        keys, values = self._scales[layer].to(k.dtype)[..., None].unbind(1)
+        return k / keys, v / values
 
     def _unfold(self, layer: int, out: Tensor) -> None:
         """Attention [T, Q, D] of what `_fold` gave becomes that of what it took."""

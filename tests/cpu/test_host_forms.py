@@ -148,6 +148,7 @@ def test_more_pages_fit_and_are_counted_in_their_bytes(world: LonePrompts) -> No
     [
         ({"kv_offload_gib": 0.0}, "kv_offload_dtype is int4, but kv_offload_gib is 0: give"),
         ({"kv_cache_dtype": "fp8"}, "kv_offload_dtype is int4, but an fp8 cache is offloaded"),
+        ({"kv_cache_dtype": "int8"}, "kv_offload_dtype is int4, but an int8 cache is offloaded"),
         ({"kv_offload_dtype": "int3"}, "kv_offload_dtype is 'int3'"),
     ],
 )

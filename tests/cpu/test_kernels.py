@@ -17,6 +17,7 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, cpu_tasks, reference
 from tangram.kernels.cpu_widen import widen
+from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
@@ -161,9 +162,7 @@ def test_a_plan_serves_rows_whose_drafts_were_refused(run) -> None:  # type: ign
     torch.testing.assert_close(run(batch.copy(), plan, 0), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "pool_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str
-)
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *NARROW.values()], ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_compiled_kernel_equals_the_specification(seed: int, pool_dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
@@ -178,7 +177,7 @@ def test_the_compiled_kernel_equals_the_specification(seed: int, pool_dtype: tor
         longest=longest,
         seed=seed,
     )
-    batch.pool = batch.pool.to(pool_dtype)
+    batch.pool = as_entries(batch.pool, pool_dtype)
     for plan in plans(batch.rows):
         for layer in (0, 1):
             ours, theirs = batch.copy(), batch.copy()
@@ -253,8 +252,12 @@ def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "dtype", "codes"),
-    [(torch.uint8, torch.float8_e4m3fn, 1 << 8), (torch.uint16, torch.bfloat16, 1 << 16)],
-    ids=["E4M3", "bfloat16"],
+    [
+        (torch.uint8, torch.float8_e4m3fn, 1 << 8),
+        (torch.int8, torch.int8, 1 << 8),
+        (torch.uint16, torch.bfloat16, 1 << 16),
+    ],
+    ids=["E4M3", "int8", "bfloat16"],
 )
 @pytest.mark.parametrize("width", [24, 64])  # whole vectors or not
 def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it(
@@ -460,7 +463,7 @@ class Chunks:
             pool[tables[table : table + count].long(), column] = entries.view(
                 2, count, page, dim
             ).transpose(0, 1)
-        pool = pool.to(pool_dtype)
+        pool = as_entries(pool, pool_dtype)
         return cls(rows, group, window, q, k, v, pool, tables, address)
 
     def attend(self, only: int | None = None, **options: object) -> list[Tensor]:
@@ -523,6 +526,8 @@ DTYPES = [  # of queries and of the pool
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.int8),
+    pytest.param((torch.float32, torch.int8), marks=pytest.mark.nightly),
     pytest.param((torch.float32, torch.float8_e4m3fn), marks=pytest.mark.nightly),
     pytest.param((torch.float32, torch.bfloat16), marks=pytest.mark.nightly),
     pytest.param((torch.bfloat16, torch.float32), marks=pytest.mark.nightly),

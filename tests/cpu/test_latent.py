@@ -208,6 +208,11 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(tiny: Lo
     assert all(abs(plain[token] - fp8[token]) < 0.5 for token in shared)
 
 
+def test_integers_of_latents_are_refused(tiny: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8, but .* latent .* use fp8"):
+        small_engine(tiny, kv_cache_dtype="int8")
+
+
 class _OtherLinear(nn.Linear):
     """As a quantised checkpoint has it."""
 

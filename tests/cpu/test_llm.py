@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from tangram import LLM, ConfigError, RequestError, SamplingParams
-from tangram.config import OPTIONS
+from tangram.config import OPTIONS, KvCacheDtype
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -122,7 +122,10 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         LLM(max_model_len=8192, kv_cache_gib=0.01)
 
 
-def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM) -> None:
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_8_bits_take_a_quarter_of_float32_and_say_much_the_same(
+    llm: LLM, dtype: KvCacheDtype
+) -> None:
     asked, params = (
         "The capital of France is",
         SamplingParams(temperature=0.0, max_tokens=12, logprobs=1),
@@ -132,7 +135,7 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(llm: LLM
         kv_retention=0.5,
         kv_cache_gib=0.5,
         max_model_len=2048,
-        kv_cache_dtype="fp8",
+        kv_cache_dtype=dtype,
     )
     assert small.engine.stats().pages_total == 4 * llm.engine.stats().pages_total
     wide, narrow = (one.generate(asked, params)[0] for one in (llm, small))

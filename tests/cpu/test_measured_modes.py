@@ -22,6 +22,7 @@ from tangram.engine.loop import Engine
 from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.kernels import reference
+from tangram.kernels.narrow import NARROW
 from tangram.lab.baselines.reclaim import compact
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
@@ -221,7 +222,7 @@ def test_reclamation_ends_where_reservation_begins(
         assert torch.equal(pages, found[key])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *NARROW.values()])
 def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
     pool = torch.randn(6, 2, 2, 4, 8).to(dtype)
     tables = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)

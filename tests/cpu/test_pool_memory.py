@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tangram.kernels.narrow import NARROW
 from tangram.kernels.pool_memory import allocate_pool
 
 CPU = torch.device("cpu")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *NARROW.values()])
 @pytest.mark.parametrize("shape", [(3, 2, 2, 16, 64), (0, 2, 2, 16, 64)])
 def test_a_pool_is_a_tensor_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     pool = allocate_pool(shape, dtype, CPU)

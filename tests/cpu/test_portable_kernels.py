@@ -13,7 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/cpu/test_kernels.py::test_the_compiled_kernel_equals_the_specification"
 # Each length and head dim once, and each dtype of a pool.
-FEW = ("0-torch.float32", "4-torch.float32", "5-torch.bfloat16", "0-torch.float8_e4m3fn")
+FEW = (
+    "0-torch.float32",
+    "4-torch.float32",
+    "5-torch.bfloat16",
+    "0-torch.float8_e4m3fn",
+    "0-torch.int8",
+)
 ON_ARM = """
 import platform, sys
 import numba, pytest, torch  # they may ask for themselves

@@ -68,8 +68,9 @@ class LonePrompts:
         chunk_tokens: int = C,
         sink_tokens: int = SINK_TOKENS,
         kv_retention: float = 0.5,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        self.kv_retention = kv_retention
+        self.kv_retention, self.kv_cache_dtype = kv_retention, kv_cache_dtype
         self.loaded, self.scorer, self.chunk_tokens = loaded, scorer, chunk_tokens
         self.profile = profile_file(
             loaded, folder, scorer=scorer, chunk_tokens=chunk_tokens, sink_tokens=sink_tokens
@@ -83,8 +84,14 @@ class LonePrompts:
             scorer=self.scorer,
             profile=(self.profile,) if self.kv_retention < 1.0 else (),
             chunk_tokens=self.chunk_tokens,
-            **options,
+            **({"kv_cache_dtype": self.kv_cache_dtype} | options),
         )
+
+    def pool_gib(self, pages: float) -> float:
+        """The memory of so many pages."""
+        admission = self.engine().admission
+        layout = admission.retentions[0].layout
+        return pages * layout.page_bytes(admission.element_bytes) / 2**30
 
     def _alone(self, prompt: tuple[int, ...]) -> tuple[list[int], dict[bytes, Tensor]]:
         engine = self.engine()
@@ -93,17 +100,24 @@ class LonePrompts:
 
 @pytest.fixture(
     scope="module",
-    params=[(TINY, 0.5), (TINY_LATENT, 0.5), (TINY, 1.0)],
-    ids=["heads", "latents", "uncompressed"],
+    params=[
+        (TINY, 0.5, "auto"),
+        (TINY_LATENT, 0.5, "auto"),
+        (TINY, 1.0, "auto"),
+        (TINY, 0.5, "int8"),
+    ],
+    ids=["heads", "latents", "uncompressed", "integers"],
 )
 def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> LonePrompts:
-    config, kv_retention = request.param
+    config, kv_retention, dtype = request.param
     folder = tmp_path_factory.mktemp("profiles")
-    return LonePrompts(adopt_tiny(config), folder, "keydiff", kv_retention=kv_retention)
+    return LonePrompts(
+        adopt_tiny(config), folder, "keydiff", kv_retention=kv_retention, kv_cache_dtype=dtype
+    )
 
 
 tokens = st.integers(3, 12)
@@ -139,7 +153,7 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=C + max_num_seqs + extra_tokens,
         max_model_len=largest,
-        kv_cache_gib=(pages + 0.5) * layout.page_bytes(4) / 2**30,
+        kv_cache_gib=world.pool_gib(pages + 0.5),
         enable_prefix_caching=prefix_caching,
         scheduling="static" if static else "continuous",
     )
@@ -159,7 +173,7 @@ def test_the_property_above_meets_preemption_and_eviction(world: LonePrompts) ->
     prompts = [tuple(3 + (i * k) % 9 for i in range(60 + k)) for k in range(1, 6)]
     layout = world.engine().admission.retentions[0].layout
     pages = layout.most_pages(110) + layout.most_pages(100) // 2
-    engine = world.engine(kv_cache_gib=pages * layout.page_bytes(4) / 2**30, max_model_len=110)
+    engine = world.engine(kv_cache_gib=world.pool_gib(pages), max_model_len=110)
     answers = run(engine, prompts, ANSWER)
     assert engine.stats().preemptions > 0
     assert answers == [world.alone(prompt)[0] for prompt in prompts]

@@ -276,12 +276,13 @@ def test_every_family_answers_as_on_one_device(
         {"kv_offload_gib": 0.01, "kv_cache_gib": TIGHT_GIB},
         {"kv_offload_gib": 0.01, "kv_offload_dtype": "int4", "kv_cache_gib": TIGHT_GIB},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_config": {"method": "suffix"}},
         {"kv_retention": 1.0, "profile": ()},
         {"enable_prefix_caching": False},
     ],
-    ids=["host", "int4", "fp8", "ngram", "suffix", "everything", "uncached"],
+    ids=["host", "int4", "fp8", "int8", "ngram", "suffix", "everything", "uncached"],
 )
 def test_modes_answer_as_on_one_device(llama: Checkpoint, options: dict[str, Any]) -> None:
     engine = build_engine(llama.config(2, **options))

@@ -167,6 +167,8 @@ def test_size_knows_its_old_names_for_dtypes() -> None:
         and both[0]["kv_cache_dtype"] == "fp8"
         and both[0]["weights_dtype"] == "bfloat16"
     )
+    integers = json.loads(run("qwen3-4b", "--json", "--kv-cache-dtype", "int8")[1])
+    assert integers == both[0] | {"kv_cache_dtype": "int8"}
     assert run("qwen3-4b", "--json", "--dtype", "fp32") == run(
         "qwen3-4b", "--json", "--dtype", "float32"
     )

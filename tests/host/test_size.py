@@ -69,7 +69,7 @@ def test_the_presets_agree_with_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor"), [("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0), ("fp8", 0.5)]
+    ("dtype", "factor"), [("fp32", 2.0), ("bf16", 1.0), ("fp16", 1.0), ("fp8", 0.5), ("int8", 0.5)]
 )
 def test_bytes_follow_the_dtype(dtype: Any, factor: float) -> None:
     for model in ("qwen3-4b", "deepseek-v3"):
