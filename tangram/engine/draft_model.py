@@ -33,6 +33,7 @@ def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> E
         gate=None,
         kv_cache_dtype="auto" if config.kv_cache_dtype == "int8" else config.kv_cache_dtype,
         kv_offload_gib=0.0,
+        kv_offload_dtype="auto",
         decode_policy=None,
         overflow_every=None,
     )
