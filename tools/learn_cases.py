@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -321,9 +321,11 @@ def _tiles() -> Iterator[Case]:
 
 
 def _card(card: dict[str, Any]) -> Any:
-    from tangram.kernels.card import Card
+    from tangram.kernels.card import INTERPRETED
 
-    return Card(tuple(card["capability"]), card["shared_bytes"], 1)
+    return replace(
+        INTERPRETED, capability=tuple(card["capability"]), shared_bytes=card["shared_bytes"]
+    )
 
 
 def _features() -> Iterator[Case]:

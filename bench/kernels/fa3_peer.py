@@ -40,7 +40,7 @@ def copy_pages(layers: Sequence[Sequences]) -> list[tuple[Tensor, Tensor]]:
     return [made[seqs.kv_heads] for seqs in layers]
 
 
-class Layer:
+class PagedLayer:
     """What one layer's call reads: its pages, its sequences and the scheduler's metadata."""
 
     def __init__(self, seqs: Sequences, pages: tuple[Tensor, Tensor], group: int) -> None:
@@ -100,7 +100,7 @@ class FlashAttention3:
         self._attend, self._get_metadata = flash_attn_varlen_func, get_scheduler_metadata
         self._workload, layers = workload, layers_of(workload)
         self._layers = [
-            Layer(seqs, pages, case.geometry.group)
+            PagedLayer(seqs, pages, case.geometry.group)
             for seqs, pages in zip(layers, copy_pages(layers), strict=True)
         ]
         self._outs = [torch.empty_like(q) for q in workload.q]
