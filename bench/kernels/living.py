@@ -10,17 +10,15 @@ over the steps between two changes.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
-from bench.kernels.summary import by_group
+from bench.kernels.summary import mean_steps
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 from tangram.lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, LIVING_TRACES, LivingTrace
 
@@ -45,43 +43,20 @@ def make(name: str, lengths: Sequence[int], geometry: BatchGeometry, seed: int, 
     return own_case(name, lengths, geometry, seed)
 
 
-def step_us(row: dict[str, Any], contender: dict[str, Any]) -> float | None:
-    """Wall time of a step, planning spread over the steps between two changes of the batch."""
-    planned, kept = contender["wall_us"], contender["wall_kept_us"]
-    if planned is None or kept is None:
-        return None
-    if contender["each_step"]:
-        return float(planned)
-    between = row["labels"]["steps_between"]
-    return float(kept + max(0.0, planned - kept) / between)
-
-
 def show(run: Run) -> None:
     """Per family: mean device time, wall time of a step, tasks a multiprocessor, merged bytes."""
     table = Table(title="living: means over snapshots, µs")
     for column in ("family", "contender", "device", "wall of a step", "plan", "tasks / SM", "KB"):
         table.add_column(column, justify="left" if column in ("family", "contender") else "right")
-    for group, rows in by_group(run.rows).items():
-        for name in dict.fromkeys(c["name"] for row in rows for c in row["contenders"]):
-            found = [(row, c) for row in rows for c in row["contenders"] if c["name"] == name]
-            walls = [wall for row, c in found if (wall := step_us(row, c)) is not None]
-            counters = [c["counters"] for _, c in found if c["counters"]]
-            table.add_row(
-                group,
-                name,
-                _mean([c["median_us"] for _, c in found]),
-                _mean(walls),
-                _mean([c["plan_us"] for _, c in found]),
-                _mean([one["tasks_per_multiprocessor"] for one in counters]),
-                _mean([one["merged_bytes"] / 1e3 for one in counters]),
-            )
+    for mean in mean_steps(run.rows):
+        table.add_row(
+            mean.group,
+            mean.contender,
+            *("-" if value is None else f"{value:.1f}" for value in mean.values),
+        )
     console = Console(width=kernel_report.WIDTH)
     console.print(table)
     kernel_report.show_failures(console, run)
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.1f}" if values else "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

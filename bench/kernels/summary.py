@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 BEST = "best flashinfer"
@@ -93,3 +95,52 @@ def over_chosen(cases: list[dict[str, Any]], name: str, clock: str) -> list[floa
     return [
         case[clock][name] / case[clock][case["chosen"]] for case in cases if name in case[clock]
     ]
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """Means over the cases of a group: µs of the device, of a step with planning, and of a plan.
+
+    Then tasks a multiprocessor and merged KB. None where it was not measured.
+    """
+
+    group: str
+    contender: str
+    values: tuple[float | None, ...]
+
+
+def mean_steps(rows: list[Row]) -> list[MeanStep]:
+    """Each contender of each group, where batches change (`bench.kernels.living`)."""
+    return [
+        _mean_step(group, name, [(row, c) for row in own for c in row["contenders"]])
+        for group, own in by_group(rows).items()
+        for name in dict.fromkeys(c["name"] for row in own for c in row["contenders"])
+    ]
+
+
+def _mean_step(group: str, name: str, measured: Sequence[tuple[Row, dict[str, Any]]]) -> MeanStep:
+    found = [(row, c) for row, c in measured if c["name"] == name]
+    counters = [c["counters"] for _, c in found if c["counters"]]
+    columns = (
+        [c["median_us"] for _, c in found],
+        [_step_us(row, c) for row, c in found],
+        [c["plan_us"] for _, c in found],
+        [one["tasks_per_multiprocessor"] for one in counters],
+        [one["merged_bytes"] / 1e3 for one in counters],
+    )
+    return MeanStep(group, name, tuple(map(_mean, columns)))
+
+
+def _step_us(row: Row, contender: dict[str, Any]) -> float | None:
+    """Wall time of a step, planning spread over the steps between two changes of the batch."""
+    planned, kept = contender["wall_us"], contender["wall_kept_us"]
+    if planned is None or kept is None:
+        return None
+    if contender["each_step"]:
+        return float(planned)
+    return float(kept + max(0.0, planned - kept) / row["labels"]["steps_between"])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
