@@ -15,14 +15,20 @@ from tangram.kernels.dispatch import host_memory
 from tangram.kernels.host_forms import GROUP, HOST_FORMS, FormName
 from tangram.types import PageMove, SamplingParams
 from tests.cpu.test_offload import HISTORIES, C, collect_events, small
-from tests.cpu.test_offload import world as world  # the fixture
-from tests.cpu.test_purity import LonePrompts
+from tests.cpu.test_purity import WORLDS, LonePrompts
+from tests.cpu.test_purity import world as world  # the fixture
 from tests.small_engines import run, sealed_state
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # How far a number of a vector may be moved, as a share of the largest of its group or vector.
 LARGEST_ERROR = {"fp8": 2**-4, "int4": 2 / 15}
+
+
+# A cache of 8 bits goes to host memory as it is.
+everywhere = pytest.mark.parametrize(
+    "world", [name for name, (*_, dtype) in WORLDS.items() if dtype == "auto"], indirect=True
+)
 
 
 def vectors(seed: int, size: float, offset: float, dim: int, dtype: torch.dtype) -> Tensor:
@@ -91,6 +97,7 @@ def rounding(world: LonePrompts, name: FormName, **options: object) -> Engine:
     return world.engine(kv_offload_dtype=name, kv_offload_gib=0.01, **options)
 
 
+@everywhere
 @pytest.mark.parametrize("name", HOST_FORMS)
 def test_a_prefix_that_came_back_is_that_which_was_never_away(
     world: LonePrompts, name: FormName
@@ -113,6 +120,7 @@ def test_a_prefix_that_came_back_is_that_which_was_never_away(
     assert not any(pages.equal(kept[key]) for key, pages in exact.items()), "nothing was rounded"
 
 
+@everywhere
 @pytest.mark.parametrize("name", HOST_FORMS)
 def test_a_chunk_that_decode_completed_is_rounded_like_a_prefilled_one(
     world: LonePrompts, name: FormName
@@ -126,6 +134,7 @@ def test_a_chunk_that_decode_completed_is_rounded_like_a_prefilled_one(
     assert len(shared) >= 2 and all(one[key].equal(two[key]) for key in shared)
 
 
+@everywhere
 def test_more_pages_fit_and_are_counted_in_their_bytes(world: LonePrompts) -> None:
     pages = {
         name: world.engine(kv_offload_gib=0.01, kv_offload_dtype=name).stats()

@@ -88,14 +88,13 @@ def test_a_step_goes_to_one_prompt_after_the_other() -> None:
         ("4", "seal", 16, False),
         ("4", "tail", 24, True),
     ]
-    assert first_step(slack_tokens=40) == [*whole[:2], *other[:3], whole[2], other[3]], (
-        "whole chunks lie end to end"
-    )
+    both = [*whole[:2], *other[:3], whole[2], other[3]]
+    assert first_step(slack_tokens=40) == both, "whole chunks lie end to end"
     assert first_step(slack_tokens=14) == [*whole]
     assert first_step(slack_tokens=6) == whole[:2]
     assert first_step(slack_tokens=40, one_chunk_a_step=frozenset([0])) == one_chunk
     sliding = geometry(2, 2, (None, 11))
-    assert first_step(slack_tokens=40, layout={"model": sliding}) == one_chunk
+    assert first_step(slack_tokens=40, layout={"model": sliding}) == both
 
 
 def test_a_short_prompt_does_not_wait_until_a_long_one_under_way_is_through() -> None:
