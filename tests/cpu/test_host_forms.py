@@ -14,9 +14,9 @@ from tangram.errors import ConfigError
 from tangram.kernels.dispatch import host_memory
 from tangram.kernels.host_forms import GROUP, HOST_FORMS, FormName
 from tangram.types import PageMove, SamplingParams
-from tests.cpu.test_offload import HISTORIES, C, collect_events, small
-from tests.cpu.test_purity import WORLDS, LonePrompts
-from tests.cpu.test_purity import world as world  # the fixture
+from tests.cpu.test_offload import HISTORIES, MODELS, C, collect_events, small
+from tests.cpu.test_offload import world as world  # the fixture
+from tests.cpu.test_purity import LonePrompts
 from tests.small_engines import run, sealed_state
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -26,9 +26,7 @@ LARGEST_ERROR = {"fp8": 2**-4, "int4": 2 / 15}
 
 
 # A cache of 8 bits goes to host memory as it is.
-everywhere = pytest.mark.parametrize(
-    "world", [name for name, (*_, dtype) in WORLDS.items() if dtype == "auto"], indirect=True
-)
+everywhere = pytest.mark.parametrize("world", MODELS, indirect=True)
 
 
 def vectors(seed: int, size: float, offset: float, dim: int, dtype: torch.dtype) -> Tensor:

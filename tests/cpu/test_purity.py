@@ -98,22 +98,22 @@ class LonePrompts:
         return run(engine, [prompt], ANSWER)[0], sealed_state(engine)
 
 
-# The model, ρ and the dtype of the cache.
-WORLDS: dict[str, tuple[PretrainedConfig, float, str]] = {
-    "heads": (TINY, 0.5, "auto"),
-    "latents": (TINY_LATENT, 0.5, "auto"),
-    "uncompressed": (TINY, 1.0, "auto"),
-    "integers": (TINY, 0.5, "int8"),
-}
-
-
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (TINY, 0.5, "auto"),
+        (TINY_LATENT, 0.5, "auto"),
+        (TINY, 1.0, "auto"),
+        (TINY, 0.5, "int8"),
+    ],
+    ids=["heads", "latents", "uncompressed", "integers"],
+)
 def world(
     request: pytest.FixtureRequest,
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> LonePrompts:
-    config, kv_retention, dtype = WORLDS[request.param]
+    config, kv_retention, dtype = request.param
     folder = tmp_path_factory.mktemp("profiles")
     return LonePrompts(
         adopt_tiny(config), folder, "keydiff", kv_retention=kv_retention, kv_cache_dtype=dtype
