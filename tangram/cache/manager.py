@@ -338,7 +338,7 @@ class CacheManager:
 
     def _drop_oldest_window(self, seq: SequenceCache) -> None:
         self.ledger.release(seq.window_spans.pop(0))
-        # Of a sequence that ends early the newest parts may be unpublished, never the oldest alone.
+        # A sequence that ends within a step has parts without a link: its newest.
         if seq.window_nodes:
             self.prefix.release(seq.window_nodes.pop(0))
 
