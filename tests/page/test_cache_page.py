@@ -60,6 +60,17 @@ LIGHTS = """
   };
 })();
 """
+# Counts the squares that the map of pages draws.
+SQUARES = """
+(() => {
+  window.squares = 0;
+  const fill = CanvasRenderingContext2D.prototype.fillRect;
+  CanvasRenderingContext2D.prototype.fillRect = function (...box) {
+    if (this.canvas.closest(".pool")) window.squares += 1;
+    return fill.apply(this, box);
+  };
+})();
+"""
 # The colours of shares, as the text has them, too.
 SCALE = """async (shares) => {
   const { shareGround } = await import("/page/app/cache/palette.js");
@@ -457,6 +468,35 @@ def test_a_page_that_changes_lights_up_and_fades(browser: Any, motion: str) -> N
         assert lights_after(page, FADE_MS) == []
         new = set(page.evaluate(POOL_COLOURS)) - set(before)
         assert new == {"0,114,178"}, "sealed"
+
+
+def test_the_map_draws_what_changed_and_shows_what_it_would_if_drawn_anew(browser: Any) -> None:
+    """A pool has thousands of squares: drawing all of them for each event costs frames."""
+    with run_fake_page() as fake, open_page(browser, fake.url, reduced_motion="reduce") as watched:
+        page = watched.page
+        page.add_init_script(SQUARES)
+        page.reload()
+        ask(page, "What is a page?")
+        page.wait_for_timeout(300)
+        squares = page.evaluate("() => window.squares = 0")
+        picture = "() => document.querySelector('.pool canvas').toDataURL()"
+        before = page.evaluate(picture)
+        for changes, promised in (
+            ([[at, 3, 9] for at in range(60, 80)], 7),
+            ([[at, 0, 0] for at in range(65, 70)], 0),
+        ):
+            fake.tell("pool", {"changes": changes, "host_used": 3, "promised": promised})
+            page.wait_for_function("(old) => window.squares > old", arg=squares)
+            page.wait_for_timeout(100)
+            squares = page.evaluate("() => window.squares")
+        assert squares < 60, "20, 7 promised, 5 free again, and 7 no longer promised"
+        changed = page.evaluate(picture)
+        assert changed != before
+        page.get_by_label("A square for each page").hover(position={"x": 3, "y": 3})
+        page.mouse.move(0, 0)
+        page.wait_for_function("(old) => window.squares > old + 900", arg=squares)
+        page.wait_for_timeout(100)
+        assert page.evaluate(picture) == changed
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])

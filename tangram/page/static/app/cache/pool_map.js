@@ -24,6 +24,9 @@ export class PoolMap extends ChoicePicture {
   #pool = null;
   #pages = 0;
   #byConversation = false;
+  /** The colour that each cell has on the canvas; null while a cell is lit. */
+  #drawn = [];
+  #drawnColours = null;
 
   /** Show `pool`; call it again when it has changed. */
   show(pool) {
@@ -51,23 +54,39 @@ export class PoolMap extends ChoicePicture {
     this.columns = Math.max(1, Math.floor(width / this.cell));
     const cells = this.columns * Math.floor(MOST_HEIGHT / this.cell);
     this.pagesPerCell = Math.max(1, Math.ceil(pages / cells));
+    this.#drawn = [];
     super.fit(Math.ceil(pages / this.pagesPerCell / this.columns) * this.cell);
+    this.change();
   }
 
+  choose(part) {
+    if (part !== this.chosen) this.#drawn = [];
+    super.choose(part);
+  }
+
+  /** Cells that look as they did are not drawn again: a large pool has thousands. */
   paint(context) {
-    context.clearRect(0, 0, this.width, this.height);
+    if (this.#drawn.length === 0 || this.colours !== this.#drawnColours) {
+      this.#drawn = [];
+      this.#drawnColours = this.colours;
+      context.clearRect(0, 0, this.width, this.height);
+    }
     if (this.#pool === null) return;
     const painted = this.#pool.painted();
     const now = performance.now();
+    const moves = !still?.matches;
     const size = this.cell < LEAST_GAPPED ? this.cell : this.cell - 1;
     let fades = false;
     for (let cell = 0; cell * this.pagesPerCell < painted.length; cell += 1) {
       const page = this.#pageOf(cell, painted);
+      const colour = this.#colour(painted[page], this.#pool.owners[page]);
+      const light = moves ? 1 - (now - this.#pool.changedAt[page]) / FADE_MS : 0;
+      if (light <= 0 && this.#drawn[cell] === colour) continue;
+      this.#drawn[cell] = light > 0 ? null : colour;
       const [x, y] = [(cell % this.columns) * this.cell, Math.floor(cell / this.columns) * this.cell];
-      context.fillStyle = this.#colour(painted[page], this.#pool.owners[page]);
+      context.fillStyle = colour;
       context.fillRect(x, y, size, size);
-      const light = 1 - (now - this.#pool.changedAt[page]) / FADE_MS;
-      if (light > 0 && !still?.matches) {
+      if (light > 0) {
         fades = true;
         context.globalAlpha = light;
         context.fillStyle = this.colours.ink;
@@ -114,12 +133,14 @@ export class PoolMap extends ChoicePicture {
 
   /** The page that speaks for a cell: the one that changed last, else the first in use. */
   #pageOf(cell, painted) {
+    const { changedAt } = this.#pool;
     const first = cell * this.pagesPerCell;
     const end = Math.min(first + this.pagesPerCell, painted.length);
     let chosen = first;
     for (let page = first + 1; page < end; page += 1) {
-      const later = this.#pool.changedAt[page] - this.#pool.changedAt[chosen];
-      if (later > 0 || (!(later < 0) && painted[chosen] === FREE)) chosen = page;
+      const later = changedAt[page] > changedAt[chosen];
+      const same = changedAt[page] === changedAt[chosen];
+      if (later || (same && painted[chosen] === FREE)) chosen = page;
     }
     return chosen;
   }
