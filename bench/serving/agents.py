@@ -31,6 +31,8 @@ from bench.serving.timeline import measure_decode, split_busy
 from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
+from tangram.kernels.card import Card
+from tangram.kernels.card_cost import estimate_cost
 from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
@@ -41,7 +43,6 @@ from tangram.lab.kernel_benchmarks.tree import Tree
 from tangram.lab.load.asks import Ask, arriving, draw_tokens, read_trace
 from tangram.lab.load.clock import Summary, answer_all
 from tangram.model.load import load_configured
-from tangram.plan.cost import CostModel
 from tangram.types import Geometry
 
 # None is the schedule that serves.
@@ -64,17 +65,24 @@ def make_agents(count: int, sizes: Sequence[int], output_tokens: int, vocabulary
 
 
 def count_loads(
-    geometry: Geometry, sizes: Sequence[int], count: int, processors: int
+    geometry: Geometry, sizes: Sequence[int], count: int, card: Card
 ) -> dict[str, float]:
-    """Entries that a plan loads for `count` agents, as multiples of the distinct ones.
+    """Entries that a plan for `card` loads for `count` agents, as multiples of the distinct ones.
 
     `apart` is what rows load that share nothing.
     """
     tree = Tree((1, TOOLS, HISTORIES, count), tuple(sizes))
-    shape = BatchGeometry.of_heads(f"{geometry.query_heads}/{geometry.kv_heads}", PAGE_TOKENS)
+    heads = f"{geometry.query_heads}/{geometry.kv_heads}"
+    shape = BatchGeometry.of_heads(heads, PAGE_TOKENS, head_dim=geometry.head_dim)
     case = tree_case(tree, shape, seed=0)
-    plan = parse_schedule(SERVED).plan(case.decoding, processors, CostModel())
-    read = WorkCounters.of([plan], case, processors).task_kv_bytes
+    pool = torch.empty(
+        (1, shape.heads_per_page, 2, PAGE_TOKENS, shape.head_dim),
+        dtype=torch.bfloat16,
+        device="meta",
+    )
+    cost = estimate_cost(pool, shape.group, card)
+    plan = parse_schedule(SERVED).plan(case.decoding, card.processors, cost)
+    read = WorkCounters.of([plan], case, card.processors).task_kv_bytes
     return {"packed": read / case.unique_bytes, "apart": case.read_bytes / case.unique_bytes}
 
 
@@ -119,11 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kv_cache_gib=options.kv_cache_gib,
     )
     loaded = load_configured(config)
-    processors = (
-        torch.cuda.get_device_properties(0).multi_processor_count
-        if torch.cuda.is_available()
-        else 1
-    )
+    card = Card.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found: dict[str, Any] = {}
     content = {
         "command": shlex.join(["python", "-m", "bench.serving.agents", *sys.argv[1:]]),
@@ -134,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, value in vars(options).items()
             if name not in ("model", "output")
         },
-        "loads": count_loads(loaded.geometry, options.sizes, options.decoding, processors),
+        "loads": count_loads(loaded.geometry, options.sizes, options.decoding, card),
         "engines": found,
     }
     for name, schedule in SCHEDULES.items():

@@ -20,6 +20,8 @@ from tangram.lab.load.asks import Ask
 from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
 
 if TYPE_CHECKING:
+    import torch
+
     from tangram.engine.loop import Engine
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -137,6 +139,7 @@ class Vllm:
         self._llm: Any = LLM(
             model=str(model), skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
+        self._llm.apply_model(clear_router_biases)
         config = self._llm.llm_engine.vllm_config
         self.options |= {
             "fits_tokens": (config.cache_config.num_gpu_blocks or 0)
@@ -193,6 +196,18 @@ class Vllm:
                 answer.token_ids += tokens
                 answer.cached_tokens = output.num_cached_tokens or answer.cached_tokens
         return answers
+
+
+def clear_router_biases(model: torch.nn.Module) -> None:
+    """Set the biases of routers to 0, so that tokens differ in their experts.
+
+    vLLM draws biases and norms like all weights, within ±0.001. A router's products are a hundredth
+    of its bias then, and all tokens take the same experts. As Transformers draws them, products are
+    fifty times as large as the bias.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(("router.bias", "gate.bias")):
+            parameter.data.zero_()
 
 
 def save_checkpoint(model: Path) -> Path:

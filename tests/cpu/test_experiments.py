@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.serving import agents, competitors, paper
+from tangram.kernels.card import INTERPRETED
 from tangram.types import Geometry
 
 TINY = {
@@ -71,10 +74,30 @@ def test_agents_share_what_they_have_in_common(tiny: Path) -> None:
 def test_loads_are_multiples_of_the_distinct_entries() -> None:
     """16 agents of 1,024 + 256 + 64 + 16 tokens, 4 tools' texts and 16 histories."""
     shape = Geometry(1, 2, 4, 64, 100, 4096, (None,))
-    loads = agents.count_loads(shape, (1024, 256, 64, 16), 16, processors=132)
+    loads = agents.count_loads(shape, (1024, 256, 64, 16), 16, replace(INTERPRETED, processors=132))
     distinct = 1024 + 4 * 256 + 16 * 64 + 16 * 16
     assert loads["apart"] == pytest.approx(16 * (1024 + 256 + 64 + 16) / distinct)
     assert 1.0 <= loads["packed"] < loads["apart"]
+
+
+def test_tokens_differ_in_their_experts_under_weights_as_vllm_draws_them() -> None:
+    torch.manual_seed(0)
+    hidden, experts, tokens = 2880, 32, 64
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(shape).uniform_(-1e-3, 1e-3)
+
+    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(hidden, experts)})
+    for parameter in layer.parameters():
+        parameter.data = draw(*parameter.shape)
+    normed = torch.nn.functional.rms_norm(draw(tokens, hidden), (hidden,), draw(hidden))
+
+    def chosen() -> int:
+        return len(layer["router"](normed).topk(4).indices.unique())
+
+    assert chosen() == 4
+    competitors.clear_router_biases(layer)
+    assert chosen() > experts // 2
 
 
 def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
