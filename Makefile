@@ -46,7 +46,7 @@ laws: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) -m "not nightly and not serial"
 	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests)
 
-# Less than a minute: the tests that need no torch.
+# About a minute: the tests that need no torch.
 quick: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) tests/host
 

@@ -29,7 +29,7 @@ def cells(tmp_path: Path) -> list[AnyCell]:
 def test_every_number_has_bounds_that_it_can_leave() -> None:
     bounds = json.loads(eval_quick.BOUNDS.read_text())
     asked: dict[str, set[str]] = {}
-    for grid, suites in eval_quick.ASKED:
+    for grid, suites, _ in eval_quick.ASKED:
         for one in suites:
             names = {eval_quick.name_method(method) for method in grid.methods(one.context_tokens)}
             asked[one.suite] = asked.get(one.suite, set()) | names
