@@ -28,11 +28,7 @@ _CALIBRATION_SAMPLES = 4
 # The default scorer here with the budgets that ship, and the method that they replace; and the
 # scorer of other models, calibrated anew.
 ASKED = (
-    (
-        Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]),
-        (_NEEDLES, _TEXT),
-        None,
-    ),
+    (Grid(["full", "uniform", "static", "dynamic"], ["fastkvzip"], [0.5]), (_NEEDLES, _TEXT), None),
     (Grid(["uniform", "static"], ["keydiff"], [0.5]), (_NEEDLES,), _CALIBRATION_SAMPLES),
 )
 

@@ -92,12 +92,12 @@ def test_tokens_differ_in_their_experts_under_weights_as_vllm_draws_them() -> No
         parameter.data = draw(*parameter.shape)
     normed = torch.nn.functional.rms_norm(draw(tokens, hidden), (hidden,), draw(hidden))
 
-    def chosen() -> int:
+    def count_chosen() -> int:
         return len(layer["router"](normed).topk(4).indices.unique())
 
-    assert chosen() == 4
+    assert count_chosen() == 4
     competitors.clear_router_biases(layer)
-    assert chosen() > experts // 2
+    assert count_chosen() > experts // 2
 
 
 def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
