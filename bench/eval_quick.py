@@ -22,7 +22,7 @@ from tangram.lab.accuracy.results import AnyCell, FidelityCell
 from tangram.lab.accuracy.score_report import report
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
-# Half of what `tangram eval --quick` asks: it runs with every submission, on slow machines, too.
+# Fewer than `tangram eval --quick` asks: it runs with every submission, on slow machines, too.
 _NEEDLES, _TEXT = replace(NEEDLES, samples=4), replace(TEXT, samples=3)
 _CALIBRATION_SAMPLES = 4
 # The default scorer here with the budgets that ship, and the method that they replace; and the

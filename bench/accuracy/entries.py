@@ -81,9 +81,9 @@ def measure(
     """Measure what `path` lacks."""
     loaded = load_model(EngineConfig.model)
     cells: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    texts = text.prompts(TextCodec(loaded.tokenizer), _alignment(loaded)).pieces
+    texts = text.prompts(TextCodec(loaded.tokenizer), chunk_alignment(loaded)).pieces
     with TemporaryDirectory() as folder:
-        reads = compute_expected(_config("as computed", 1.0, Path(folder)), loaded, texts)
+        reads = compute_expected(config_of_cell("as computed", 1.0, Path(folder)), loaded, texts)
         plain = list(reads) if "text" in parts else []
         for part, retention, name in product(parts, retentions, names):
             place: dict[str, Any] = {"entries": name, "kv_retention": retention, "part": part}
@@ -91,9 +91,9 @@ def measure(
                 place["context_tokens"] = text.context_tokens
             if any(place.items() <= cell.items() for cell in cells):
                 continue
-            begin, config = time.perf_counter(), _config(name, retention, Path(folder))
+            begin, config = time.perf_counter(), config_of_cell(name, retention, Path(folder))
             if part == "text":
-                found = _read(config, loaded, texts, plain)
+                found = compare_logits(config, loaded, texts, plain)
             else:
                 found = dict(_ask(config, loaded))
             seconds = time.perf_counter() - begin
@@ -107,7 +107,7 @@ def measure(
                 file.write_text(json.dumps(cells, indent=1, ensure_ascii=False) + "\n")
 
 
-def _config(name: str, retention: float, folder: Path) -> EngineConfig:
+def config_of_cell(name: str, retention: float, folder: Path) -> EngineConfig:
     """The engine of one cell. Its profile also gives an uncompressed cache its scales."""
     shipped = find_shipped_profiles() / f"smollm2.fastkvzip.model.c512.r{min(retention, 0.5)}.json"
     profile, own = Profile.load(shipped), folder / f"{name}.{retention}.json"
@@ -123,13 +123,15 @@ def _config(name: str, retention: float, folder: Path) -> EngineConfig:
     )
 
 
-def _alignment(loaded: LoadedModel) -> Alignment:
+def chunk_alignment(loaded: LoadedModel) -> Alignment:
+    """Contexts end where chunks do."""
     return Alignment(EngineConfig.chunk_tokens, filler_token(TextCodec(loaded.tokenizer)))
 
 
-def _read(
+def compare_logits(
     config: EngineConfig, loaded: LoadedModel, texts: Sequence[Sequence[int]], plain: Sequence[Any]
 ) -> dict[str, Score]:
+    """Divergence and so on of a cache on `texts`; `plain` are the logits with full KV."""
     found = [
         fidelity(full, logits, tokens)
         for full, logits, tokens in zip(
@@ -145,7 +147,7 @@ def _read(
 
 def _ask(config: EngineConfig, loaded: LoadedModel) -> Iterator[tuple[str, Score]]:
     """The scores of all questions, by sample, and of each task."""
-    prompts = NEEDLES.prompts(TextCodec(loaded.tokenizer), _alignment(loaded))
+    prompts = NEEDLES.prompts(TextCodec(loaded.tokenizer), chunk_alignment(loaded))
     engine = engine_of(config, loaded)
     answers = ask_questions(engine, prompts.samples, lambda count: None, config.kv_retention)
     scores, by_task = list[float](), dict[str, list[float]]()

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.accuracy.entries import _alignment, _config, _read
+from bench.accuracy.entries import chunk_alignment, compare_logits, config_of_cell
 from bench.render.page import RESULTS
 from tangram.config import EngineConfig
 from tangram.engine import runner
@@ -49,13 +49,15 @@ def main() -> None:
     options = parser.parse_args()
     loaded, cells = load_model(EngineConfig.model, dtype=options.dtype), list[dict[str, Any]]()
     text = RealText(options.samples, options.context_tokens)
-    texts = text.prompts(TextCodec(loaded.tokenizer), _alignment(loaded)).pieces
+    texts = text.prompts(TextCodec(loaded.tokenizer), chunk_alignment(loaded)).pieces
     with TemporaryDirectory() as folder:
-        plain = list(compute_expected(_config("as computed", 1.0, Path(folder)), loaded, texts))
+        plain = list(
+            compute_expected(config_of_cell("as computed", 1.0, Path(folder)), loaded, texts)
+        )
         for name, (entries, rule) in _rules().items():
-            config = _config(entries, 1.0, Path(folder))
+            config = config_of_cell(entries, 1.0, Path(folder))
             with patch.object(runner, "stored_scales", rule):
-                found = _read(config, loaded, texts, plain)
+                found = compare_logits(config, loaded, texts, plain)
             cells.append({"scales": name} | {key: one.model_dump() for key, one in found.items()})
             print(name, {key: one.mean for key, one in found.items()}, flush=True)
     content = {

@@ -32,7 +32,7 @@ from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.kernels.card import Card
-from tangram.kernels.card_cost import estimate_cost
+from tangram.kernels.card_cost import count_programs, estimate_cost
 from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
@@ -80,8 +80,8 @@ def count_loads(
         dtype=torch.bfloat16,
         device="meta",
     )
-    cost = estimate_cost(pool, shape.group, card)
-    plan = parse_schedule(SERVED).plan(case.decoding, card.processors, cost)
+    cost, programs = estimate_cost(pool, shape.group, card), count_programs(pool, shape.group, card)
+    plan = parse_schedule(SERVED).plan(case.decoding, card.processors, cost, programs)
     read = WorkCounters.of([plan], case, card.processors).task_kv_bytes
     return {"packed": read / case.unique_bytes, "apart": case.read_bytes / case.unique_bytes}
 

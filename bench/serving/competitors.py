@@ -139,7 +139,9 @@ class Vllm:
         self._llm: Any = LLM(
             model=str(model), skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
-        self._llm.apply_model(clear_router_biases)
+        if options.get("load_format") == "dummy":
+            self._llm.apply_model(clear_router_biases)
+            self.options |= {"router_biases": 0}
         config = self._llm.llm_engine.vllm_config
         self.options |= {
             "fits_tokens": (config.cache_config.num_gpu_blocks or 0)

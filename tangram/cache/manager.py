@@ -4,7 +4,7 @@ Admission promises a sequence every page that it will need until its chunk ends 
 reservation). The counts are a formula of its length, so the promise is exact and nothing is
 reclaimed. This always holds:
 
-    Σ (promised − held)  +  crowded transient pages   ≤   free + idle cached pages
+    Σ max(0, promised − held)  +  crowded transient pages   ≤   free + idle cached pages
 """
 
 from __future__ import annotations

@@ -70,6 +70,11 @@ def size(
     """Print the size of weights and KV cache, and how many sequences fit (GQA, MHA, MLA)."""
     config = read_config(model)
     computed = weights_dtype(config, "auto" if dtype == "fp8" else _LONG.get(dtype, dtype))
+    if dtype == "fp8" and kv_cache_dtype not in ("auto", "fp8"):
+        raise ConfigError(
+            f"dtype is fp8, which is that of the KV cache, but kv_cache_dtype is {kv_cache_dtype}: "
+            "give one of them"
+        )
     cached = "fp8" if dtype == "fp8" else kv_cache_dtype
     weights, missing = _weights(config, computed, quantization)
     found = kv_size(

@@ -284,7 +284,7 @@ def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ..
     chunk, most = layout.chunk_tokens, layout.max_tokens // layout.chunk_tokens
     rows = tuple(_make_row(RowKind.SEAL, retention, at * chunk, chunk) for at in range(most))
     longest = min(max(1, tokens // chunk), most)
-    any_length = not retention.orders and not layout.window_chunks
+    any_length = not retention.orders
     yield from (
         rows[:count] for count in range(longest, 0, -1) if any_length or count in (longest, 1)
     )

@@ -14,8 +14,10 @@ import torch
 HOPPER = (9, 0)
 LEAST = (8, 0)  # Ampere: older cards cannot multiply bfloat16
 # By capability: 16-bit products that a multiprocessor adds up in float32 in a cycle, from NVIDIA's
-# tables. A card that is not listed counts as the one before it.
-PRODUCTS = {(8, 0): 1024, (8, 6): 256, (9, 0): 2048, (10, 0): 4096, (12, 0): 256}
+# tables. A card that is not listed counts as the one before it. GeForce cards do half as many.
+PRODUCTS = {(8, 0): 1024, (8, 6): 512, (9, 0): 2048, (10, 0): 4096, (12, 0): 512}
+# An H100's, where the driver of a virtual GPU tells neither.
+CLOCK_KHZ, MEMORY_BYTES_PER_US = 1_980_000, 3.35e6
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,17 @@ class Card:
     """A GPU. `capability` is CUDA's compute capability, (9, 0) for an H100.
 
     `shared_bytes` is the shared memory that one block may take, `processor_shared_bytes` what all
-    blocks of a multiprocessor may. `processors` counts multiprocessors, which run at `clock_mhz`.
-    `memory_bytes_per_us` is the rate of the pins of its memory.
+    blocks of a multiprocessor may. `processors` counts multiprocessors. `memory_bytes_per_us` is
+    the rate of the pins of its memory. `flops_per_us` are the most operations with 16-bit numbers
+    that are added up in float32.
     """
 
     capability: tuple[int, int]
     shared_bytes: int
     processors: int
     processor_shared_bytes: int
-    clock_mhz: float
     memory_bytes_per_us: float
+    flops_per_us: float
 
     @property
     def chains(self) -> bool:
@@ -54,16 +57,16 @@ class Card:
         """Whether products of 64 rows read their operands from shared memory (wgmma, tcgen05)."""
         return self.capability[0] in (9, 10)
 
-    @property
-    def flops_per_us(self) -> float:
-        """The most operations with 16-bit numbers that are added up in float32."""
-        products = PRODUCTS[max(known for known in PRODUCTS if known <= self.capability)]
-        return 2 * products * self.processors * self.clock_mhz
-
     @classmethod
     def of(cls, device: torch.device) -> Card:
         """The card of `device`; `INTERPRETED` for host memory, where Triton's interpreter runs."""
         return _ask_driver(device) if device.type == "cuda" else INTERPRETED
+
+
+def count_flops(capability: tuple[int, int], name: str, processors: int, clock_khz: float) -> float:
+    """`Card.flops_per_us` of the card that calls itself `name`."""
+    products = PRODUCTS[max(known for known in PRODUCTS if known <= capability)]
+    return 2 * products / (2 if "GeForce" in name else 1) * processors * clock_khz / 1e3
 
 
 # An H100's limits, one program at a time.
@@ -72,22 +75,30 @@ INTERPRETED = Card(
     shared_bytes=227 << 10,
     processors=1,
     processor_shared_bytes=228 << 10,
-    clock_mhz=1980.0,
-    memory_bytes_per_us=3.35e6,
+    memory_bytes_per_us=MEMORY_BYTES_PER_US,
+    flops_per_us=count_flops(HOPPER, "H100", 1, CLOCK_KHZ),
 )
 
 
 @cache
 def _ask_driver(device: torch.device) -> Card:
-    found: Any = torch.cuda.get_device_properties(device)
+    return read_card(torch.cuda.get_device_properties(device))
+
+
+def read_card(found: Any) -> Card:
+    """The card with the properties `found`, which torch has from the driver."""
+    capability = found.major, found.minor
+    # Two transfers a cycle of `memory_clock_rate`, in kHz.
+    memory = 2 * found.memory_bus_width / 8 * found.memory_clock_rate / 1e3
     return Card(
-        (found.major, found.minor),
+        capability,
         found.shared_memory_per_block_optin,
         found.multi_processor_count,
         found.shared_memory_per_multiprocessor,
-        clock_mhz=found.clock_rate / 1e3,
-        # Two transfers a cycle of `memory_clock_rate`, in kHz.
-        memory_bytes_per_us=2 * found.memory_bus_width / 8 * found.memory_clock_rate / 1e3,
+        memory_bytes_per_us=memory or MEMORY_BYTES_PER_US,
+        flops_per_us=count_flops(
+            capability, found.name, found.multi_processor_count, found.clock_rate or CLOCK_KHZ
+        ),
     )
 
 

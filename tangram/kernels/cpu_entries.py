@@ -69,12 +69,18 @@ class _Code:
             narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
             return builder.bitcast(self._shift(builder.zext(narrow, words), 16), self.floats)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(8), LANES))
-        if dtype == types.int8:
-            return builder.sitofp(builder.sext(narrow, words), self.floats)
-        return self._widen_e4m3(narrow)
+        return self._widen_int8(narrow) if dtype == types.int8 else self._widen_e4m3(narrow)
 
     def _shift(self, words: Any, bits: int) -> Any:
         return self.builder.shl(words, ir.Constant(words.type, [bits] * LANES))
+
+    def _widen_int8(self, narrow: Any) -> Any:
+        """−128 is NaN."""
+        builder, words = self.builder, ir.VectorType(_WORD, LANES)
+        code = builder.sext(narrow, words)
+        is_nan = builder.icmp_signed("==", code, ir.Constant(words, [-128] * LANES))
+        nan = ir.Constant(self.floats, [float("nan")] * LANES)
+        return builder.select(is_nan, nan, builder.sitofp(code, self.floats))
 
     def _widen_e4m3(self, narrow: Any) -> Any:
         """Exponents of E4M3 are 120 lower than those of float32. All ones but the sign are NaN."""

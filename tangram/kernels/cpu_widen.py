@@ -36,10 +36,12 @@ def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
 
 @compile_kept()
 def widen_int8(block, begin, end, wide):  # type: ignore[no-untyped-def]
-    """wide[begin:end] = block[begin:end], int8."""
+    """wide[begin:end] = block[begin:end], int8; −128 is NaN."""
     for t in range(begin, end):
         for d in range(block.shape[1]):
             wide[t, d] = block[t, d]
+            if block[t, d] == -128:
+                wide[t, d] = np.nan
 
 
 # By the name of a dtype, which NumPy and Numba share.

@@ -14,7 +14,8 @@ from tangram.types import FP8_MAX
 NARROW: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 )
-INT8_MAX = 127.0  # −128 is not used: the range is the same on both sides of 0
+INT8_MAX = 127.0  # the same on both sides of 0
+INT8_NAN = -128.0  # the one integer that is left
 _STEPS = 1 << 8  # of a mantissa: such a scale is exact in bfloat16
 
 
@@ -35,11 +36,20 @@ def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values, of any shape, as a pool of `dtype` stores them.
 
-    They are rounded to the nearest, ties to even. In 8 bits they are first bounded to the range. As
-    an integer NaN becomes 0, which hides no error: the pass that computed it has NaN in its logits.
+    They are rounded to the nearest, ties to even. In 8 bits they are first bounded to the range.
+    NaN stays NaN, `INT8_NAN` as an integer, so that whoever reads it is found.
     """
     if dtype is torch.int8:
-        return torch.nan_to_num(x.float(), 0.0).clamp_(-INT8_MAX, INT8_MAX).round_().to(dtype)
+        bounded = x.float().clamp(-INT8_MAX, INT8_MAX).round_()
+        return bounded.nan_to_num_(INT8_NAN).to(dtype)
     if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
         x = x.float().clamp(-FP8_MAX, FP8_MAX)
     return x.to(dtype)
+
+
+def as_numbers(entries: Tensor) -> Tensor:
+    """What `entries` of a pool stand for: themselves, or float32 where they are integers."""
+    if entries.dtype is not torch.int8:
+        return entries
+    numbers = entries.float()
+    return numbers.masked_fill_(numbers == INT8_NAN, torch.nan)

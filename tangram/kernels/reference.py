@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tangram.errors import IntegrityError
-from tangram.kernels.narrow import as_entries
+from tangram.kernels.narrow import as_entries, as_numbers
 from tangram.plan.form import RangeKind, WorkPlan
 
 Indices = Tensor | npt.NDArray[np.integer]
@@ -42,7 +42,8 @@ def gather(
     block = tables[table + first : table + max(first, last)].long() * heads_per_page + column
     inside = slice(begin - first * page_tokens, end - first * page_tokens)
     held = [
-        blocks(pool)[block, vector].view(-1, head_dim)[inside] for vector in range(pool.shape[2])
+        as_numbers(blocks(pool)[block, vector].view(-1, head_dim)[inside])
+        for vector in range(pool.shape[2])
     ]
     return held[0], held[-1]
 
@@ -56,7 +57,7 @@ def first_keys(
     )
     pages = torch.arange(-(-count // pool.shape[3]), device=pool.device)
     block = tables[offset + pages].long() * pool.shape[1] + col
-    return blocks(pool)[block, 0].flatten(1, 2)[:, :count]
+    return as_numbers(blocks(pool)[block, 0].flatten(1, 2)[:, :count])
 
 
 def softmax_part(

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.engine.loop import Engine
+from tangram.kernels.narrow import INT8_NAN
 from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams
 from tests.small_engines import drain, profile_file, run, small_engine
@@ -79,20 +80,31 @@ def tokens_of(events: Sequence[Event]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-@pytest.fixture(params=[(False, 1.0), (True, 1.0), (False, 0.5), (True, 0.5)], ids=str)
+@pytest.fixture(
+    params=[
+        (False, 1.0, "auto"),
+        (True, 1.0, "auto"),
+        (False, 0.5, "auto"),
+        (True, 0.5, "auto"),
+        (True, 0.5, "int8"),
+    ],
+    ids=str,
+)
 def build(
     request: pytest.FixtureRequest, model: LoadedModel, profile: str
 ) -> Callable[..., Engine]:
     """Makes engines that read a step's tokens before or after the next is launched, at two
-    retentions.
+    retentions, and with a cache of integers.
     """
-    ahead, retention = request.param
-    profiles: dict[str, Any] = {"profile": (profile,)} if retention < 1 else {}
+    ahead, retention, dtype = request.param
+    given: dict[str, Any] = {"kv_retention": retention, "kv_cache_dtype": dtype}
+    given |= {"profile": (profile,)} if retention < 1 else {}
 
     def make(**options: Any) -> Engine:
-        engine = small_engine(model, kv_retention=retention, **profiles, **options)
+        engine = small_engine(model, **given, **options)
         engine.ahead = ahead
-        engine._runner.pool.fill_(torch.nan)  # what memory happens to hold must not matter
+        # What memory happens to hold must not matter.
+        engine._runner.pool.fill_(INT8_NAN if dtype == "int8" else torch.nan)
         return engine
 
     return make

@@ -340,6 +340,10 @@ def test_the_picture_is_drawn(model: Path, tmp_path: Path, monkeypatch: pytest.M
         ),
         (["--report", "none/r.md"], "there is no folder none"),
         (
+            ["--kv-cache-dtype", "int8"],
+            "kv_cache_dtype is int8, but method full has no calibrated profile",
+        ),
+        (
             ["--chunk-tokens", "128,96"],
             "chunk_tokens has 96, of which the largest chunk, 128, is no multiple",
         ),

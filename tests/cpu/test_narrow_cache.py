@@ -90,7 +90,7 @@ def tiny(adopt_tiny: Callable[[PretrainedConfig], LoadedModel]) -> LoadedModel:
 def test_faint_values_are_stored_as_well_as_others(
     dtype: str, tiny: LoadedModel, tmp_path: Path
 ) -> None:
-    """Scales are powers of two, so pages and answers are equal to the bit."""
+    """What makes them faint is a power of two, so pages and answers are equal to the bit."""
     found = []
     for name, loaded in {"plain": tiny, "faint": with_faint_values(tiny)}.items():
         (tmp_path / name).mkdir()
@@ -143,7 +143,7 @@ def test_scales_bring_magnitudes_to_the_end_of_each_range() -> None:
 def test_integers_are_the_nearest_ones_ties_to_even(dtype: torch.dtype) -> None:
     """Also where what is read has the odd length at which vector code ends."""
     given = {0.5: 0, 1.5: 2, -2.5: -2, 2.51: 3, 126.5: 126, 127.5: 127, -128: -127, 4e4: 127}
-    given |= {math.inf: 127, -math.inf: -127, math.nan: 0, -0.0: 0, 1e-7: 0}
+    given |= {math.inf: 127, -math.inf: -127, math.nan: -128, -0.0: 0, 1e-7: 0}
     x = torch.tensor(list(given), dtype=dtype).repeat(5)
     expected = torch.tensor(list(given.values()), dtype=torch.int8).repeat(5)
     assert as_entries(x, torch.int8).equal(expected)
@@ -191,8 +191,8 @@ def test_what_keeps_everything_has_the_same_scales(world: LonePrompts) -> None:
     assert bits(stored).equal(bits(divided.to(NARROW[world.kv_cache_dtype])))
 
 
-def test_every_kernel_stores_the_same_integers(world: LonePrompts) -> None:
-    """Entries of one prompt by prefill, by decode token by token, and with drafts beside it."""
+def test_sealed_chunks_have_the_same_bytes_whatever_filled_them(world: LonePrompts) -> None:
+    """Prefill of several chunks or of one, decode token by token, and drafts."""
     answer, expected = world.alone(PROMPT)
     whole, given = (*PROMPT, *answer), {"speculative_config": {"method": "ngram"}}
     for options in ({}, given, {"max_num_batched_tokens": C + 32}):

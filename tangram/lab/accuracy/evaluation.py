@@ -51,6 +51,7 @@ def compare(
     # Chunks and contexts do not depend on the scorer. Errors in them are raised before the model
     # loads.
     methods = _methods(grid.name_scorer(KeyDiff.name), asked)
+    _check_scales(base, asked, methods)
     unit = choose_alignment(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):
         _check_tails(methods)
@@ -99,6 +100,26 @@ def _check_lengths(
             raise ConfigError(
                 f"{name} is {tokens}, the model was made for {most_tokens} positions: ask for fewer"
             )
+
+
+def _check_scales(
+    base: EngineConfig, asked: Sequence[Questions | RealText], methods: Sequence[Method]
+) -> None:
+    """Raise `ConfigError` for a cache that needs scales where an engine's profile has none."""
+    if base.kv_cache_dtype != "int8":
+        return
+    without = [
+        method.name
+        for method in methods
+        if method.budgeted is None or method.budgeted.name != "static"
+    ]
+    if any(isinstance(one, RealText) for one in asked):
+        without.append("full, with which texts are compared,")
+    if without:
+        raise ConfigError(
+            f"kv_cache_dtype is int8, but method {without[0]} has no calibrated profile, whose "
+            "scales such a cache needs: take fp8, or methods static and lossless without fidelity"
+        )
 
 
 def _check_tails(methods: Sequence[Method]) -> None:

@@ -83,19 +83,26 @@ export class PoolMap extends ChoicePicture {
       const light = moves ? 1 - (now - this.#pool.changedAt[page]) / FADE_MS : 0;
       if (light <= 0 && this.#drawn[cell] === colour) continue;
       this.#drawn[cell] = light > 0 ? null : colour;
-      const [x, y] = [(cell % this.columns) * this.cell, Math.floor(cell / this.columns) * this.cell];
+      const box = this.#boxOf(cell, size);
       context.fillStyle = colour;
-      context.fillRect(x, y, size, size);
+      context.fillRect(...box);
       if (light > 0) {
         fades = true;
         context.globalAlpha = light;
         context.fillStyle = this.colours.ink;
-        context.fillRect(x, y, size, size);
+        context.fillRect(...box);
         context.globalAlpha = 1;
       }
     }
     this.#outline(context, size);
     if (fades) this.change();
+  }
+
+  /** Whole pixels of the screen: edges that were blended would show what was there before. */
+  #boxOf(cell, size) {
+    const whole = (length) => Math.round(length * this.ratio) / this.ratio;
+    const [x, y] = [(cell % this.columns) * this.cell, Math.floor(cell / this.columns) * this.cell];
+    return [whole(x), whole(y), whole(x + size) - whole(x), whole(y + size) - whole(y)];
   }
 
   #outline(context, size) {
