@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -16,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tangram.kernels import cpu_portable
+from tangram.kernels.cpu_widen import is_nan
 from tangram.numba_cache import compile_kept
 
 KEYS = 4  # that a query is multiplied with at once; so many scores behind the last are overwritten
@@ -69,18 +71,12 @@ class _Code:
             narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
             return builder.bitcast(self._shift(builder.zext(narrow, words), 16), self.floats)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(8), LANES))
-        return self._widen_int8(narrow) if dtype == types.int8 else self._widen_e4m3(narrow)
+        if dtype == types.int8:
+            return builder.sitofp(builder.sext(narrow, words), self.floats)
+        return self._widen_e4m3(narrow)
 
     def _shift(self, words: Any, bits: int) -> Any:
         return self.builder.shl(words, ir.Constant(words.type, [bits] * LANES))
-
-    def _widen_int8(self, narrow: Any) -> Any:
-        """−128 is NaN."""
-        builder, words = self.builder, ir.VectorType(_WORD, LANES)
-        code = builder.sext(narrow, words)
-        is_nan = builder.icmp_signed("==", code, ir.Constant(words, [-128] * LANES))
-        nan = ir.Constant(self.floats, [float("nan")] * LANES)
-        return builder.select(is_nan, nan, builder.sitofp(code, self.floats))
 
     def _widen_e4m3(self, narrow: Any) -> Any:
         """Exponents of E4M3 are 120 lower than those of float32. All ones but the sign are NaN."""
@@ -277,6 +273,9 @@ def dot_keys(query, blocks, block, begin, end, scores, at, wide):  # type: ignor
             else:
                 _dot_one(query, m, blocks, keys, scores, to)
             m += rows
+    for t in range(begin, end):  # behind the products, when the keys are near
+        if is_nan(blocks, block, 0, t):
+            scores[:, at + t - begin] = np.nan
 
 
 @compile_kept()
@@ -305,6 +304,9 @@ def add_values(weights, at, blocks, block, begin, end, out, wide):  # type: igno
                 _add_one(weights, m, at, blocks, place, count, out, column)
             m += rows
         column += LANES if narrow else VECTORS * LANES
+    for t in range(begin, end):
+        if is_nan(blocks, block, parts - 1, t):
+            out[:] = np.nan
 
 
 @compile_kept()

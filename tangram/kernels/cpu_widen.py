@@ -10,6 +10,8 @@ from numba.extending import overload
 
 from tangram.numba_cache import compile_kept
 
+INT8_NAN = -128  # that of `narrow`
+
 
 @compile_kept()
 def widen_bfloat16(block, begin, end, wide):  # type: ignore[no-untyped-def]
@@ -36,12 +38,12 @@ def widen_e4m3(block, begin, end, wide):  # type: ignore[no-untyped-def]
 
 @compile_kept()
 def widen_int8(block, begin, end, wide):  # type: ignore[no-untyped-def]
-    """wide[begin:end] = block[begin:end], int8; −128 is NaN."""
+    """wide[begin:end] = block[begin:end], int8; vectors of −128 begin with NaN."""
     for t in range(begin, end):
         for d in range(block.shape[1]):
             wide[t, d] = block[t, d]
-            if block[t, d] == -128:
-                wide[t, d] = np.nan
+        if block[t, 0] == INT8_NAN:
+            wide[t, 0] = np.nan
 
 
 # By the name of a dtype, which NumPy and Numba share.
@@ -74,3 +76,18 @@ def _compile_widen(block, begin, end, wide):  # type: ignore[no-untyped-def]
         return wide
 
     return widen_bits
+
+
+def is_nan(blocks: Any, block: int, part: int, entry: int) -> bool:
+    """Whether vector `part` of an entry of `blocks` [n, S, P, D] is NaN as integers are.
+
+    Other dtypes have NaN as numbers, which need no look.
+    """
+    return blocks.dtype == np.int8 and bool(blocks[block, part, entry, 0] == INT8_NAN)
+
+
+@overload(is_nan, inline="always")
+def _compile_is_nan(blocks, block, part, entry):  # type: ignore[no-untyped-def]
+    if blocks.dtype != types.int8:
+        return lambda blocks, block, part, entry: False
+    return lambda blocks, block, part, entry: blocks[block, part, entry, 0] == INT8_NAN

@@ -34,14 +34,15 @@ def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values, of any shape, as a pool of `dtype` stores them.
+    """Keys or values [..., D] as a pool of `dtype` stores them.
 
     They are rounded to the nearest, ties to even. In 8 bits they are first bounded to the range.
-    NaN stays NaN, `INT8_NAN` as an integer, so that whoever reads it is found.
+    NaN stays NaN, so that whoever reads it is found. As integers, all of a vector that has NaN
+    anywhere is `INT8_NAN`: kernels look at its first number.
     """
     if dtype is torch.int8:
         bounded = x.float().clamp(-INT8_MAX, INT8_MAX).round_()
-        return bounded.nan_to_num_(INT8_NAN).to(dtype)
+        return bounded.masked_fill_(x.isnan().any(-1, keepdim=True), INT8_NAN).to(dtype)
     if dtype.itemsize == 1:  # torch turns values beyond the range of an FP8 dtype into NaN
         x = x.float().clamp(-FP8_MAX, FP8_MAX)
     return x.to(dtype)

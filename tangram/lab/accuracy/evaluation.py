@@ -108,7 +108,7 @@ def _check_scales(
     """Raise `ConfigError` for a cache that needs scales where an engine's profile has none."""
     if base.kv_cache_dtype != "int8":
         return
-    without = [
+    without: list[str] = [
         method.name
         for method in methods
         if method.budgeted is None or method.budgeted.name != "static"
