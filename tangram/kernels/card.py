@@ -14,7 +14,8 @@ import torch
 HOPPER = (9, 0)
 LEAST = (8, 0)  # Ampere: older cards cannot multiply bfloat16
 # By capability: 16-bit products that a multiprocessor adds up in float32 in a cycle, from NVIDIA's
-# tables. A card that is not listed counts as the one before it. GeForce cards do half as many.
+# tables. A card that is not listed counts as the one before it, or as the first. GeForce cards do
+# half as many.
 PRODUCTS = {(8, 0): 1024, (8, 6): 512, (9, 0): 2048, (10, 0): 4096, (12, 0): 512}
 # An H100's, where the driver of a virtual GPU tells neither.
 CLOCK_KHZ, MEMORY_BYTES_PER_US = 1_980_000, 3.35e6
@@ -65,7 +66,7 @@ class Card:
 
 def count_flops(capability: tuple[int, int], name: str, processors: int, clock_khz: float) -> float:
     """`Card.flops_per_us` of the card that calls itself `name`."""
-    products = PRODUCTS[max(known for known in PRODUCTS if known <= capability)]
+    products = PRODUCTS[max((known for known in PRODUCTS if known <= capability), default=LEAST)]
     return 2 * products / (2 if "GeForce" in name else 1) * processors * clock_khz / 1e3
 
 

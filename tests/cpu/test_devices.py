@@ -20,6 +20,7 @@ from tangram.model.place import find_device
 def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with a T4."""
     properties = SimpleNamespace(
+        name="Tesla T4",
         major=7,
         minor=5,
         shared_memory_per_block_optin=64 << 10,
