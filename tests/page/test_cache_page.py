@@ -470,9 +470,15 @@ def test_a_page_that_changes_lights_up_and_fades(browser: Any, motion: str) -> N
         assert new == {"0,114,178"}, "sealed"
 
 
-def test_the_map_draws_what_changed_and_shows_what_it_would_if_drawn_anew(browser: Any) -> None:
+@pytest.mark.parametrize("ratio", [1, 1.25])  # pixels of the screen for one of the page
+def test_the_map_draws_what_changed_and_shows_what_it_would_if_drawn_anew(
+    browser: Any, ratio: float
+) -> None:
     """A pool has thousands of squares: drawing all of them for each event costs frames."""
-    with run_fake_page() as fake, open_page(browser, fake.url, reduced_motion="reduce") as watched:
+    with (
+        run_fake_page() as fake,
+        open_page(browser, fake.url, reduced_motion="reduce", device_scale_factor=ratio) as watched,
+    ):
         page = watched.page
         page.add_init_script(SQUARES)
         page.reload()
