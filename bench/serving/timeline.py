@@ -21,7 +21,16 @@ from tangram.lab.load.asks import Ask, draw_tokens
 # The first kind of which a word stands in a kernel's name. FlashAttention's kernels are CUTLASS's,
 # and what writes entries for it is named after both.
 KINDS = {
-    "cache": ("cache", "seal_chunk", "append_entries", "store_rows", "gather_", "score"),
+    "cache": (
+        "cache",
+        "seal_chunk",
+        "append_entries",
+        "store_rows",
+        "gather_",
+        "score_tokens",
+        "sum_directions",
+        "compare_keys",
+    ),
     "attention": ("flash", "fmha", "att", "decode_tasks", "prefill_tiles", "merge_"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gemv", "xmma", "matmul"),
     "copies": ("memcpy", "memset"),

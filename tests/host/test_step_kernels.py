@@ -11,6 +11,8 @@ NAMES = {
     "void cutlass::device_kernel<flash::FlashAttnFwdSm90>": "attention",
     "void vllm::reshape_and_cache_flash_kernel": "cache",
     "merge_splits": "attention",
+    "_ZN7cutlass13device_kernelI_gemm6kernel13GemmUniversal_10underscoreE": "products",
+    "compare_keys": "cache",
     "nvjet_sm90_tst_256x8": "products",
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "triton_red_fused__to_copy_mean": "other",
