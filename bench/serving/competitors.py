@@ -140,8 +140,8 @@ class Vllm:
             model=str(model), skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
         if options.get("load_format") == "dummy":
-            self._llm.apply_model(clear_router_biases)
-            self.options |= {"router_biases": 0}
+            self._llm.apply_model(clear_biases)
+            self.options |= {"biases": 0}
         config = self._llm.llm_engine.vllm_config
         self.options |= {
             "fits_tokens": (config.cache_config.num_gpu_blocks or 0)
@@ -200,15 +200,16 @@ class Vllm:
         return answers
 
 
-def clear_router_biases(model: torch.nn.Module) -> None:
-    """Set the biases of routers to 0, so that tokens differ in their experts.
+def clear_biases(model: torch.nn.Module) -> None:
+    """Set all biases to 0, so that tokens differ in their experts.
 
-    vLLM draws biases and norms like all weights, within ±0.001. A router's products are a hundredth
-    of its bias then, and all tokens take the same experts. As Transformers draws them, products are
-    fifty times as large as the bias.
+    vLLM draws biases and norms like all weights, within ±0.001. Products are a hundredth of that,
+    and biases are the same for all tokens: each layer adds some to what tokens have in common. Soon
+    all tokens take the same experts. As Transformers draws them, products are fifty times as large
+    as biases.
     """
     for name, parameter in model.named_parameters():
-        if name.endswith(("router.bias", "gate.bias")):
+        if name.endswith("bias"):
             parameter.data.zero_()
 
 

@@ -32,7 +32,17 @@ KINDS = {
         "compare_keys",
     ),
     "attention": ("flash", "fmha", "att", "decode_tasks", "prefill_tiles", "merge_"),
-    "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gemv", "xmma", "matmul"),
+    "products": (
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "cublas",
+        "splitk",
+        "gemv",
+        "xmma",
+        "matmul",
+        "fused_moe",
+    ),
     "copies": ("memcpy", "memset"),
 }
 DECODE = {"decode-1x512": (1, 512), "decode-1x8k": (1, 8000), "decode-24x8k": (24, 8000)}

@@ -81,22 +81,33 @@ def test_loads_are_multiples_of_the_distinct_entries() -> None:
 
 
 def test_tokens_differ_in_their_experts_under_weights_as_vllm_draws_them() -> None:
+    """24 layers that add their biases, and products too small to count, to what tokens are."""
     torch.manual_seed(0)
     hidden, experts, tokens = 2880, 32, 64
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(shape).uniform_(-1e-3, 1e-3)
 
-    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(hidden, experts)})
-    for parameter in layer.parameters():
-        parameter.data = draw(*parameter.shape)
-    normed = torch.nn.functional.rms_norm(draw(tokens, hidden), (hidden,), draw(hidden))
+    layers = torch.nn.ModuleList(torch.nn.Linear(hidden, experts) for _ in range(24))
+    for layer in layers:
+        layer.register_parameter("w2_bias", torch.nn.Parameter(torch.empty(hidden)))
+        for parameter in layer.parameters():
+            parameter.data = draw(*parameter.shape)
+        layer.norm = draw(hidden)
+    embedded = draw(tokens, hidden)
 
     def count_chosen() -> int:
-        return len(layer["router"](normed).topk(4).indices.unique())
+        h = embedded
+        for layer in layers:
+            chosen = layer(torch.nn.functional.rms_norm(h, (hidden,), layer.norm)).topk(4).indices
+            h = h + layer.w2_bias
+        return len(chosen.unique())
 
     assert count_chosen() == 4
-    competitors.clear_router_biases(layer)
+    for layer in layers:
+        layer.bias.data.zero_()
+    assert count_chosen() < experts / 2  # routers without biases are not enough
+    competitors.clear_biases(layers)
     assert count_chosen() == experts
 
 
