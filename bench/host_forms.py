@@ -79,7 +79,7 @@ def measure(layout: Layout, dtype: torch.dtype, name: str, rounds: int) -> dict[
         "pool": str(dtype).removeprefix("torch."),
         "page_bytes": size,
         "pages_per_gib": GIB // size,
-        "tokens_per_gib": layout.tokens_in(GIB // size),
+        "tokens_per_gib": layout.tokens_in(GIB // size, layout.max_tokens),
         "chunk_ms": {action: _time(do, rounds) for action, do in actions.items()},
     }
 

@@ -57,8 +57,9 @@ class EngineStats:
     - `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
       page.
     - `chunk_tokens` is the tokens of a chunk: prefixes are cached in whole chunks.
-    - `capacity_tokens` is the tokens that the pool holds at the default retention ratio,
-      `capacity_uncompressed_tokens` those at 1.0.
+    - `capacity_tokens` is the tokens that the pool holds at the default retention ratio as
+      sequences of max_model_len, `capacity_uncompressed_tokens` those at 1.0. Only with sliding
+      windows does the length matter: shorter sequences fit fewer tokens then.
     - `host_pages_used` of `host_pages_total` pages of host memory, of `host_page_bytes`, keep links
       of the prefix cache.
 

@@ -89,9 +89,20 @@ class KVSize:
 
         Raises `ConfigError` unless it is positive.
         """
+        return self._pages_in(memory_gib) // self.most_pages
+
+    def capacity_tokens(self, memory_gib: float) -> int:
+        """The tokens that an engine whose KV pages take `memory_gib` GiB says fit.
+
+        Its max_model_len is `context_tokens`; see `Layout.tokens_in`. Raises `ConfigError` unless
+        the memory is positive.
+        """
+        return self._layout.tokens_in(self._pages_in(memory_gib), self.context_tokens)
+
+    def _pages_in(self, memory_gib: float) -> int:
         if not (math.isfinite(memory_gib) and memory_gib > 0):
             raise ConfigError(f"memory_gib is {memory_gib}, it must be positive")
-        return int(memory_gib * _GIB) // self.page_bytes // self.most_pages
+        return int(memory_gib * _GIB) // self.page_bytes
 
     @property
     def _layer_bytes(self) -> int:
@@ -199,6 +210,11 @@ class Fit:
         """The tokens of those sequences."""
         return self.sequences * self.size.context_tokens
 
+    @property
+    def capacity_tokens(self) -> int:
+        """The tokens that `tangram serve` would say fit, with a max_model_len of this length."""
+        return self.size.capacity_tokens(self.cache_gib) if self.cache_gib > 0 else 0
+
 
 def fit(size: KVSize, weights: Weights, memory_gib: float) -> Fit:
     """The `Fit` of a size. Raises `ConfigError` unless the memory is positive."""
@@ -245,6 +261,7 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
         )
         table.add_row("sequences of this length that fit there", f"{found.sequences:,}")
         table.add_row("their tokens", f"{found.tokens:,}")
+        table.add_row("tokens that fit, as `serve` says it", f"{found.capacity_tokens:,}")
     return table
 
 
@@ -269,6 +286,7 @@ def as_json(size: KVSize, weights: Weights | None, memory_gib: float | None) -> 
         "memory_gib": memory_gib,
         "sequences": None if found is None else found.sequences,
         "tokens": None if found is None else found.tokens,
+        "capacity_tokens": None if found is None else found.capacity_tokens,
     }
 
 

@@ -13,6 +13,7 @@ the newest `window_chunks` chunks; an entry's index in their tables equals its p
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -229,9 +230,25 @@ class Layout:
         """Pages of one sealed chunk over the sliding-window groups."""
         return self.span_pages - self.full_span_pages
 
-    def tokens_in(self, pages: int) -> int:
-        """Tokens that fit into `pages` pages as sealed chunks."""
-        return pages * self.chunk_tokens // self.span_pages
+    def tokens_in(self, pages: int, length_tokens: int) -> int:
+        """Tokens that fit into `pages` pages as sealed chunks of sequences of `length_tokens` each.
+
+        The length is rounded down to whole chunks, but to one at least. A sequence takes the pages
+        that admission promises it as a prompt: those of a window are counted for its last
+        `window_chunks + 1` chunks only. The rest of the pages holds the first chunks of one more
+        sequence, and a share of its next chunk. Without windows the length makes no difference.
+        """
+        chunks = max(1, length_tokens // self.chunk_tokens)
+        sequences, rest = divmod(pages, self._prompt_pages(chunks))
+        begun = bisect_right(range(chunks), rest, key=self._prompt_pages) - 1
+        taken, next_taken = self._prompt_pages(begun), self._prompt_pages(begun + 1)
+        part_tokens = (rest - taken) * self.chunk_tokens // (next_taken - taken)
+        return (sequences * chunks + begun) * self.chunk_tokens + part_tokens
+
+    def _prompt_pages(self, chunks: int) -> int:
+        """Pages that a prompt of so many whole chunks is promised."""
+        tokens = chunks * self.chunk_tokens
+        return self.count_promised_pages(tokens, tokens)
 
     def count_held_pages(self, sealed_chunks: int, raw_tokens: int) -> int:
         """Pages held with `sealed_chunks` sealed chunks and `raw_tokens` raw tokens.

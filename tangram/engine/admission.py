@@ -235,8 +235,10 @@ class Admission:
                 seq.layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
             ),
             chunk_tokens=layout.chunk_tokens,
-            capacity_tokens=layout.tokens_in(self.total_pages),
-            capacity_uncompressed_tokens=self.uncompressed.tokens_in(self.total_pages),
+            capacity_tokens=layout.tokens_in(self.total_pages, self.max_model_len),
+            capacity_uncompressed_tokens=self.uncompressed.tokens_in(
+                self.total_pages, self.max_model_len
+            ),
             cache_dtype=self.cache_dtype,
             page_bytes=page_bytes,
             kv_token_bytes=self.kv_token_bytes,

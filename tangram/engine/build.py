@@ -277,15 +277,17 @@ class EngineBuilder:
             return agree_on_least(kv_bytes(config, self.loaded, tables), self.loaded.device)
         if self.drafting is None or not isinstance(drafts, DraftModel):
             return kv_bytes(config, self.loaded, tables)
-        shape = self.drafting.uncompressed_pool()
+        shape = self.drafting.uncompressed_pool(self.most_tokens)
         beside = table_bytes(self.drafting.config, [shape.layout]) + GRAPH_BYTES
         total = kv_bytes(config, self.loaded, tables + beside)
-        return total - draft_bytes(total, drafts, PoolShape(layouts[0], page_bytes), shape)
+        served = PoolShape(layouts[0], page_bytes, self.most_tokens)
+        return total - draft_bytes(total, drafts, served, shape)
 
-    def uncompressed_pool(self) -> PoolShape:
-        """The pages of a model that keeps everything."""
+    def uncompressed_pool(self, length_tokens: int) -> PoolShape:
+        """The pages of a model that keeps everything, for sequences of `length_tokens`."""
         layout = self.lay_out_uncompressed()
-        return PoolShape(layout, layout.page_bytes(cache_dtype(self.config, self.loaded).itemsize))
+        page_bytes = layout.page_bytes(cache_dtype(self.config, self.loaded).itemsize)
+        return PoolShape(layout, page_bytes, length_tokens)
 
     def _model_drafter(
         self, drafts: DraftModel, admission: Admission, runner: Runner
@@ -294,14 +296,15 @@ class EngineBuilder:
         if self.drafting is None:
             return None
         _, retentions = self.drafting.retentions()
-        served_tokens = admission.retentions[0].layout.tokens_in(admission.total_pages)
-        pages = draft_pages(drafts, served_tokens, self.drafting.uncompressed_pool())
+        length, served = self.most_tokens, admission.retentions[0].layout
+        served_tokens = served.tokens_in(admission.total_pages, length)
+        pages = draft_pages(drafts, served_tokens, self.drafting.uncompressed_pool(length))
         cache = self.drafting.cache(retentions, pages, 0)
         _log.info(
             "%s drafts for %s: %s tokens of it fit in %d pages",
             drafts.model,
             self.config.model,
-            f"{retentions[0].layout.tokens_in(pages):,}",
+            f"{retentions[0].layout.tokens_in(pages, admission.max_model_len):,}",
             pages,
         )
         return ModelDrafter(

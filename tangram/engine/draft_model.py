@@ -73,15 +73,27 @@ def check_vocabulary(loaded: LoadedModel, drafts: LoadedModel) -> None:
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pages of one model: their layout and the bytes of each."""
+    """The pages of one model: their layout, the bytes of each, and the length of sequences."""
 
     layout: Layout
     page_bytes: int
+    length_tokens: int
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one sealed chunk."""
-        return self.layout.span_pages * self.page_bytes
+    def sequence_tokens(self) -> int:
+        """`length_tokens` in whole chunks, one at least, as `Layout.tokens_in` rounds them."""
+        chunk = self.layout.chunk_tokens
+        return max(1, self.length_tokens // chunk) * chunk
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages that a prompt of `sequence_tokens` is promised."""
+        return self.layout.count_promised_pages(self.sequence_tokens, self.sequence_tokens)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of these pages."""
+        return self.sequence_pages * self.page_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -92,11 +104,12 @@ class PoolShape:
 def draft_bytes(total: int, drafts: DraftModel, served: PoolShape, drafting: PoolShape) -> int:
     """Of `total` bytes for KV pages, those of the model that drafts.
 
-    By default both models have pages for as many tokens. Raises `ConfigError` if one of the models
-    has none left.
+    By default both models have pages for as many sequences. Raises `ConfigError` if one of the
+    models has none left.
     """
     if drafts.kv_cache_gib is None:
-        share = total * drafting.chunk_bytes // (served.chunk_bytes + drafting.chunk_bytes)
+        both = served.sequence_bytes + drafting.sequence_bytes
+        share = total * drafting.sequence_bytes // both
     else:
         share = int(drafts.kv_cache_gib * GIB)
     least, most = drafting.least_bytes, total - served.least_bytes
@@ -113,4 +126,4 @@ def draft_pages(drafts: DraftModel, served_tokens: int, drafting: PoolShape) -> 
     """The pages of the share `draft_bytes`, if those of the served model hold `served_tokens`."""
     if drafts.kv_cache_gib is not None:
         return int(drafts.kv_cache_gib * GIB) // drafting.page_bytes
-    return served_tokens * drafting.layout.span_pages // drafting.layout.chunk_tokens
+    return served_tokens * drafting.sequence_pages // drafting.sequence_tokens

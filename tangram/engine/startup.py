@@ -48,13 +48,14 @@ def in_words(seconds: float) -> str:
 def announce(
     config: EngineConfig, loaded: LoadedModel, admission: Admission, host_pages: int
 ) -> None:
-    """Log how many tokens fit, and how many would without compression.
+    """Log how many tokens fit, and how many would without compression (`Layout.tokens_in`).
 
-    `config` names scorer and scope.
+    Sequences are as long as `max_model_len`. `config` names scorer and scope.
     """
     default = admission.retentions[0]
-    compressed = default.layout.tokens_in(admission.total_pages)
-    uncompressed = admission.uncompressed.tokens_in(admission.total_pages)
+    pages, length = admission.total_pages, admission.max_model_len
+    compressed = default.layout.tokens_in(pages, length)
+    uncompressed = admission.uncompressed.tokens_in(pages, length)
     page_gib = default.layout.page_bytes(admission.element_bytes) / GIB
     everything = default.layout.keeps_everything
     method = "nothing dropped" if everything else f"{config.scorer}, scope {config.scope}"
@@ -66,8 +67,8 @@ def announce(
         config.quantization or str(loaded.dtype).removeprefix("torch."),
         loaded.weight_bytes / GIB,
         admission.cache_dtype,
-        admission.total_pages * page_gib,
-        admission.total_pages,
+        pages * page_gib,
+        pages,
         f"{compressed:,}",
         default.kv_retention,
         method,
@@ -81,7 +82,7 @@ def announce(
             "%s, in %s",
             host_pages * admission.host_page_bytes / GIB,
             host_pages,
-            f"{default.layout.tokens_in(host_pages):,}",
+            f"{default.layout.tokens_in(host_pages, length):,}",
             default.kv_retention,
             admission.cache_dtype if config.kv_offload_dtype == "auto" else config.kv_offload_dtype,
         )

@@ -87,7 +87,7 @@ _GAUGES = (
     ("host_pages_used", "Pages of host memory that keep cached spans", "host_pages_used"),
     (
         "kv_capacity_tokens",
-        "Tokens the pool holds at the default retention ratio",
+        "Tokens the pool holds at the default retention ratio, as sequences of max_model_len",
         "capacity_tokens",
     ),
     (

@@ -358,7 +358,7 @@ def test_the_pools_share_the_configured_memory(served: LoadedModel, other: str) 
     own = cache.ledger.total * retention.layout.page_bytes(4)
     total = 0.01 * 2**30
     assert 0.98 * total < held + own <= total
-    tokens = retention.layout.tokens_in(cache.ledger.total)
+    tokens = retention.layout.tokens_in(cache.ledger.total, drafting.max_model_len)
     assert tokens == pytest.approx(stats.capacity_tokens, abs=retention.layout.chunk_tokens)
 
 

@@ -182,9 +182,11 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
     its first token. Raises `ConfigError` if they cannot all decode side by side, since engines
     would be compared at other batch sizes.
     """
+    lengths = [len(ask.tokens) + ask.output_tokens for ask in asks]
+    # With sliding windows the shortest take the most pages for a token.
     needed, fit = (
-        sum(len(ask.tokens) + ask.output_tokens for ask in asks),
-        engine.stats().capacity_tokens,
+        sum(lengths),
+        engine.layout.tokens_in(engine.stats().pages_total, min(lengths)),
     )
     if needed > fit or len(asks) > engine.config.max_num_seqs:
         raise ConfigError(
