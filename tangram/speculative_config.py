@@ -90,7 +90,7 @@ class DraftModel(SpeculativeConfig):
     """A smaller `model` with the same tokenizer drafts.
 
     `kv_cache_gib` of the engine's memory for KV pages are its own. Without it, both models have
-    pages for as many tokens.
+    pages for as many sequences of max_model_len.
     """
 
     model: str = ""

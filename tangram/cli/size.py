@@ -47,7 +47,8 @@ MemoryGib = Annotated[
     float | None,
     number(
         Bounds(0.0, 2.0**40, open_low=True),
-        "print how many such sequences and tokens fit into this memory beside the weights",
+        "print how many such sequences fit into this memory beside the weights, and how many "
+        "tokens serve will say fit",
     ),
 ]
 

@@ -109,6 +109,18 @@ def test_uncompressed_serving_equals_eager_attention(
         assert answer == expected
 
 
+def test_the_tokens_that_fit_count_a_window_once_a_sequence(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+) -> None:
+    engine = small_engine(adopt_tiny(CONFIGS["gpt_oss"]), max_model_len=256)
+    stats, layout = engine.stats(), engine.layout
+    assert stats.capacity_tokens == stats.capacity_uncompressed_tokens
+    assert stats.capacity_tokens == layout.tokens_in(stats.pages_total, 256)
+    promised = layout.count_promised_pages(256, 256)
+    assert stats.capacity_tokens // 256 == stats.pages_total // promised > 0
+    assert stats.capacity_tokens > 1.5 * stats.pages_total * 32 // layout.span_pages
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "mistral_sliding"])
 def test_every_architecture_is_served_compressed(
     name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path

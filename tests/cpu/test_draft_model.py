@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
+from tangram.engine.draft_model import PoolShape, draft_bytes, draft_pages
 from tangram.engine.loop import Engine
 from tangram.engine.model_drafts import ModelDrafter
 from tangram.engine.speculation import Speculation
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.speculate.pace import Acceptance, Pace
+from tangram.speculative_config import DraftModel
 from tangram.types import Event, Request, SamplingParams
+from tests.host.device_double import geometry, layout
 from tests.small_engines import GREEDY, check_books, drain, profile_file, run, small_engine
 from tests.speculation import few
 
@@ -360,6 +365,28 @@ def test_the_pools_share_the_configured_memory(served: LoadedModel, other: str) 
     assert 0.98 * total < held + own <= total
     tokens = retention.layout.tokens_in(cache.ledger.total, drafting.max_model_len)
     assert tokens == pytest.approx(stats.capacity_tokens, abs=retention.layout.chunk_tokens)
+
+
+WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WINDOWS, WINDOWS, st.integers(1, 96), st.integers(40_000, 200_000))
+def test_both_pools_fit_into_the_memory_whatever_windows_the_models_have(
+    own: list[int | None], others: list[int | None], length_tokens: int, total: int
+) -> None:
+    """The second pool is as large as the first one's tokens say, which windows may change."""
+    drafts = DraftModel(num_speculative_tokens=2, model="other")
+    served, drafting = (
+        PoolShape(entry, entry.page_bytes(4), length_tokens)
+        for entry in (layout(4, model=geometry(len(one), 2, one)) for one in (own, others))
+    )
+    share = draft_bytes(total, drafts, served, drafting)
+    tokens = served.layout.tokens_in((total - share) // served.page_bytes, length_tokens)
+    pages = draft_pages(drafts, tokens, drafting)
+    assert pages * drafting.page_bytes <= share
+    held = drafting.layout.tokens_in(pages, length_tokens)
+    assert held == pytest.approx(tokens, abs=2 * drafting.sequence_tokens)
 
 
 def test_the_embedded_model_accepts_what_it_drafts_itself(loaded: LoadedModel) -> None:

@@ -184,10 +184,7 @@ def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
     """
     lengths = [len(ask.tokens) + ask.output_tokens for ask in asks]
     # With sliding windows the shortest take the most pages for a token.
-    needed, fit = (
-        sum(lengths),
-        engine.layout.tokens_in(engine.stats().pages_total, min(lengths)),
-    )
+    needed, fit = (sum(lengths), engine.layout.tokens_in(engine.stats().pages_total, min(lengths)))
     if needed > fit or len(asks) > engine.config.max_num_seqs:
         raise ConfigError(
             f"batch is {len(asks)}, which needs {needed:,} tokens in the cache and max_num_seqs of "
