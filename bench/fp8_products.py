@@ -1,10 +1,10 @@
 """How exact attention to FP8 entries is by its products: `python -m bench.fp8_products`.
 
-The embedded model reads a text in float32. In each layer its last tokens attend as in decode, once
-in float32 and once by each of `VARIANTS`, all with the queries, keys and values of the float32
-pass. Then one pass for each variant, whose last tokens attend so in every layer, says what it does
-to the next token. Numbers are rounded in PyTorch, sums are float32: that tensor cores of FP8 sum
-with fewer bits is not in the figures.
+The embedded model reads a text in float32. In each layer its last tokens attend as in decode: all
+entries come from the cache, the newest ones, too. They do so in float32 and by each of `VARIANTS`,
+with the queries, keys and values of the float32 pass. Then a pass for each variant, whose last
+tokens attend so in every layer, says what it does to the next token. Numbers are rounded in
+PyTorch, sums are float32: that tensor cores of FP8 sum with fewer bits is not in the figures.
 """
 
 from __future__ import annotations
@@ -108,16 +108,37 @@ def attend_last(
     return (weights @ v.transpose(0, 1)).transpose(0, 1), weights
 
 
+class Prompt:
+    """An `AttentionContext` of a pass in float32; keeps keys and values [T, H, D] of each layer."""
+
+    decodes_only = False
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D]."""
+        self.entries.append((k, v))
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=options["scaling"]
+        )
+        return out[0].transpose(0, 1)
+
+
 @dataclass
 class LastTokens:
-    """An `AttentionContext` of one pass over a text: its last `count` tokens attend by `variant`.
+    """An `AttentionContext` of a pass over the last tokens of a text: they attend by `variant`.
 
-    `scales` are [L, H, 2]. `errors` and `moved` [Q] of each of `compared`, layer by layer, say how
-    far its output and its weights are from those of `variant`.
+    `past` are the keys and values of the tokens before them, layer by layer; `scales` are
+    [L, H, 2]. `errors` and `moved` [Q] of each of `compared`, layer by layer, say how far its
+    output and its weights are from those of `variant`.
     """
 
     variant: Variant
-    count: int
+    past: Sequence[tuple[Tensor, Tensor]]
     scales: Tensor
     compared: Sequence[Variant] = ()
     errors: list[list[Tensor]] = field(default_factory=list)
@@ -125,22 +146,19 @@ class LastTokens:
     decodes_only = False
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D]: float32 but the last tokens."""
-        scales, scaling = self.scales[int(module.layer_idx)], options["scaling"]  # type: ignore[arg-type]
-        group, last = q.shape[1] // k.shape[1], q[-self.count :]
-        heads = (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-        out = nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in heads), is_causal=True, scale=scaling
-        )[0].transpose(0, 1)
-        own, weights = attend_last(self.variant, last, k, v, scales, scaling)
+        """q [N, Q, D], k and v [N, H, D] of one layer → [N, Q, D]."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        k, v = (torch.cat(pair) for pair in zip(self.past[layer], (k, v), strict=True))
+        known = (q, k, v, self.scales[layer], options["scaling"])
+        own, weights = attend_last(self.variant, *known)
         errors, moved = [], []
         for other in self.compared:
-            found, spread = attend_last(other, last, k, v, scales, scaling)
+            found, spread = attend_last(other, *known)
             errors.append((found - own).norm(dim=(0, 2)) / own.norm(dim=(0, 2)))
             moved.append((spread - weights).abs_().sum(-1).mean(-1) / 2)
         self.errors.append(errors)
         self.moved.append(moved)
-        return torch.cat([out[: -self.count], own])
+        return own
 
 
 @torch.inference_mode()
@@ -153,12 +171,15 @@ def measure(loaded: LoadedModel, tokens: Sequence[int], last_tokens: int) -> dic
     `agreement` how often the likeliest is the same.
     """
     profile = Profile.load(find_shipped_profiles() / PROFILE)
-    scales = stored_scales(torch.tensor(profile.scales), E4M3)
-    exact = LastTokens(REFERENCE, last_tokens, scales, tuple(VARIANTS.values()))
-    expected = _log_probabilities(loaded, tokens, exact)
+    scales, prompt = stored_scales(torch.tensor(profile.scales), E4M3), Prompt()
+    start = len(tokens) - last_tokens
+    _log_probabilities(loaded, tokens[:start], 0, prompt)
+    exact = LastTokens(REFERENCE, prompt.entries, scales, tuple(VARIANTS.values()))
+    expected = _log_probabilities(loaded, tokens[start:], start, exact)
     found = {}
     for place, (name, variant) in enumerate(VARIANTS.items()):
-        logs = _log_probabilities(loaded, tokens, LastTokens(variant, last_tokens, scales))
+        context = LastTokens(variant, prompt.entries, scales)
+        logs = _log_probabilities(loaded, tokens[start:], start, context)
         divergence = (expected.exp() * (expected - logs)).sum(-1)
         error, moved = (
             [layer[place].tolist() for layer in layers] for layers in (exact.errors, exact.moved)
@@ -175,16 +196,18 @@ def measure(loaded: LoadedModel, tokens: Sequence[int], last_tokens: int) -> dic
     return found
 
 
-def _log_probabilities(loaded: LoadedModel, tokens: Sequence[int], context: LastTokens) -> Tensor:
-    """Of the next token [N, V], after each of the last tokens."""
+def _log_probabilities(
+    loaded: LoadedModel, tokens: Sequence[int], start: int, context: Prompt | LastTokens
+) -> Tensor:
+    """Of the next token [N, V], after each of `tokens` from position `start` on."""
     output = loaded.model(
         input_ids=torch.tensor([tokens]),
-        position_ids=torch.arange(len(tokens))[None],
+        position_ids=torch.arange(start, start + len(tokens))[None],
         use_cache=False,
-        logits_to_keep=context.count,
+        logits_to_keep=1 if isinstance(context, Prompt) else 0,
         tangram=context,
     )
-    return output.logits[0].float().log_softmax(-1)
+    return torch.log_softmax(output.logits[0].float(), -1)
 
 
 def _summary(layers: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -200,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--text", type=Path, default=TEXT, help="what the model reads")
     parser.add_argument("--tokens", type=int, default=8192, help="the most of it")
-    parser.add_argument("--last", type=int, default=256, help="tokens that attend as in decode")
+    parser.add_argument("--last", type=int, default=512, help="tokens that attend as in decode")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
     given = list(sys.argv[1:] if arguments is None else arguments)
