@@ -43,7 +43,7 @@ WIDEST = 256.0
 
 
 @dataclass(frozen=True)
-class Variant:
+class ProductVariant:
     """What a decode step rounds to which dtype.
 
     `entries` are keys and values, `weights` those of attention before they are divided by their
@@ -57,13 +57,13 @@ class Variant:
     weight_range: float = 1.0
 
 
-REFERENCE = Variant("float32", torch.float32, torch.float32, torch.float32)
+REFERENCE = ProductVariant("float32", torch.float32, torch.float32, torch.float32)
 VARIANTS = {
-    "bfloat16": Variant("a bfloat16 cache", torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    "fp8": Variant("an FP8 cache, products in float16", E4M3, torch.float16, torch.float16),
-    "fp8_queries": Variant("queries in FP8, too", E4M3, E4M3, torch.float16),
-    "fp8_all": Variant("queries and weights in FP8", E4M3, E4M3, E4M3),
-    "fp8_all_wide": Variant("the same, weights × 256", E4M3, E4M3, E4M3, WIDEST),
+    "bfloat16": ProductVariant("a bfloat16 cache", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp8": ProductVariant("an FP8 cache, products in float16", E4M3, torch.float16, torch.float16),
+    "fp8_queries": ProductVariant("queries in FP8, too", E4M3, E4M3, torch.float16),
+    "fp8_all": ProductVariant("queries and weights in FP8", E4M3, E4M3, E4M3),
+    "fp8_all_wide": ProductVariant("the same, weights × 256", E4M3, E4M3, E4M3, WIDEST),
 }
 
 
@@ -85,7 +85,7 @@ def round_queries(queries: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend_last(
-    variant: Variant, q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scaling: float
+    variant: ProductVariant, q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Decode attention of the last N of T tokens: output [N, Q, D], weights [Q, N, T], float32.
 
@@ -137,10 +137,10 @@ class LastTokens:
     output and its weights are from those of `variant`.
     """
 
-    variant: Variant
+    variant: ProductVariant
     past: Sequence[tuple[Tensor, Tensor]]
     scales: Tensor
-    compared: Sequence[Variant] = ()
+    compared: Sequence[ProductVariant] = ()
     errors: list[list[Tensor]] = field(default_factory=list)
     moved: list[list[Tensor]] = field(default_factory=list)
     decodes_only = False
@@ -227,12 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    where = environment()  # of the sources as they are now, whoever edits them meanwhile
     loaded = load_model("smollm2", device="cpu", dtype="float32")
     tokens = loaded.tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
     found = measure(loaded, tokens, options.last)
     content = {
         "command": shlex.join(["python", "-m", "bench.fp8_products", *given]),
-        "environment": environment(),
+        "environment": where,
         "options": {
             "model": "smollm2",
             "text": options.text.name,
