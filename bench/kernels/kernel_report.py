@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernels.family import Entry, Run
-from bench.kernels.summary import BEST, by_group, device_us, means, names
+from bench.kernels.summary import BEST, by_group, device_us, floor_us, means, names
 from tangram.lab.environment import environment
 from tangram.lab.kernel_benchmarks.case import Case
 
@@ -147,7 +147,7 @@ def show_failures(console: Console, run: Run) -> None:
 
 def _cells(row: dict[str, Any], ours: list[str], peers: list[str]) -> list[str]:
     taken = device_us(row)
-    floor = max(row["byte_floor_us"], row["arithmetic_floor_us"])
+    floor = floor_us(row)
     listed = [f"{taken[name]:.1f}" if name in taken else "-" for name in ours + peers]
     first = next((taken[name] for name in ours if name in taken), None)
     against = ["-"] * 3

@@ -9,6 +9,7 @@ from typing import Any
 
 BEST = "best flashinfer"
 EVEN = " even"  # ends the name of a case's twin, whose entries are spread evenly
+MOST_FLOORS, LEAST_FLOOR_US = 1.6, 30.0  # the goal: so many floors, where one is longer than that
 Row = dict[str, Any]
 
 
@@ -22,6 +23,59 @@ def names(rows: list[Row], ours: bool) -> list[str]:
 def device_us(row: Row) -> dict[str, float]:
     """Median device time of each contender, and of the fastest of FlashInfer's."""
     return _with_best({c["name"]: c["median_us"] for c in row["contenders"]})
+
+
+def floor_us(row: Row) -> float:
+    """The least time of a case: by its distinct KV bytes, or by its arithmetic."""
+    return float(max(row["byte_floor_us"], row["arithmetic_floor_us"]))
+
+
+@dataclass(frozen=True)
+class FloorCase:
+    """A contender's time in a case, and what its bytes take at the rate of a copy, in µs.
+
+    `loaded_us` counts entries as often as tasks load them, `merged_us` partial results.
+    """
+
+    heads: str
+    tree: str
+    us: float
+    floor_us: float
+    by_arithmetic: bool
+    distinct_us: float
+    loaded_us: float
+    merged_us: float
+    tasks_per_multiprocessor: float
+
+    @property
+    def floors(self) -> float:
+        return self.us / self.floor_us
+
+    @property
+    def misses(self) -> bool:
+        """Whether it is above the goal."""
+        return self.floors > MOST_FLOORS
+
+
+def floor_cases(run: dict[str, Any], name: str) -> list[FloorCase]:
+    """The cases of a tree with a floor above `LEAST_FLOOR_US` in which `name` was measured."""
+    rate = run["ceilings"]["copy_bytes_per_us"]
+    return [
+        FloorCase(
+            row["labels"]["heads"],
+            row["labels"]["config"],
+            found["median_us"],
+            floor_us(row),
+            row["arithmetic_floor_us"] > row["byte_floor_us"],
+            row["unique_bytes"] / rate,
+            found["counters"]["task_kv_bytes"] / rate,
+            found["counters"]["merged_bytes"] / rate,
+            found["counters"]["tasks_per_multiprocessor"],
+        )
+        for row in run["rows"]
+        for found in row["contenders"]
+        if found["name"] == name and floor_us(row) > LEAST_FLOOR_US
+    ]
 
 
 def wall_us(row: Row) -> dict[str, float]:
