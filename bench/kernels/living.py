@@ -44,10 +44,11 @@ def make(name: str, lengths: Sequence[int], geometry: BatchGeometry, seed: int, 
 
 
 def show(run: Run) -> None:
-    """Per family: mean device time, wall time of a step, tasks a multiprocessor, merged bytes."""
+    """Per family: mean device time, wall time of a step, and what was counted of the work."""
     table = Table(title="living: means over snapshots, µs")
-    for column in ("family", "contender", "device", "wall of a step", "plan", "tasks / SM", "KB"):
-        table.add_column(column, justify="left" if column in ("family", "contender") else "right")
+    figures = ("device", "wall of a step", "plan", "tasks / SM", "KB", "launches")
+    for column in ("family", "contender", *figures):
+        table.add_column(column, justify="right" if column in figures else "left")
     for mean in mean_steps(run.rows):
         table.add_row(
             mean.group,

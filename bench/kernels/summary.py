@@ -155,7 +155,7 @@ def over_chosen(cases: list[dict[str, Any]], name: str, clock: str) -> list[floa
 class MeanStep:
     """Means over the cases of a group: µs of the device, of a step with planning, and of a plan.
 
-    Then tasks a multiprocessor and merged KB. None where it was not measured.
+    Then tasks a multiprocessor, merged KB and launches. None where it was not measured.
     """
 
     group: str
@@ -181,6 +181,7 @@ def _mean_step(group: str, name: str, measured: Sequence[tuple[Row, dict[str, An
         [c["plan_us"] for _, c in found],
         [one["tasks_per_multiprocessor"] for one in counters],
         [one["merged_bytes"] / 1e3 for one in counters],
+        [one.get("launches") for one in counters],  # runs before 2026-11-28 did not count them
     )
     return MeanStep(group, name, tuple(map(_mean, columns)))
 

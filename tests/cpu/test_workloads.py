@@ -4,6 +4,7 @@ there are to read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -24,7 +25,7 @@ from tangram.lab.kernel_benchmarks.case import (
     tree_case,
     unique_entries,
 )
-from tangram.lab.kernel_benchmarks.counters import WorkCounters
+from tangram.lab.kernel_benchmarks.counters import WorkCounters, count_launches
 from tangram.lab.kernel_benchmarks.traces import (
     CALIBRATION_SEEDS,
     HELD_OUT_SEEDS,
@@ -35,6 +36,7 @@ from tangram.lab.kernel_benchmarks.traces import (
 )
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 from tangram.plan.cost import CostModel
+from tangram.plan.plain import plan_plain
 from tangram.plan.schedule import Schedule
 
 SMALL = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
@@ -210,6 +212,17 @@ def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
     counters = WorkCounters.of([plan], case, 4)
     assert counters.task_kv_bytes == (case.read_bytes if rule == "off" else case.unique_bytes)
     assert counters.tasks > 16
+
+
+def test_launches_are_one_for_each_tile_and_one_for_a_merge() -> None:
+    case = tree_case(Tree((1, 4), (512, 512)), BatchGeometry.of_heads("8/2", 32), seed=0)
+    plan = parse_schedule("packing:naive+tasks=1").plan(case.decoding, 1, CostModel())
+    by_tile = DecodeOptions(one_tile_tasks=0)
+    assert count_launches(plan, case, by_tile) == 2, "tails merge"
+    assert count_launches(plan, case, replace(by_tile, merge="kernel")) == 3
+    assert count_launches(plan, case, DecodeOptions()) == 2, "one tile, so that no task comes last"
+    alone = plan_plain(case.rows)
+    assert WorkCounters.of([alone], case, 4).launches == 1, "nothing is merged"
 
 
 def test_grouping_by_budget_gives_back_more_and_single_heads_all() -> None:

@@ -39,7 +39,7 @@ class Ours:
         plans, batches = self._plan(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
             plan.check(batch.rows, batch.lengths, workload.case.tables)
-        self.counters = WorkCounters.of(plans, workload.case, card.processors)
+        self.counters = WorkCounters.of(plans, workload.case, card.processors, variant.options())
         self._decoders = [self._decoder(plan) for plan in plans]
         layers = [range(batch.rows.table.shape[1]) for batch in batches]
         self._places = [
