@@ -1,6 +1,6 @@
 """The cost of leaving out one part of the kernels: merging, tile classes, overlap, shape of pages.
 
-Cases are trees of PAT and rows that share nothing, with `packing:measured`. Other ablations are
+Cases are trees of PAT and rows that share nothing, with `packing:thrifty`. Other ablations are
 columns of other families: packing rules in `pat`, split maps and re-planning in `ragged`, buckets
 in `persistent`, page groups in `fragmentation`.
 """
@@ -15,7 +15,7 @@ from bench.kernels.family import Entry, execute, parser
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
 from tangram.lab.kernel_benchmarks.tree import Tree
 
-WHOLE = "packing:measured"
+WHOLE = "packing:thrifty"
 VARIANTS = (WHOLE, *(f"{WHOLE}+{change}" for change in ("apart", "onetile", "serial")))
 TREES = ("1,16,32,64,128,1024_256,128,64,32,32,32", "1,256_256,32", "1,2,64_1024,256,256")
 ROWS = "8 × 8K"

@@ -17,7 +17,7 @@ from bench.kernels.family import Entry, execute, parser
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, tree_case
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
-PLANNERS = ("packing:measured", "packing:naive", "packing:paper", "packing:off")
+PLANNERS = ("packing:thrifty", "packing:naive", "packing:paper", "packing:off")
 PEERS = ("decode", "decode-static", "batch", "cascade", "fasttree", "fa3")
 
 

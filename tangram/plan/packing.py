@@ -13,7 +13,8 @@ Worked example: rows 0 and 1 share 2 sealed chunks of which a head keeps 512 ent
     packed          rows 0, 1 [0, 1024)   row 0 [1024, len)   row 1 [1024, len)
                     1676 entries read, 4 partial results
 
-The measured rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task.
+The rule packs: 1024 entries, some 120 ns, cost more than 4 partial results and a task, and are more
+than a sixteenth of the reads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import Bool, DecodeRows, WorkPlan
 from tangram.plan.loops import bound_cells, gather_lengths
-from tangram.plan.profit import PackingRule, Prefixes, pack_measured
+from tangram.plan.profit import PackingRule, Prefixes, pack_thrifty
 from tangram.plan.split import Sources
 from tangram.plan.workqueue import Grain, cut, cut_tails
 from tangram.types import Int32, Int64
@@ -42,7 +43,7 @@ def plan_packing(
     *,
     group: int,
     cost: CostModel,
-    rule: PackingRule = pack_measured,
+    rule: PackingRule = pack_thrifty,
     max_query_rows: int = MAX_QUERY_ROWS,
     tile_tokens: int = 64,
     min_tokens: int = 128,

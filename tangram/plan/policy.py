@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # commands read policies, and do not wait for Numba
     from tangram.plan.schedule import Decoding
 
 FLASHINFER = "flashinfer"  # the other route, beside the names of schedules
+RENAMED = {"packing:measured": "packing:thrifty"}  # in files of before 28 November 2026
 REACHES = (0.25, 0.5, 1.0, 2.0, 4.0)
 NEAR_ENOUGH = 0.005  # losses this close are noise: the schedule that is listed first wins
 
@@ -184,7 +185,8 @@ class Policy:
     def load(cls, path: Path) -> Policy:
         """Read the file of `save`. Raises `ConfigError` naming what is missing or wrong."""
         try:
-            return TypeAdapter(cls).validate_json(read_text(path))
+            found = TypeAdapter(cls).validate_json(read_text(path))
+            return replace(found, schedules=tuple(map(_rename, found.schedules)))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"policy {path}: cannot be read: {error}") from error
         except ValidationError as error:
@@ -193,6 +195,12 @@ class Policy:
             raise ConfigError(
                 f"policy {path}: {where}: {first['msg']}; calibrate it again"
             ) from error
+
+
+def _rename(schedule: str) -> str:
+    """The present name of a schedule; numbers and options stay."""
+    kind, plus, options = schedule.partition("+")
+    return RENAMED.get(kind, kind) + plus + options
 
 
 def _least(loss: Float64) -> int:

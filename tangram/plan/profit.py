@@ -5,14 +5,11 @@ first packed node of a row costs two: the tail is then a partial result as well.
 per edge, from a node to a child node or to a row's own tail. Kept: the node's task serves the rows
 below that edge. Dropped: the node's range is read again in front of the child's.
 
-Rules:
-
-- `measured` takes the cheapest choice by `CostModel` among those that keep all or none of a node's
-  edges, so it never costs more than to drop or to keep all edges. Its work is proportional to the
-  sum of the nodes' depths.
-- `thrifty` is `measured` where that saves at least a sixteenth of the batch's reads, and drops all
-  edges elsewhere. A prefix that all rows share makes parts of all heads of all rows, and such a
-  plan takes the host 1.4 times as long whenever the batch changes.
+The rule `thrifty` takes the cheapest choice by `CostModel` among those that keep all or none of a
+node's edges, so it never costs more than to drop or to keep all edges. Its work is proportional to
+the sum of the nodes' depths. Where this saves less than a sixteenth of the batch's reads, all edges
+are dropped. A prefix that all rows share makes parts of all heads of all rows, and such a plan
+takes the host 1.4 times as long whenever the batch changes.
 
 The lab has more, for comparison (`lab/baselines/packing_rules.py`).
 """
@@ -93,38 +90,31 @@ class Packing:
 PackingRule = Callable[[Forest, Prefixes, CostModel, int, int], Packing]
 
 
-def pack_measured(
-    forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
-) -> Packing:
-    """The rule `measured`."""
-    return _pack_nodes(forest, _choose_alone(forest, prefixes, cost, group, most_rows))
-
-
 def pack_thrifty(
     forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
 ) -> Packing:
     """The rule `thrifty`."""
-    alone = _choose_alone(forest, prefixes, cost, group, most_rows)
+    alone = choose_alone(forest, prefixes, cost, group, most_rows)
     if _measure_spared(forest, prefixes, alone, most_rows) < THRIFT:
         return pack_nothing(forest)
-    return _pack_nodes(forest, alone)
+    return pack_nodes(forest, alone)
 
 
-PACKING_RULES: Mapping[str, PackingRule] = {"measured": pack_measured, "thrifty": pack_thrifty}
+PACKING_RULES: Mapping[str, PackingRule] = {"thrifty": pack_thrifty}
 
 
 def pack_nothing(forest: Forest) -> Packing:
     """No edge is kept: every row reads all of its own entries."""
-    return _pack_nodes(forest, np.zeros(forest.nodes, np.bool_))
+    return pack_nodes(forest, np.zeros(forest.nodes, np.bool_))
 
 
-def _pack_nodes(forest: Forest, alone: Bool) -> Packing:
+def pack_nodes(forest: Forest, alone: Bool) -> Packing:
     """Keep all edges of the nodes `alone` [N], which get tasks of their own."""
     alone = np.append(alone, False)
     return Packing.of(forest, alone[forest.parent], alone[forest.deepest])
 
 
-def _choose_alone(
+def choose_alone(
     forest: Forest, prefixes: Prefixes, cost: CostModel, group: int, most_rows: int
 ) -> Bool:
     """[N]: which nodes get tasks of their own.

@@ -1,11 +1,11 @@
 """A schedule by name: a planner, its rule, how finely it cuts, and options of the kernels.
 
-    plain | aot | workqueue | packing:{measured,thrifty}
+    plain | aot | workqueue | packing:thrifty
 
 followed by any of `+ctas=3 +tasks=4 +min=256 +tile=128 +queries=128` (planner) and `+onetile
 +entries=64 +stages=3 +warps=4` (execution). Entries, stages and warps apply to every tile. `ctas`
 is how many programs a multiprocessor runs at once. With `onetile` all tasks of a layer run in one
-launch. Example: `packing:measured+queries=128+ctas=2`.
+launch. Example: `packing:thrifty+queries=128+ctas=2`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_no_grouping_changes_what_an_uncompressed_cache_answers(
 
 
 @pytest.mark.parametrize(
-    "schedule", ["uniform", "aot", "plain", "buckets:padded", "workqueue", "packing:measured"]
+    "schedule", ["uniform", "aot", "plain", "buckets:padded", "workqueue", "packing:thrifty"]
 )
 def test_no_schedule_changes_an_answer(
     schedule: str, loaded: LoadedModel, profile: str, unscheduled: list[list[tuple[int, float]]]

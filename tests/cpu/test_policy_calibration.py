@@ -32,7 +32,7 @@ from tangram.plan.policy import FLASHINFER, Policy
 
 GEOMETRY = BatchGeometry(kv_heads=2, group=2, head_dim=16, page_tokens=16, heads_per_page=2)
 CPU = torch.device("cpu")
-SCHEDULES = ("workqueue", "packing:measured")
+SCHEDULES = ("workqueue", "packing:thrifty")
 
 
 def tell_time(name: str, case: Case) -> float:
@@ -114,7 +114,7 @@ def test_a_policy_takes_what_the_clock_says_is_fastest_and_is_judged_by_it() -> 
         policy, torch.float16, GEOMETRY, CPU, small(cases.make_held_out_cases(GEOMETRY))
     )
     chosen = {verdict.family: verdict.chosen for verdict in verdicts}
-    assert chosen["shared prefixes"] == "packing:measured" and chosen["ragged"] == "workqueue"
+    assert chosen["shared prefixes"] == "packing:thrifty" and chosen["ragged"] == "workqueue"
     single = best_single(verdicts)
     assert single == "workqueue"
     assert max(regret(verdict, single) for verdict in verdicts) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tangram.lab.kernel_benchmarks.cases import (
 from tangram.lab.kernel_benchmarks.tree import CONFIGS, Tree
 from tangram.plan.cost import CostModel
 from tangram.plan.policy import FLASHINFER, Policy, StepLoad
+from tangram.plan.schedule import Schedule
 
 GEOMETRY = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 SMALL, LARGE = StepLoad(8, 1024, 1.0, 1.0), StepLoad(2048, 1024, 1.0, 1.0)
@@ -73,6 +75,14 @@ def test_a_file_gives_the_same_policy_back(tmp_path: Path) -> None:
     made = two_regimes()
     made.save(tmp_path / "policy.json")
     assert Policy.load(tmp_path / "policy.json") == made
+
+
+def test_schedules_of_older_files_go_by_their_present_names(tmp_path: Path) -> None:
+    old = ("packing:measured", "packing:measured+queries=128", "workqueue")
+    replace(two_regimes(), schedules=old).save(tmp_path / "policy.json")
+    found = Policy.load(tmp_path / "policy.json").schedules
+    assert found == ("packing:thrifty", "packing:thrifty+queries=128", "workqueue")
+    assert all(Schedule.parse(text).text == text for text in found)
 
 
 @pytest.mark.parametrize(

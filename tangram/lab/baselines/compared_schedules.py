@@ -1,9 +1,9 @@
 """Schedules by name: those that serve, baselines, and kernels without one of their parts.
 
 Beyond `plan/schedule.py` there are `uniform`, `buckets:{exact,padded}` and
-`packing:{off,naive,paper}`. Kernel benchmarks also know `+apart` (partial results are merged by a
-kernel of their own), `+serial` (no launch starts before the one before it has ended) and `+replan`
-(every layer is planned by itself at every step).
+`packing:{measured,off,naive,paper}`. Kernel benchmarks also know `+apart` (partial results are
+merged by a kernel of their own), `+serial` (no launch starts before the one before it has ended)
+and `+replan` (every layer is planned by itself at every step).
 """
 
 from __future__ import annotations

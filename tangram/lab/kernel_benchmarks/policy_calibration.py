@@ -30,9 +30,9 @@ SCHEDULES = (
     "workqueue",
     "workqueue+ctas=2+warps=4",
     "workqueue+ctas=2",
-    "packing:measured",
-    "packing:measured+queries=128",
-    "packing:measured+onetile",
+    "packing:thrifty",
+    "packing:thrifty+queries=128",
+    "packing:thrifty+onetile",
 )
 REPLAYS = 20
 Cases = Iterable[NamedCase]

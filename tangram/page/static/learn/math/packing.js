@@ -1,4 +1,4 @@
-// tangram/plan/forest.py, profit.py (the rule "measured") and cost.py
+// tangram/plan/forest.py, profit.py (`choose_alone`) and cost.py
 
 import { tokenUs } from "./roofline.js";
 
