@@ -1,8 +1,9 @@
 """Decode over ragged caches: budgets of real profiles (Tangram), all layers in one graph.
 
 Each case has a twin with the same entries spread evenly: the time of a perfect balance. `--budgets
-FILE.npz` makes the profiles from published budgets instead of shipped files. Times are of all
-chosen layers together.
+FILE.npz` makes the profiles from published budgets instead of shipped files: arrays
+MODEL/SCORER/SCOPE/{mean,std,layers}, as the authors publish them (aiha-lab/tangram). Times are of
+all chosen layers together.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 BEST = "best flashinfer"
@@ -23,6 +24,13 @@ def names(rows: list[Row], ours: bool) -> list[str]:
 def device_us(row: Row) -> dict[str, float]:
     """Median device time of each contender, and of the fastest of FlashInfer's."""
     return _with_best({c["name"]: c["median_us"] for c in row["contenders"]})
+
+
+def typed_command(run: dict[str, Any]) -> str:
+    """The command of a run; those of a policy left its file out before 28 November 2026."""
+    command = str(run["command"])
+    file = Path(run.get("policy", "")).name
+    return command if not file or command.endswith(file) else f"{command} {file}"
 
 
 def floor_us(row: Row) -> float:

@@ -125,7 +125,7 @@ def check_policy(
     )
     if output is not None:
         content = {
-            "command": "tangram bench check-policy",
+            "command": f"tangram bench check-policy {policy_file.name}",
             "environment": environment(),
             "policy": str(policy_file),
             "geometry": policy.geometry,

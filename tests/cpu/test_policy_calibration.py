@@ -144,6 +144,7 @@ def test_the_command_judges_a_policy_and_keeps_every_time(
     assert result.exit_code == 0, result.output
     assert "best single schedule" in result.output
     found = json.loads(kept.read_text())
+    assert found["command"] == "tangram bench check-policy policy.json"
     assert len(found["verdicts"]) == len(held_out) and set(found["verdicts"][0]["step_us"]) == set(
         policy.schedules
     )
