@@ -14,13 +14,11 @@ import typer
 
 from bench.render.page import DOCS
 from tangram.cli import app
-from tangram.errors import ConfigError
 from tangram.lab.baselines.compared_schedules import KernelVariant
 
 PAGE = (DOCS / "performance.md").read_text(encoding="utf-8")
 BENCH = sorted(set(re.findall(r"`(?:\w+=\S+ )?python -m (bench\.[^`]+)`", PAGE)))
 TANGRAM = sorted(set(re.findall(r"`tangram (bench [^`]+)`", PAGE)))
-REMOVED = {"packing:measured+atomic"}  # the page says so
 TAKES_ALL = "bench.kernels.all"  # it hands on what it does not know
 
 
@@ -60,20 +58,13 @@ def test_a_printed_benchmark_takes_its_options(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = parse(command, monkeypatch)
-    for text in set(getattr(options, "planners", ())) - REMOVED:
+    for text in getattr(options, "planners", ()):
         KernelVariant.parse(text)
 
 
 def test_what_a_program_does_not_take_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="--atomic"):
         parse("bench.kernels.pat --atomic", monkeypatch)
-
-
-@pytest.mark.parametrize("text", sorted(REMOVED))
-def test_what_is_said_to_be_removed_is(text: str) -> None:
-    assert text in PAGE
-    with pytest.raises(ConfigError):
-        KernelVariant.parse(text)
 
 
 @pytest.mark.parametrize("command", TANGRAM)
