@@ -64,7 +64,7 @@ def build_experts(small: bool, device: torch.device) -> nn.Module:
 def compile_experts(layer: nn.Module, config: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     """The layer's answer [rows, hidden size] to x [1, rows, hidden size], by form."""
 
-    def compiled(kind: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    def compile_form(kind: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
         run = torch.compile(_Experts(layer), dynamic=True, options=options or None)
 
         def answer(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def compile_experts(layer: nn.Module, config: Any) -> dict[str, Callable[[Tensor
 
         return answer
 
-    return {name: compiled(*form) for name, form in EXPERTS.items()}
+    return {name: compile_form(*form) for name, form in EXPERTS.items()}
 
 
 class _Experts(nn.Module):
