@@ -212,7 +212,10 @@ class Fit:
 
     @property
     def capacity_tokens(self) -> int:
-        """The tokens that `tangram serve` would say fit, with a max_model_len of this length."""
+        """The tokens that fit, counted as `tangram serve` does with a max_model_len of this length.
+
+        It has fewer pages: activations and CUDA graphs need memory, too.
+        """
         return self.size.capacity_tokens(self.cache_gib) if self.cache_gib > 0 else 0
 
 
@@ -261,7 +264,7 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
         )
         table.add_row("sequences of this length that fit there", f"{found.sequences:,}")
         table.add_row("their tokens", f"{found.tokens:,}")
-        table.add_row("tokens that fit, as `serve` says it", f"{found.capacity_tokens:,}")
+        table.add_row("tokens that fit, counted as `serve` does", f"{found.capacity_tokens:,}")
     return table
 
 

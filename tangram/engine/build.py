@@ -296,9 +296,10 @@ class EngineBuilder:
         if self.drafting is None:
             return None
         _, retentions = self.drafting.retentions()
-        length, served = self.most_tokens, admission.retentions[0].layout
-        served_tokens = served.tokens_in(admission.total_pages, length)
-        pages = draft_pages(drafts, served_tokens, self.drafting.uncompressed_pool(length))
+        layout, length = admission.retentions[0].layout, self.most_tokens
+        served = PoolShape(layout, layout.page_bytes(admission.element_bytes), length)
+        shape = self.drafting.uncompressed_pool(length)
+        pages = draft_pages(drafts, admission.total_pages, served, shape)
         cache = self.drafting.cache(retentions, pages, 0)
         _log.info(
             "%s drafts for %s: %s tokens of it fit in %d pages",

@@ -109,7 +109,7 @@ def draft_bytes(total: int, drafts: DraftModel, served: PoolShape, drafting: Poo
     """
     if drafts.kv_cache_gib is None:
         both = served.sequence_bytes + drafting.sequence_bytes
-        share = total * drafting.sequence_bytes // both
+        share = -(-total * drafting.sequence_bytes // both)
     else:
         share = int(drafts.kv_cache_gib * GIB)
     least, most = drafting.least_bytes, total - served.least_bytes
@@ -122,8 +122,13 @@ def draft_bytes(total: int, drafts: DraftModel, served: PoolShape, drafting: Poo
     return share
 
 
-def draft_pages(drafts: DraftModel, served_tokens: int, drafting: PoolShape) -> int:
-    """The pages of the share `draft_bytes`, if those of the served model hold `served_tokens`."""
+def draft_pages(
+    drafts: DraftModel, served_pages: int, served: PoolShape, drafting: PoolShape
+) -> int:
+    """The pages of the share `draft_bytes` beside `served_pages` of the served model."""
     if drafts.kv_cache_gib is not None:
-        return int(drafts.kv_cache_gib * GIB) // drafting.page_bytes
-    return served_tokens * drafting.sequence_pages // drafting.sequence_tokens
+        share = int(drafts.kv_cache_gib * GIB)
+    else:
+        alike = served_pages * served.page_bytes * drafting.sequence_bytes
+        share = max(alike // served.sequence_bytes, drafting.least_bytes)
+    return share // drafting.page_bytes

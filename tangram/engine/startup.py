@@ -82,7 +82,8 @@ def announce(
             "%s, in %s",
             host_pages * admission.host_page_bytes / GIB,
             host_pages,
-            f"{default.layout.tokens_in(host_pages, length):,}",
+            # Every chunk goes there with its window's pages.
+            f"{default.layout.tokens_in(host_pages, default.layout.chunk_tokens):,}",
             default.kv_retention,
             admission.cache_dtype if config.kv_offload_dtype == "auto" else config.kv_offload_dtype,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -372,19 +372,21 @@ WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3)
 
 @settings(max_examples=60, deadline=None)
 @given(WINDOWS, WINDOWS, st.integers(1, 96), st.integers(40_000, 200_000))
+@example([None], [None], 8, 51_199)
 def test_both_pools_fit_into_the_memory_whatever_windows_the_models_have(
     own: list[int | None], others: list[int | None], length_tokens: int, total: int
 ) -> None:
-    """The second pool is as large as the first one's tokens say, which windows may change."""
+    """Each pool has the same share of its sequences, which windows may change."""
     drafts = DraftModel(num_speculative_tokens=2, model="other")
     served, drafting = (
         PoolShape(entry, entry.page_bytes(4), length_tokens)
         for entry in (layout(4, model=geometry(len(one), 2, one)) for one in (own, others))
     )
     share = draft_bytes(total, drafts, served, drafting)
-    tokens = served.layout.tokens_in((total - share) // served.page_bytes, length_tokens)
-    pages = draft_pages(drafts, tokens, drafting)
-    assert pages * drafting.page_bytes <= share
+    served_pages = (total - share) // served.page_bytes
+    tokens = served.layout.tokens_in(served_pages, length_tokens)
+    pages = draft_pages(drafts, served_pages, served, drafting)
+    assert drafting.least_bytes <= pages * drafting.page_bytes <= share
     held = drafting.layout.tokens_in(pages, length_tokens)
     assert held == pytest.approx(tokens, abs=2 * drafting.sequence_tokens)
 

@@ -247,8 +247,8 @@ def ask_questions(
     engine gives one up.
     """
     longest = max(sample.longest_tokens for sample in samples)
-    fit_tokens = engine.layout.tokens_in(engine.stats().pages_total, longest)
-    at_once = max(1, min(engine.config.max_num_seqs, fit_tokens // longest))
+    fit = engine.stats().pages_total // engine.layout.most_pages(longest)
+    at_once = max(1, min(engine.config.max_num_seqs, fit))
     all_samples = [
         _RunningSample(engine, number, sample, kv_retention)
         for number, sample in enumerate(samples)
