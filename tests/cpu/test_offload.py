@@ -139,8 +139,13 @@ def test_what_cannot_be_had_is_refused_with_the_limits(world: LonePrompts) -> No
 def test_the_log_says_how_much_fits(world: LonePrompts, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tangram"):
         engine = world.engine(kv_offload_gib=0.01)
-    pages = engine.stats().host_pages_total
-    assert f"host memory behind it: 0.01 GiB = {pages} pages; " in caplog.text
+    pages, layout = engine.stats().host_pages_total, engine.layout
+    # Chunks go there with their windows' pages, whatever the length of their sequences.
+    tokens = pages * layout.chunk_tokens // layout.span_pages
+    assert (
+        f"host memory behind it: 0.01 GiB = {pages} pages; {tokens:,} more tokens fit there"
+        in caplog.text
+    )
 
 
 def test_a_page_is_cleared_behind_what_still_arrives_in_it(
