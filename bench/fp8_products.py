@@ -38,7 +38,7 @@ FILE = "fp8_products.json"
 TEXT = Path(__file__).parent / "demo_document.md"
 PROFILE = "smollm2.keydiff.model.c512.r0.5.json"  # all of the model have the same scales
 E4M3 = torch.float8_e4m3fn
-# A weight is at most 1, where E4M3 has half of its range above. FlashAttention 3 does the same.
+# A weight is at most 1, where E4M3 has half of its range above.
 WIDEST = 256.0
 
 

@@ -92,7 +92,7 @@ class KVSize:
         return self._pages_in(memory_gib) // self.most_pages
 
     def capacity_tokens(self, memory_gib: float) -> int:
-        """The tokens that an engine whose KV pages take `memory_gib` GiB says fit.
+        """The tokens that fit into `memory_gib` GiB of KV pages, as the engine counts them.
 
         Its max_model_len is `context_tokens`; see `Layout.tokens_in`. Raises `ConfigError` unless
         the memory is positive.

@@ -48,7 +48,7 @@ MemoryGib = Annotated[
     number(
         Bounds(0.0, 2.0**40, open_low=True),
         "print how many such sequences fit into this memory beside the weights, and how many "
-        "tokens serve will say fit",
+        "tokens, counted as serve does",
     ),
 ]
 
