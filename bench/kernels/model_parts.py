@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console(width=120).print(table)
     content = {
         "command": "python -m bench.kernels.model_parts",
-        "environment": environment("torch", "triton", "transformers"),
+        "environment": environment(),
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)
