@@ -71,6 +71,19 @@ def test_a_case_is_shown_from_the_lease_in_which_the_peer_did_best(
     assert table[2].endswith("| 250.0 | 500.0 · 2.00 × |") and table[3].endswith(shown)
 
 
+@pytest.mark.parametrize(("biases", "shown"), [(0, "· 2.00 ×"), (None, "| 500.0 |")])
+def test_many_rows_of_gpt_oss_have_a_factor_only_where_the_peer_has_no_biases(
+    biases: int | None, shown: str, tmp_path: Path
+) -> None:
+    peer, ours = result("vllm", [4.0], vllm="1"), result("tangram-1", [2.0])
+    blocks(tmp_path, [{"vllm": peer, "tangram-1": ours}], "llama-3.1-8b")
+    if biases is not None:
+        peer["options"]["biases"] = biases
+    found = blocks(tmp_path, [{"vllm": peer, "tangram-1": ours}], "gpt-oss-20b")["shapes"]
+    llama, oss = [line for line in found.splitlines() if line.startswith("| prefill")]
+    assert "· 2.00 ×" in llama and shown in oss
+
+
 def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else(tmp_path: Path) -> None:
     plain, fp8 = result("tangram-0.25", [4.0]), result("tangram-0.25-fp8", [3.0])
     fp8["options"] = fp8["options"] | {"kv_cache_dtype": "fp8"}
