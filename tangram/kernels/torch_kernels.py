@@ -24,7 +24,10 @@ from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
 from tangram.types import Int32, Int64
 
-BY_BUDGETS = "aot+ctas=1+tasks=4+min=1+tile=128"
+# Plans are made for so many workers, whatever the number of threads: how a sum is split decides its
+# last bit, and an answer must not depend on the threads that computed it (docs/cpu.md).
+WORKERS = 8
+BY_BUDGETS = "aot+ctas=1+tasks=4+min=128+tile=128"
 # Rows that share pages read these together.
 SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
@@ -71,12 +74,12 @@ class TorchKernels:
         return tokens
 
     def load(self, batch: Decoding, width: int) -> str:
-        """See `PoolKernels`: for torch's threads."""
+        """See `PoolKernels`: the same plan for any number of threads."""
         if batch not in self._plans:
             schedule = self._schedule
             if schedule is None:
                 schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
-            plan = schedule.plan(batch, torch.get_num_threads(), CostModel())
+            plan = schedule.plan(batch, WORKERS, CostModel())
             self._plans[batch] = cpu.CpuPlan.build(plan, batch.rows), schedule.kind
         self._plan, kind = self._plans[batch]
         return kind
