@@ -81,23 +81,20 @@ class Layout:
             raise ConfigError(
                 f"sealed_pages must give 1 to {chunk_pages} pages for each of {len(groups)} groups"
             )
-        all_groups = [tuple(group) for group in groups]
-        counts = list(sealed_pages)
-        window_chunks = 0
-        for layer, window in enumerate(geometry.windows):
-            if window is None:
-                continue
-            window_chunks = max(window_chunks, 1, -(-(window - 1) // chunk_tokens))
-            for group in adjacent_groups([layer], geometry.kv_heads, heads_per_page):
-                all_groups.append(group)
-                counts.append(chunk_pages)
+        # All of them keep the newest `window_chunks` chunks, so heads of any two can share a page.
+        windows = {at: window for at, window in enumerate(geometry.windows) if window is not None}
+        window_groups = adjacent_groups(list(windows), geometry.kv_heads, heads_per_page)
+        window_chunks = max(
+            (max(1, -(-(window - 1) // chunk_tokens)) for window in windows.values()), default=0
+        )
+        counts = [*sealed_pages, *[chunk_pages] * len(window_groups)]
         return cls(
             geometry,
             chunk_tokens,
             page_tokens,
             heads_per_page,
             max_tokens,
-            tuple(all_groups),
+            (*map(tuple, groups), *window_groups),
             np.asarray(counts, np.int32),
             len(groups),
             window_chunks,

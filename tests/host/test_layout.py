@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tangram.cache.layout import Layout
+from tangram.cache.layout import Layout, adjacent_groups
+from tangram.compress.groups import allot_pages
 from tangram.errors import ConfigError
+from tests.examples import examples
 from tests.host.device_double import geometry, layout, layout_sets
 
 FEW = settings(max_examples=60, deadline=None)
@@ -179,3 +181,71 @@ def test_a_layout_that_does_not_cover_the_heads_is_refused(
             groups=groups,
             sealed_pages=pages,
         )
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    data=st.data(),
+    kv_heads=st.integers(1, 4),
+    heads_per_page=st.integers(1, 6),
+    page=st.sampled_from([1, 4, 16]),
+    chunk_pages=st.integers(2, 6),
+    retention=st.sampled_from([0.5, 0.75, 0.9, 1.0]),
+)
+def test_pages_hold_the_entries_that_stay_and_at_most_a_page_for_each_group(
+    data: st.DataObject,
+    kv_heads: int,
+    heads_per_page: int,
+    page: int,
+    chunk_pages: int,
+    retention: float,
+) -> None:
+    """Whatever layers have windows. Heads that are fewer than a multiple of Hp leave columns empty
+    in one group of the compressed layers and in one of those with windows, not in one a layer.
+    """
+    chunk = page * chunk_pages
+    windows = data.draw(
+        st.lists(st.none() | st.integers(2, 3 * chunk), min_size=1, max_size=12), "windows"
+    )
+    model = geometry(len(windows), kv_heads, windows)
+    groups = adjacent_groups(model.full_layers, kv_heads, heads_per_page)
+    sizes = [len(group) for group in groups]
+    whole = {"chunk_tokens": chunk, "page_tokens": page, "heads_per_page": heads_per_page}
+    kept = [chunk_pages] * len(groups)
+    full, windowed = len(model.full_layers) * kv_heads, len(windows) * kv_heads
+    windowed -= full
+    if retention < 1 and groups:
+        assume(retention * full * chunk >= len(groups) * heads_per_page * page)
+        budgets = data.draw(
+            st.lists(st.floats(0, 1), min_size=len(groups), max_size=len(groups)), "budgets"
+        )
+        kept = allot_pages(budgets, sizes, **whole, retention=retention, min_pages=1)
+    built = Layout.build(model, **whole, max_tokens=10 * chunk, groups=groups, sealed_pages=kept)
+    tokens = data.draw(st.integers(0, 10 * chunk), "tokens")
+    sealed, raw = divmod(tokens, chunk)
+    newest = min(sealed, max((max(1, -(-(w - 1) // chunk)) for w in windows if w), default=0))
+    empty_full, empty_windowed = -full % heads_per_page, -windowed % heads_per_page
+    # Profiles count empty columns as entries, so at ρ below 1 none come on top.
+    columns = full + (empty_full if retention == 1 else 0)
+    bound = retention * columns * chunk * sealed
+    bound += (windowed + empty_windowed) * chunk * newest
+    bound += (full + empty_full + windowed + empty_windowed) * raw
+    held = built.count_held_pages(sealed, raw)
+    assert held * built.page_slots <= bound + len(built.groups) * built.page_slots + 1e-6
+    assert len(built.groups) == -(-full // heads_per_page) + -(-windowed // heads_per_page)
+
+
+def test_a_model_with_windows_and_one_kv_head_fills_its_pages() -> None:
+    """26 layers as Gemma 3 1B has: four heads a page hold nearly as many tokens as one."""
+    windows = [None if layer % 6 == 5 else 512 for layer in range(26)]
+    model = geometry(26, 1, windows)
+    tokens = []
+    for heads_per_page in (4, 1):
+        built = Layout.lay_out_uncompressed(
+            model, chunk_tokens=512, page_tokens=16, heads_per_page=heads_per_page, max_tokens=4096
+        )
+        pages = 2**30 // built.page_bytes(2)
+        tokens.append(built.tokens_in(pages, 4096))
+        held = built.count_held_pages(8, 0) * built.page_slots
+        assert held <= built.count_uncompressed_entries(4096) * 28 / 26
+    assert tokens[0] >= 0.92 * tokens[1]

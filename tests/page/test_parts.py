@@ -43,6 +43,24 @@ def test_events_come_whole_however_the_stream_is_cut(module_page: Any) -> None:
     assert found == [{"event": "step", "data": '{"n": 1}'}, {"event": "message", "data": "é\ntwo"}]
 
 
+@pytest.mark.parametrize(
+    ("held", "whole", "said"),
+    [
+        (54, 100, "54 %"),
+        (100, 100, "100 %"),
+        (108, 100, "108 %, as pages and chunks of windows are held whole"),
+    ],
+)
+def test_more_than_all_is_told_with_its_reason(
+    held: int, whole: int, said: str, module_page: Any
+) -> None:
+    found = module_page.evaluate(
+        """async (usage) => (await import("/page/app/format.js")).percentHeld(usage)""",
+        {"kv_bytes": held, "kv_bytes_uncompressed": whole},
+    )
+    assert found == said
+
+
 def test_heads_with_a_window_hold_the_chunks_that_it_reaches(module_page: Any) -> None:
     """Two layers of one head, the second with a window of 5 tokens; chunks of 4, three sealed."""
     kept = np.zeros((2, 4), bool)

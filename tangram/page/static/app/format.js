@@ -24,4 +24,10 @@ export function seconds(value) {
 }
 
 export const percent = (share) => (share == null ? "–" : `${Math.round(100 * share)} %`);
+
+/** The share that an answer's pages are of its KV cache without compression; why, where it is more than all. */
+export function percentHeld({ kv_bytes: held, kv_bytes_uncompressed: whole }) {
+  const reason = Math.round((100 * held) / whole) > 100 ? ", as pages and chunks of windows are held whole" : "";
+  return `${percent(held / whole)}${reason}`;
+}
 export const rate = (value) => (value == null ? "–" : `${value.toFixed(1)} tokens/s`);

@@ -1,6 +1,6 @@
 /** One message: its text, its documents, its branches, and what can be done with it. */
 import { copyText } from "../clipboard.js";
-import { bytes, count, percent, rate, seconds } from "../format.js";
+import { bytes, count, percentHeld, rate, seconds } from "../format.js";
 import { Fragment, html, useEffect, useFocus, useRef, useState } from "../preact.js";
 import { DocumentChips } from "./documents.js";
 import { MarkdownView } from "./markdown.js";
@@ -138,7 +138,7 @@ function RunLine({ run, unfinished }) {
     run.tokensPerS && rate(run.tokensPerS),
     run.firstTokenS !== null && `first token after ${seconds(run.firstTokenS)}`,
     usage?.kv_bytes &&
-      `${bytes(usage.kv_bytes)} of KV cache, ${percent(usage.kv_bytes / usage.kv_bytes_uncompressed)}`,
+      `${bytes(usage.kv_bytes)} of KV cache, ${percentHeld(usage)}`,
     run.finish === null ? unfinished && "not finished" : ENDS[run.finish],
   ];
   return html`<span class="run">${parts.filter(Boolean).join(" · ")}</span>`;

@@ -1,7 +1,7 @@
 /** One question, two settings, side by side. */
 import { draftsOf } from "../cache/turns.js";
 import { QuestionForm, SubmitOrStop } from "../chat/question_form.js";
-import { bytes, count, percent, rate, seconds } from "../format.js";
+import { bytes, count, percentHeld, rate, seconds } from "../format.js";
 import { html } from "../preact.js";
 import { fieldsOf, nameRetention } from "../retentions.js";
 import { useStore } from "../store.js";
@@ -128,7 +128,7 @@ function Figures({ run }) {
   const usage = run?.usage;
   const drafts = usage && draftsOf(run);
   const rows = [
-    ["KV cache", usage && `${bytes(usage.kv_bytes)} (${percent(usage.kv_bytes / usage.kv_bytes_uncompressed)})`],
+    ["KV cache", usage && `${bytes(usage.kv_bytes)} (${percentHeld(usage)})`],
     ["First token", run && seconds(run.firstTokenS)],
     ["Speed", run && rate(run.tokensPerS)],
     ["Prompt + answer", usage && `${count(usage.prompt_tokens)} + ${count(usage.completion_tokens)} tokens`],
