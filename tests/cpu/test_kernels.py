@@ -153,13 +153,29 @@ def test_the_values_of_latents_are_the_first_elements_of_their_keys(
 
 
 @pytest.mark.parametrize("run", [run_reference, run_compiled])
-def test_a_plan_serves_rows_whose_drafts_were_refused(run) -> None:  # type: ignore[no-untyped-def]
-    """A plan with fixed ranges, made when the rows were longer."""
-    batch = make_batch(3, 2, 2, 16, longest=200, counts=(4, 1, 3), seed=5)
-    drafted = batch.lengths.numpy() + 8
-    plan = plan_workqueue(batch.rows, drafted, 8, tile_tokens=16, min_tokens=16)
-    expected = dense_decode(batch, 0, softcap=None, sinks=None)
-    torch.testing.assert_close(run(batch.copy(), plan, 0), expected, rtol=1e-4, atol=2e-5)
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=3),
+    longest=st.sampled_from([5, 17, 60, 200]),
+    shrinkage=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    page=st.sampled_from([4, 16]),
+    workers=st.integers(1, 24),
+    seed=st.integers(0, 99),
+)
+def test_a_plan_serves_rows_whose_drafts_were_refused(
+    run, counts: list[int], longest: int, shrinkage: list[int], page: int, workers: int, seed: int
+) -> None:  # type: ignore[no-untyped-def]
+    """A plan with fixed ranges, made when the rows were longer. What follows a row is NaN."""
+    batch = make_batch(len(counts), 2, 2, 16, page=page, longest=longest, counts=counts, seed=seed)
+    nowhere = batch.tables.new_full((40,), len(batch.pool) - 1)  # where no row has a page
+    batch.tables = torch.cat([batch.tables, nowhere])
+    drafted = batch.lengths.numpy().copy()
+    for row, refused in enumerate(shrinkage[: len(counts)]):
+        drafted[batch.rows.length_index[row]] += refused
+    plan = plan_workqueue(batch.rows, drafted, workers, tile_tokens=16, min_tokens=16)
+    for layer in (0, 1):
+        expected = dense_decode(batch, layer, softcap=None, sinks=None)
+        torch.testing.assert_close(run(batch.copy(), plan, layer), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, *NARROW.values()], ids=str)

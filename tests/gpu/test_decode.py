@@ -145,9 +145,14 @@ def test_the_values_of_latents_are_the_first_elements_of_their_keys(
 
 
 @pytest.mark.parametrize("merge", ["tails", "kernel"])
-def test_a_plan_serves_rows_whose_drafts_were_refused(merge: str, device: torch.device) -> None:
-    batch = make_batch(3, 2, 2, 64, longest=150, counts=(4, 1, 3), seed=5)
-    drafted = batch.lengths.numpy() + 8
+@pytest.mark.parametrize(("counts", "refused"), [((4, 1, 3), 8), ((1, 1, 1), 40)])
+def test_a_plan_serves_rows_whose_drafts_were_refused(
+    counts: tuple[int, ...], refused: int, merge: str, device: torch.device
+) -> None:
+    batch = make_batch(3, 2, 2, 64, longest=150, counts=counts, seed=5)
+    nowhere = batch.tables.new_full((refused,), len(batch.pool) - 1)  # where no row has a page
+    batch.tables = torch.cat([batch.tables, nowhere])
+    drafted = batch.lengths.numpy() + refused
     plan = plan_workqueue(batch.rows, drafted, 8, tile_tokens=16, min_tokens=16)
     out = run(batch, plan, 0, device, planned_at=drafted, options=options(merge))
     assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
