@@ -67,7 +67,7 @@ def test_state_and_answers_have_the_same_bits_on_any_number_of_threads(
     loaded = tiny_model(LONG, tokenizer, dtype=DTYPES[dtype])
     world = LonePrompts(loaded, tmp_path, "keydiff", kv_retention=kv_retention)
     found = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 1):
         engine = world.engine(threads=threads, dtype=dtype)
         assert torch.get_num_threads() == threads
         alone, beside = answer(engine, PROMPT), answer(engine, PROMPT, SHORT, (*PROMPT[:990], 5))
