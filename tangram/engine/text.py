@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tangram.engine.templates import template_options
+from tangram.engine.templates import ChatTemplate
 from tangram.engine.thinking import thinking_format
 from tangram.engine.tools import TOOL_MARK, marks, tool_format
 from tangram.errors import RequestError
@@ -63,6 +63,7 @@ class TextCodec:
     ) -> None:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         added = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -98,12 +99,12 @@ class TextCodec:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls; None if its template has none, or an unknown format."""
-        return None if self.tokenizer.chat_template is None else tool_format(self.tokenizer)
+        return None if self.tokenizer.chat_template is None else tool_format(self.template)
 
     @cached_property
     def thinking_format(self) -> ThinkingFormat | None:
         """How the model marks its thoughts; None if its template shows no such marks."""
-        return None if self.tokenizer.chat_template is None else thinking_format(self.tokenizer)
+        return None if self.tokenizer.chat_template is None else thinking_format(self.template)
 
     @cached_property
     def marks(self) -> Marks:
@@ -113,7 +114,16 @@ class TextCodec:
     @cached_property
     def template_options(self) -> frozenset[str]:
         """The variables of the model's chat template that a request may set."""
-        return template_options(self.tokenizer)
+        return self.template.options
+
+    def warm(self) -> None:
+        """Do in advance what the first conversation would wait for. Raises `MachineError`."""
+        self.template.warm()
+        _ = self.marks, self.template_options
+
+    def close(self) -> None:
+        """End what renders conversations."""
+        self.template.close()
 
     @cached_property
     def control_token_ids(self) -> tuple[int, ...]:
@@ -130,8 +140,22 @@ class TextCodec:
 
         `tools` are those of the OpenAI API, `options` are among `template_options`. Only the
         template writes control tokens and marks of tool calls: their names inside messages, tools
-        and options become the tokens of ordinary text. Raises `RequestError` (field `messages`) if
-        the model has no chat template or its template rejects the messages.
+        and options become the tokens of ordinary text. Raises as `render_chat` does.
+        """
+        return self.encode_chat(self.render_chat(messages, tools, options))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[str, ...]:
+        """The text of a conversation, in the parts that `encode_chat` tokenizes one by one.
+
+        A part ends inside each name of a control token that a message has. Raises
+        `RequestError` (field `messages`) if the model has no chat template, or if its template
+        rejects the messages or takes too much time or memory. Raises `MachineError` if it could not
+        be rendered.
         """
         if self.tokenizer.chat_template is None:
             raise RequestError(
@@ -146,10 +170,11 @@ class TextCodec:
             )
         mark = token_hex(16)  # nobody can guess it, so that no message has it
         marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
-        rendered = self._render(*marked)
-        pieces = (
-            self.tokenizer.encode(piece, add_special_tokens=False) for piece in rendered.split(mark)
-        )
+        return tuple(self.template.render(*marked).split(mark))
+
+    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
+        """The tokens of what `render_chat` returns."""
+        pieces = (self.tokenizer.encode(part, add_special_tokens=False) for part in parts)
         return tuple(token for piece in pieces for token in piece)
 
     def _mark(self, value: Any, mark: str) -> Any:
@@ -163,35 +188,6 @@ class TextCodec:
             if isinstance(value, (list, tuple))
             else value
         )
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any]
-    ) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools or None,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **options,
-                )
-            )
-        except TemplateError as error:
-            raise _explain_rejection(f": {error}") from error
-        # A template is a program of the model's makers: what it does with messages that they did
-        # not think of is open.
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise _explain_rejection() from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -256,12 +252,6 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
         )
 
     return decode
-
-
-def _explain_rejection(reason: str = "") -> RequestError:
-    return RequestError(
-        lambda field: f"{field}: the model's chat template rejects them{reason}", "messages"
-    )
 
 
 class TextStream:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tangram.types import ThinkingFormat
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from tangram.engine.templates import ChatTemplate
 
 _THOUGHT, _ANSWER = "tangram_thought", "tangram_answer"
 _QUESTION = {"role": "user", "content": "a"}
@@ -24,13 +24,13 @@ _WRITTEN = re.compile(
 _OPENED = re.compile(rf"<({_TAG})>\s*")
 
 
-def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None:
+def thinking_format(template: ChatTemplate) -> ThinkingFormat | None:
     """The marks around thoughts that the chat template writes, opens in the prompt, or removes.
 
     None if it does none of this: then text that looks like a mark is ordinary text.
     """
     reply = _REPLY | {"reasoning_content": _THOUGHT}
-    written = _render(tokenizer, [_QUESTION, reply])
+    written = template.render_example([_QUESTION, reply])
     if _FINAL in written:
         return _CHANNELS
     if found := _WRITTEN.search(written):
@@ -40,18 +40,9 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat | None
             if tag
             else ThinkingFormat("[THINK]", "[/THINK]")
         )
-    prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True)
+    prompt = template.render_example([_QUESTION], add_generation_prompt=True)
     if opened := _OPENED.search(prompt[prompt.rfind("<") :]):
         return ThinkingFormat(f"<{opened[1]}>", f"</{opened[1]}>")
     tagged = _REPLY | {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
-    past = _render(tokenizer, [_QUESTION, tagged, _QUESTION])
+    past = template.render_example([_QUESTION, tagged, _QUESTION])
     return _THINK if _ANSWER in past and _THOUGHT not in past else None
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **kwargs: Any
-) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
-    except Exception:  # a template is a program that may raise anything
-        return ""

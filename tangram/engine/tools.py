@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tangram.types import CallStyle, Marks, ThinkingFormat, ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tangram.engine.templates import ChatTemplate
 
 # Text that no conversation may write where the template does, even if its tokens are not marked
 # special.
@@ -58,16 +60,13 @@ _CHANNEL_MARKS = (*_HEADS, "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _CALL_MARKS = {CallStyle.NAMED: ("[CALL_ID]",), CallStyle.CHANNEL: _CHANNEL_MARKS}
 
 
-def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
+def tool_format(template: ChatTemplate) -> ToolFormat | None:
     """How calls are written: Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's two, GPT-OSS.
 
     None if the chat template does not show tools, or writes calls in another way.
     """
-    try:
-        asked = _render(tokenizer, [_QUESTION])
-        answered = _render(tokenizer, [_QUESTION, _CALL])
-    except Exception:  # a template is a program that may raise anything
-        return None
+    asked = template.render_example([_QUESTION], [_TOOL])
+    answered = template.render_example([_QUESTION, _CALL], [_TOOL])
     if _NAME not in asked:
         return None
     lines = answered[len(asked) :] if answered.startswith(asked) else answered
@@ -92,10 +91,6 @@ def marks(
         if token.special and any(str(token) in text for text in texts)
     }
     return Marks(names, frozenset(number for number, name in names.items() if name in _HEADS))
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
 
 
 def _object(match: re.Match[str]) -> ToolFormat | None:

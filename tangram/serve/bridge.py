@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -90,15 +90,25 @@ class Codec(Protocol):
     def template_options(self) -> frozenset[str]:
         """The variables of the model's chat template that a request may set."""
 
-    def chat_prompt(
+    def warm(self) -> None:
+        """Do in advance what the first conversation would wait for."""
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the answer; raises `RequestError` if the template
-        fails.
+    ) -> tuple[str, ...]:
+        """The text of a conversation up to the answer, in parts.
+
+        Raises `RequestError` if the template fails, `MachineError` if nothing could render it.
         """
+
+    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
+        """The tokens of what `render_chat` returns."""
+
+    def close(self) -> None:
+        """End what renders conversations."""
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         """The text of tokens, special ones by name; raises `RequestError` (`field`) for an unknown

@@ -1,6 +1,6 @@
-"""Work for a request before it enters the queue: parsing, tokenizing, compiling grammars.
+"""Work for a request before it enters the queue: parsing, rendering, tokenizing, grammars.
 
-Each kind has one thread, and the number of requests in it is bounded.
+Each kind has threads of its own, and the number of requests in it is bounded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 
+from tangram.engine.templates import PROCESSES
 from tangram.errors import OverloadError, RequestError
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error
@@ -53,6 +54,8 @@ class Preparation:
         self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         # One thread, so only one large body at a time takes memory.
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
+        # Each waits for one of the processes in which the codec renders conversations.
+        self._renderer = ThreadPoolExecutor(max_workers=PROCESSES, thread_name_prefix="renderer")
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling = asyncio.Lock()
         self._trials: dict[tuple[str, str], _Trial] = {}
@@ -91,6 +94,12 @@ class Preparation:
         does.
         """
         return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
+
+    async def render(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work` on a renderer's thread; cancelled work that has not begun never
+        does.
+        """
+        return await asyncio.wrap_future(self._renderer.submit(work, *args, **kwargs))
 
     async def parse(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work` on the parser's thread; cancelled work that has not begun never
@@ -166,8 +175,9 @@ class Preparation:
 
     def stop(self) -> None:
         """Start no more work."""
-        for pool in (self._parser, self._tokenizer, self._compiler):
+        for pool in (self._parser, self._renderer, self._tokenizer, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._engine.codec.close()  # the process need not wait for what is rendered
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -102,7 +102,9 @@ class Prompts:
         self._check_size(texts_in(messages), field)
         self._check_size(texts_in(tools), "tools")
         self._check_size(texts_in(options), FIELD)
-        return await self._preparation.tokenize(self.codec.chat_prompt, messages, tools, options)
+        parts = await self._preparation.render(self.codec.render_chat, messages, tools, options)
+        self._check_size(parts, field)  # a template may write a text many times
+        return await self._preparation.tokenize(self.codec.encode_chat, parts)
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (`prompt`) if it could never fit."""

@@ -7,12 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from tangram.errors import RequestError
+from tangram.errors import MachineError, RequestError
 from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_stream, write_whole
 from tangram.serve.api_errors import ApiError
@@ -81,6 +81,8 @@ class Service:
     def start(self) -> None:
         """Start the engine's thread."""
         self._engine.grammars.warm()
+        with suppress(MachineError):  # the log has the reason, and requests try again
+            self._engine.codec.warm()
         self._engine.start()
         self._started = True
 

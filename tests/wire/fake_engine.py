@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,16 +52,23 @@ class FakeCodec:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
-    def chat_prompt(
+    def warm(self) -> None:
+        """Nothing of it needs to be."""
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
+    ) -> tuple[str, ...]:
         self.told.append(dict(options or {}))
-        return self.encode(
-            "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        )
+        return tuple(f"<{message['role']}>{message['content']}" for message in messages)
+
+    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
+        return self.encode("".join(parts))
+
+    def close(self) -> None:
+        """It has no processes."""
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         if not all(0 <= token < 0x110000 for token in token_ids):

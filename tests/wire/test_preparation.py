@@ -59,7 +59,7 @@ def hold_tokenizer(
 ) -> Iterator[TokenizerBarrier]:
     """Nothing is tokenized, or made into text, until the gate is open."""
     gate, codec = TokenizerBarrier(), server.engine.codec
-    monkeypatch.setattr(codec, "chat_prompt", gate.before(lambda *arguments: (97,)))
+    monkeypatch.setattr(codec, "encode_chat", gate.before(lambda parts: (97,)))
     for name in ("encode", "verbatim"):
         monkeypatch.setattr(codec, name, gate.before(getattr(codec, name)))
     try:
@@ -118,7 +118,7 @@ def test_nothing_is_prepared_for_who_finds_the_queue_full(
     parsed, tokenized = list[int](), list[int]()
     monkeypatch.setattr(receiving, "parse", note(parsed, receiving.parse))
     codec = fake_server.engine.codec
-    for name in ("encode", "chat_prompt"):
+    for name in ("encode", "render_chat"):
         monkeypatch.setattr(codec, name, note(tokenized, getattr(codec, name)))
     content = json.dumps(BODIES[path]).encode() + b" " * (70_000 if large else 0)
     headers = {"Content-Type": "application/json"}

@@ -150,7 +150,7 @@ def test_an_error_has_the_field_of_the_endpoint_and_its_other_words_as_they_were
         text = "the template rejects them: messages must alternate after the prompt"
         raise RequestError(lambda field: f"{field}: {text}", "messages")
 
-    monkeypatch.setattr(fake_server.engine.codec, "chat_prompt", reject)
+    monkeypatch.setattr(fake_server.engine.codec, "render_chat", reject)
     asked = {"/v1/responses": ({"input": "a"}, "input"), CHAT: ({"messages": [USER]}, "messages")}
     with fake_server.http() as client:
         for path, (body, field) in asked.items():

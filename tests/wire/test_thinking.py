@@ -109,15 +109,15 @@ def test_without_the_form_a_tag_is_text(shared_server: EngineServer) -> None:
 def test_a_thought_goes_back_into_the_conversation(thinker: EngineServer) -> None:
     told: list[Any] = []
     codec = thinker.engine.codec
-    prompt = codec.chat_prompt
-    codec.chat_prompt = lambda messages, *rest: told.append(messages) or prompt(messages, *rest)  # type: ignore
+    render = codec.render_chat
+    codec.render_chat = lambda messages, *rest: told.append(messages) or render(messages, *rest)  # type: ignore
     try:
         past = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
         with thinker.http() as http:
             assert http.post(CHAT, json=chat_body(messages=[USER, past, USER])).status_code == 200
             wrong = http.post(CHAT, json=chat_body(messages=[USER | {"reasoning_content": "Hm"}]))
     finally:
-        codec.chat_prompt = prompt  # type: ignore
+        codec.render_chat = render  # type: ignore
     assert told[0][1] == past
     assert wrong.json()["error"]["param"] == "messages[0].reasoning_content"
 

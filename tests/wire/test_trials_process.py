@@ -22,6 +22,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.bare_tokenizer import load_tokenizer
+from tangram.engine.template_process import MOST_S
+
 from .conftest import (
     CHAT,
     MODEL,
@@ -408,3 +411,56 @@ def test_a_cache_folder_that_cannot_be_written_costs_the_cache_only(
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=15) == 0
         assert "could not be kept" in log_of(server)
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def list_children(pid: int) -> list[int]:
+    listed = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in listed for child in children]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_template_that_never_ends_holds_up_no_other_request_and_not_the_end(
+    python: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """What renders it ends with the server, however that ends."""
+    folder = tiny_folder(tmp_path, vocabulary=49152)
+    tokenizer = load_tokenizer("smollm2")
+    tokenizer.chat_template = (
+        f"{{% if messages[0].content == 'loop' %}}{LOOP}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
+    tokenizer.save_pretrained(folder)
+    started = process("-m", "tangram", *options(folder, "--kv-retention", "1.0"), python=python)
+    with started as (url, server), ThreadPoolExecutor(1) as pool:
+        children = list_children(server.pid)
+        assert len(children) == 2
+        looping = pool.submit(httpx.post, url + CHAT, json=said("loop"), timeout=60)
+        slowest_s = 0.0
+        while not looping.done():
+            begin_s = time.monotonic()
+            assert status_of(url, "/health") == 200
+            assert httpx.post(url + CHAT, json=said("hi"), timeout=60).status_code == 200
+            assert httpx.post(url + COMPLETIONS, json=body(numbers(9)), timeout=60).is_success
+            slowest_s = max(slowest_s, time.monotonic() - begin_s)
+        assert looping.result().status_code == 400
+        error = looping.result().json()["error"]
+        assert error["param"] == "messages"
+        assert "chat template takes more than 5 s or 1024 MiB" in error["message"]
+        assert slowest_s < MOST_S, "others have waited for it"
+        looping = pool.submit(httpx.post, url + CHAT, json=said("loop"), timeout=60)
+        children = list_children(server.pid)
+        server.send_signal(number)
+        assert server.wait(timeout=60) == (0 if number is signal.SIGTERM else -number)
+        if number is signal.SIGTERM:
+            assert looping.result().status_code in (400, 503)
+        wait_until(lambda: not any(map(is_there, children)), "what renders goes on")
+
+
+def is_there(pid: int) -> bool:
+    """Whether the process lives; one that its parent has not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
