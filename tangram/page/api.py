@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tangram.metrics import EngineStats
 from tangram.page.access import Access
@@ -115,6 +116,15 @@ class CachePage:
     def _add_endpoints(self, app: FastAPI) -> None:
         collector = self._collector
 
+        @app.get("/v1/kv", include_in_schema=False)
+        async def kv() -> Json:
+            raise ApiError(
+                404,
+                "ask /v1/kv/model, /v1/kv/pool, /v1/kv/requests/{id}, /v1/kv/history or "
+                "/v1/kv/events: each has a part of the cache's state",
+                code="endpoint_not_supported",
+            )
+
         @app.get("/v1/kv/model", dependencies=[Depends(self._check)])
         async def kv_model() -> Json:
             return describe_model(self._model, self._watched.shape)
@@ -159,20 +169,9 @@ class CachePage:
                 raise ApiError(
                     429, f"{MOST_WATCHERS} clients watch already: close one of them, or wait"
                 )
-            return StreamingResponse(
-                self._stream(client),
-                media_type=Watcher.media_type,
-                headers={"Cache-Control": "no-cache"},
-            )
-
-    async def _stream(self, client: bytes | None) -> AsyncIterator[bytes]:
-        watcher = Watcher(client)
-        self._collector.enter(watcher)
-        try:
-            async for frames in watcher:
-                yield frames
-        finally:
-            self._collector.watchers.discard(watcher)
+            watcher = Watcher(client)
+            self._collector.enter(watcher)  # before anything is awaited: others are checked, too
+            return _Watching(watcher, self._collector)
 
     def _find(self, name: str, choice: int, client: bytes | None) -> ShownCompletion:
         """Raises `ApiError` 404, the same for requests of others and for those that never were."""
@@ -185,6 +184,23 @@ class CachePage:
                 code="no_such_request",
             )
         return one
+
+
+class _Watching(StreamingResponse):
+    """The stream of one watcher, who leaves at its end, also if it never began."""
+
+    def __init__(self, watcher: Watcher, collector: Collector) -> None:
+        super().__init__(
+            aiter(watcher), media_type=watcher.media_type, headers={"Cache-Control": "no-cache"}
+        )
+        self._watcher, self._collector = watcher, collector
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the frames until the stream or the client ends."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._collector.watchers.discard(self._watcher)
 
 
 def describe_model(model: str, shape: CacheShape) -> Json:

@@ -21,8 +21,9 @@ class ChatPage:
         """See `Extension`."""
         add_files(app, lambda request: None)
 
+        @app.get("/v1/kv", include_in_schema=False)
         @app.get("/v1/kv/{rest:path}", include_in_schema=False)
-        async def kv(rest: str) -> Json:
+        async def kv(rest: str = "") -> Json:
             raise ApiError(
                 404,
                 "several engines answer here, and the page shows the cache of one; the metrics "

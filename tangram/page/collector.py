@@ -42,7 +42,11 @@ UInt16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
 
 @dataclass(eq=False)
 class Pool:
-    """Every page now. `owners` uint16 number conversations: that of whoever held a page last."""
+    """Every page now. `owners` uint16 number conversations: that of whoever held a page last.
+
+    Conversations are numbered from 1; 0 is the owner of no page, and of one that was never read
+    while a conversation held it.
+    """
 
     states: UInt8
     owners: UInt16
@@ -242,7 +246,8 @@ class Collector:
             return [frame("lost", {})]
         if not len(changes) and counts == self.pool.counts:
             return []
-        return [frame("pool", {"changes": changes.tolist(), **self.pool.counts})]
+        told = [[page, state, owner or None] for page, state, owner in changes.tolist()]
+        return [frame("pool", {"changes": told, **self.pool.counts})]
 
     def _send(self, frames: Sequence[bytes], changed: dict[ShownCompletion, None]) -> None:
         if not self.watchers:

@@ -97,16 +97,18 @@ def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiErro
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
 
 
-def _nowhere(method: str, path: str) -> ApiError:
-    """The error for an unknown path, with what the client may have meant."""
+def _nowhere(status: int, method: str, path: str, detail: str) -> ApiError:
+    """The error for an unknown path, or a method that it has not, with what the client may mean."""
     missing = not_served(path)
     if missing is None:
-        return ApiError(404, f"{method} {path}: Not Found; /docs has what there is")
+        where = "; /docs has what there is" if status == 404 else ""
+        return ApiError(status, f"{method} {path}: {detail}{where}")
+    wrong = "" if status == 404 else f"{detail}; "
     message = (
-        f"{method} {path}: this server generates text, {missing} it does not serve; /docs has what "
-        "there is"
+        f"{method} {path}: {wrong}this server generates text, {missing} it does not serve; /docs "
+        "has what there is"
     )
-    return ApiError(404, message, code="endpoint_not_supported")
+    return ApiError(status, message, code="endpoint_not_supported")
 
 
 def of_validation(error: ValidationError, rename: Callable[[str], str] = str) -> ApiError:
@@ -151,9 +153,10 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:
         # `request.url` is made of the Host header too, which may be anything.
-        if error.status_code == 404:
-            return _nowhere(request.method, request.scope["path"]).response(error.headers)
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        method, path = request.method, request.scope["path"]
+        if error.status_code in (404, 405):
+            return _nowhere(error.status_code, method, path, error.detail).response(error.headers)
+        message = f"{method} {path}: {error.detail}"
         return ApiError(error.status_code, message).response(error.headers)
 
     @app.exception_handler(Exception)

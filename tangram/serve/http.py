@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tangram.errors import EngineError
 from tangram.serve.activity import tell_activity
-from tangram.serve.api_errors import install_handlers
+from tangram.serve.api_errors import ApiError, install_handlers
 from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.docs import PAGE_HEADERS, page
@@ -111,10 +111,21 @@ def build_app(
     _add_layers(app, service, protection, sinks, page)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
-    if page is not None:
+    if page is None:
+        _explain_absent_page(app)
+    else:
         page.mount(app, locked=bool(protection.api_keys))
     _add_docs(app, served_model_name, locked=bool(protection.api_keys))
     return app
+
+
+def _explain_absent_page(app: FastAPI) -> None:
+    @app.get("/v1/kv", include_in_schema=False)
+    @app.get("/v1/kv/{rest:path}", include_in_schema=False)
+    async def kv(rest: str = "") -> Json:
+        raise ApiError(
+            404, "this server shows no cache: it was started with --page off", code="page_off"
+        )
 
 
 def _make_lifespan(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Json, Label, Salt, ScorerName, Text, encodable
+from tangram.serve.body import Body, Json, Label, Metadata, Salt, ScorerName, Text, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
@@ -121,6 +121,7 @@ class ResponsesRequest(Body):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    metadata: Metadata = Field(default={})
 
     def chat(self) -> ChatRequest:
         """The request as a chat. Raises `ValidationError`."""

@@ -91,7 +91,7 @@ class ResponsesWriter(Writer):
             "truncation": "disabled",
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "metadata": {},
+            "metadata": body.metadata,
             "store": False,
             "user": body.user,
             "usage": None if usage is None else _write_usage(usage),

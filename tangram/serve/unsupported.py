@@ -65,7 +65,6 @@ RESPONSES: NoOps = {
     "conversation": (),
     "include": ([],),
     "max_tool_calls": (),
-    "metadata": ({},),
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
@@ -103,14 +102,18 @@ KNOWN_ELSEWHERE = frozenset(
     )
 )
 
-# What other servers of this API have under /v1, by the first part of the path.
+# What other servers of this API have under /v1, by the first parts of the path.
 _PATHS: Mapping[str, str] = {
     "assistants": "assistants",
     "audio": "speech and transcription",
     "batches": "stored batches (tangram generate --batch answers files)",
+    "chat/completions": "stored completions",
     "classify": "classification",
+    "completions": "stored completions",
+    "containers": "containers",
     "conversations": "stored conversations",
     "embeddings": "embeddings",
+    "evals": "evaluations",
     "files": "files",
     "fine_tuning": "fine-tuning",
     "images": "images",
@@ -119,6 +122,9 @@ _PATHS: Mapping[str, str] = {
     "pooling": "embeddings",
     "realtime": "the realtime API",
     "rerank": "reranking",
+    "responses": "stored responses",
+    "responses/compact": "compaction",
+    "responses/input_tokens": "input tokens (POST /tokenize counts those of a prompt)",
     "score": "scoring",
     "threads": "assistants",
     "uploads": "files",
@@ -129,8 +135,9 @@ _PATHS: Mapping[str, str] = {
 
 def not_served(path: str) -> str | None:
     """What OpenAI's API has at `path` and this server has not; None if it is no such path."""
-    version, _, rest = path.removeprefix("/").partition("/")
-    return _PATHS.get(rest.split("/")[0]) if version == "v1" else None
+    version, *parts = path.removeprefix("/").split("/")
+    longest, first = "/".join(parts[:2]), "".join(parts[:1])
+    return _PATHS.get(longest, _PATHS.get(first)) if version == "v1" else None
 
 
 def asks_for_nothing(value: object, no_ops: tuple[object, ...]) -> bool:

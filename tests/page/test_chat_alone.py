@@ -39,9 +39,10 @@ def test_files_are_for_everyone_and_the_cache_is_refused_by_name(url: str) -> No
     with httpx.Client(base_url=url) as client:
         assert client.get("/").status_code == client.get("/learn").status_code == 200
         assert client.get("/v1/kv/model").status_code == 401
-        refused = client.get("/v1/kv/model", headers={"Authorization": "Bearer sesame"})
-    assert refused.status_code == 404
-    assert refused.json()["error"]["code"] == "several_engines"
+        for path in ("/v1/kv", "/v1/kv/model"):
+            refused = client.get(path, headers={"Authorization": "Bearer sesame"})
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "several_engines"
 
 
 @pytest.mark.browser

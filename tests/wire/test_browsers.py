@@ -229,17 +229,40 @@ def test_json_by_any_name_is_read(shared_server: EngineServer, kind: str) -> Non
         ("/v1/files", "files"),
         ("/v1/batches", "--batch"),
         ("/v1/rerank", "reranking"),
+        ("/v1/responses/resp_1", "stored responses"),
+        ("/v1/responses/resp_1/cancel", "stored responses"),
+        ("/v1/responses/resp_1/input_items", "stored responses"),
+        ("/v1/responses/input_tokens", "/tokenize"),
+        ("/v1/chat/completions/chatcmpl-1", "stored completions"),
+        ("/v1/chat/completions/chatcmpl-1/messages", "stored completions"),
     ],
 )
 def test_an_endpoint_of_others_is_refused_by_name(
     shared_server: EngineServer, path: str, word: str
 ) -> None:
     with shared_server.http() as client:
-        for answer in (client.post(path, json={"model": MODEL, "input": "a"}), client.get(path)):
+        asked = {"model": MODEL, "input": "a"}
+        for answer in (client.post(path, json=asked), client.get(path), client.delete(path)):
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (404, "endpoint_not_supported")
             assert word in error["message"] and path in error["message"]
             assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_list_of_stored_answers_is_refused_by_name_too(shared_server: EngineServer) -> None:
+    with shared_server.http() as client:
+        for path in (CHAT, "/v1/responses"):
+            answer = client.get(path)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (405, "endpoint_not_supported")
+            assert "Method Not Allowed" in error["message"] and "stored" in error["message"]
+
+
+def test_a_server_without_the_page_says_so(shared_server: EngineServer) -> None:
+    with shared_server.http() as client:
+        for path in ("/v1/kv", "/v1/kv/model", "/v1/kv/requests/a/kept"):
+            error = client.get(path).json()["error"]
+            assert error["code"] == "page_off" and "--page off" in error["message"]
 
 
 def test_the_official_client_says_what_is_not_served(shared_server: EngineServer) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import time
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jsonschema_rs
@@ -20,9 +22,10 @@ import pytest
 
 from tangram.page.access import Visibility
 from tangram.page.api import MOST_WATCHERS
-from tangram.page.collector import READ_EVERY_S
+from tangram.page.collector import READ_EVERY_S, Collector
 from tangram.page.history import History, Line
-from tangram.page.watchers import PING_S
+from tangram.page.watchers import PING_S, Watcher
+from tangram.watch import News, PageState, PoolReading, StepDone
 from tests.wire.conftest import CHAT, USER, EngineServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 
@@ -438,6 +441,58 @@ def test_watchers_are_bounded() -> None:
                 return response.status_code == 200
 
         wait_until(let_in, "watchers that left still count")
+
+
+def test_watchers_that_come_at_once_are_bounded_too() -> None:
+    """The bound holds between the question and the first byte of the answer."""
+
+    async def ask(client: httpx.AsyncClient, ready: asyncio.Event) -> int:
+        async with client.stream("GET", EVENTS) as response:
+            if response.status_code == 200:
+                await ready.wait()
+            return response.status_code
+
+    async def ask_all(url: str) -> list[int]:
+        ready, most = asyncio.Event(), 3 * MOST_WATCHERS
+        limits = httpx.Limits(max_connections=most)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            asked = [asyncio.create_task(ask(client, ready)) for _ in range(most)]
+            refused = most - MOST_WATCHERS
+            while sum(each.done() for each in asked) < refused:
+                await asyncio.sleep(0)
+            ready.set()
+            return await asyncio.gather(*asked)
+
+    with run_page_server() as server:
+        assert Counter(asyncio.run(ask_all(server.url))) == {
+            200: MOST_WATCHERS,
+            429: 2 * MOST_WATCHERS,
+        }
+
+
+def test_a_page_that_no_conversation_was_seen_to_hold_has_no_owner() -> None:
+    class Kept:
+        def pool(self) -> PoolReading:
+            """Two pages that were sealed and left between two readings."""
+            states = np.array([PageState.CACHED, PageState.CACHED, PageState.FREE], np.uint8)
+            return PoolReading(states, np.full(3, -1, np.int32), (), 0, 0, 0)
+
+    async def read() -> list[dict[str, Any]]:
+        collector, watcher = Collector(3), Watcher(None)
+        collector.start()
+        collector.enter(watcher)
+        step = StepDone(1, time.monotonic(), 0.1, 0, 0, 1, 0, 0, 0, 0)
+        collector.observe(News(step, (), idle=True), cast(Any, Kept()))
+        collector.flush()
+        collector.drain()
+        return [
+            json.loads(data)
+            async for frames in watcher
+            for data in re.findall(r"event: pool\ndata: (.*)", frames.decode())
+        ]
+
+    (told,) = asyncio.run(read())
+    assert told["changes"] == [[0, PageState.CACHED, None], [1, PageState.CACHED, None]]
 
 
 def test_streams_end_at_once_when_the_server_is_to_end() -> None:

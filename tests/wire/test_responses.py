@@ -143,6 +143,34 @@ def test_what_it_does_not_do_is_refused_by_name(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+def test_metadata_are_labels_that_the_answer_repeats(fake_server: EngineServer) -> None:
+    labels = {"chat": "7", "k" * 64: "v" * 512}
+    assert respond(fake_server).metadata == {}
+    assert respond(fake_server, metadata=labels).metadata == labels
+    streamed = list(respond(fake_server, metadata=labels, stream=True))
+    assert streamed[0].response.metadata == streamed[-1].response.metadata == labels
+    first, second, third = fake_server.engine.submitted
+    assert first.prompt_token_ids == second.prompt_token_ids == third.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("labels", "param"),
+    [
+        ({str(n): "a" for n in range(17)}, "metadata"),
+        ({"a": "b" * 513}, "metadata.a"),
+        ({"a": 1}, "metadata.a"),
+        ("a", "metadata"),
+    ],
+)
+def test_metadata_are_bounded_as_in_chat(
+    shared_server: EngineServer, labels: Any, param: str
+) -> None:
+    with shared_server.http() as client:
+        for path, body in (("/v1/responses", {"input": "a"}), (CHAT, {"messages": [USER]})):
+            answer = client.post(path, json={"model": MODEL, "metadata": labels, **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_an_error_has_the_field_of_the_endpoint_and_its_other_words_as_they_were(
     fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
