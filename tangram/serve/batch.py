@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copymode
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -71,10 +73,10 @@ class BatchLine:
 class BatchFiles:
     """The requests that have no answer in the output yet.
 
-    A last answer that was cut short, by a crash for example, is removed and answered again. The
-    output stays open and locked until it is closed. Raises `ConfigError` if a file cannot be read,
-    if both are the same, if another run writes the output, or if the output holds anything but
-    answers. Then the output is unchanged.
+    One that has an error there is tried again, and its error leaves the output. So does a last line
+    that was cut short, by a crash for example. The output stays open and locked until it is closed.
+    Raises `ConfigError` if a file cannot be read, if both are the same, if another run writes the
+    output, or if the output holds anything but answers. Then the output is unchanged.
     """
 
     source: Path
@@ -92,7 +94,14 @@ class BatchFiles:
             tasks = list(_tasks(self.source))
             self.output = _open(self.target)
             try:
-                done = _read_done_keys(self.output, self.target)
+                lines = _read_lines(self.output, self.target)
+                # The error of a line that had no `custom_id` is named by its place.
+                asked = {name for task in tasks for name in (task.key, task.id)}
+                again = {line.key for line in lines if line.failed} & asked
+                if again:
+                    kept = [line for line in lines if not (line.failed and line.key in again)]
+                    self.output = _rewrite(self.output, self.target, kept)
+                    lines = kept
             except BaseException:
                 self.output.close()
                 raise
@@ -101,6 +110,7 @@ class BatchFiles:
                 f"batch is {str(self.source)!r}, output {str(self.target)!r}: {error}"
             ) from error
         self.total = len(tasks)
+        done = {line.key for line in lines}
         self.tasks = [task for task in tasks if task.key not in done]
 
     @property
@@ -155,25 +165,59 @@ def _open(target: Path) -> io.FileIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(
-            f"output is {str(target)!r}, another run writes to it: wait for its end"
-        ) from None
+        raise _explain_other_run(target) from None
     except OSError:  # a file system without locks
         pass
+    if not os.path.samestat(os.fstat(file.fileno()), target.stat()):  # one has just replaced it
+        file.close()
+        raise _explain_other_run(target)
     return file
 
 
-def _read_done_keys(file: io.FileIO, target: Path) -> set[str]:
-    """The keys of the answers in `file`. A last line that a crash has cut is removed."""
+def _explain_other_run(target: Path) -> ConfigError:
+    return ConfigError(f"output is {str(target)!r}, another run writes to it: wait for its end")
+
+
+@dataclass(frozen=True)
+class _OutputLine:
+    """A line of the output, and the `BatchLine.key` of its request."""
+
+    key: str
+    failed: bool
+    text: bytes
+
+
+def _read_lines(file: io.FileIO, target: Path) -> list[_OutputLine]:
+    """The lines of `file`. A last line that a crash has cut is removed."""
     file.seek(0)
-    *lines, rest = file.readall().split(b"\n")
-    keys = {_read_key(target, number, line) for number, line in enumerate(lines, 1)}
+    *whole, rest = file.readall().split(b"\n")
+    lines = [_read_line(target, number, line) for number, line in enumerate(whole, 1)]
     if rest and _is_cut_short(rest):
         file.truncate(file.seek(-len(rest), os.SEEK_END))
     elif rest:
-        keys.add(_read_key(target, len(lines) + 1, rest))
+        lines.append(_read_line(target, len(whole) + 1, rest))
         _append(file, b"\n")
-    return keys
+    return lines
+
+
+def _rewrite(file: io.FileIO, target: Path, lines: list[_OutputLine]) -> io.FileIO:
+    """The output with these `lines` alone, opened and locked; at each moment there is a whole file.
+
+    Closes `file`, which it has replaced.
+    """
+    path = target.resolve()
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
+        try:
+            new.writelines(line.text + b"\n" for line in lines)
+            new.flush()
+            os.fsync(new.fileno())
+            copymode(path, new.name)
+            Path(new.name).replace(path)
+        except BaseException:
+            Path(new.name).unlink()
+            raise
+    file.close()
+    return _open(target)
 
 
 def _append(file: io.FileIO, data: bytes) -> None:
@@ -182,13 +226,13 @@ def _append(file: io.FileIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def _read_key(target: Path, number: int, line: bytes) -> str:
+def _read_line(target: Path, number: int, line: bytes) -> _OutputLine:
     try:
         record = json.loads(line)
         answer = record["response"] or record["error"]
         key = record["id"] if record["custom_id"] is None else f"custom {record['custom_id']}"
         if isinstance(answer, dict) and isinstance(key, str):
-            return key
+            return _OutputLine(key, record["error"] is not None, line)
     except (ValueError, LookupError, TypeError, RecursionError):  # also bytes that are no text
         pass
     raise ConfigError(

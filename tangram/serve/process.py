@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class ConnectionLimits:
 class Server(uvicorn.Server):
     """A server that ends when its requests have ended.
 
-    At the first signal it drains `service`, but goes on listening. It ends when no request runs, or
-    after `grace_s`; then running requests get an error. A second signal ends the process at once.
+    At the first signal it drains `service`, but goes on listening, and says for how many answers it
+    waits. It ends when no request runs, or after `grace_s`; then running requests get an error. A second signal ends the process at once.
     When the engine dies, the server ends too. If a step of the engine does not end, the process
     exits with code 1. It calls `on_ready` once it answers requests.
     """
@@ -85,6 +86,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._engine, self._service, self._grace_s = engine, service, grace_s
         self._ends_s: float | None = None
+        self._untold_signal: int | None = None
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
@@ -98,6 +100,7 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)  # nothing may hold it up: no lock, no step of the engine, no client
         self._service.drain()
         self._ends_s = time.monotonic() + self._grace_s
+        self._untold_signal = sig  # the loop says so: here a line may be half written
 
     def hang_up(self, sig: int, frame: FrameType | None) -> None:
         """As at the first signal: the terminal is closed.
@@ -113,11 +116,25 @@ class Server(uvicorn.Server):
             _log.error("the engine has stopped: the server ends")
             self._service.drain()
             self._ends_s = time.monotonic() + LAST_WORDS_S
+        self._tell_signal()
         if self._ends_s is not None:
             # A dead engine's answers end by themselves. The time is for requests of /health.
             drained = self._engine.healthy and not self.server_state.tasks
             self.should_exit |= drained or time.monotonic() >= self._ends_s
         return await super().on_tick(counter)
+
+    def _tell_signal(self) -> None:
+        """Say once for what it waits."""
+        sig, self._untold_signal = self._untold_signal, None
+        running = len(self.server_state.tasks)
+        if sig is None or not running:
+            return
+        _log.info(
+            "waiting up to %g s for %s, %s again ends the process",
+            self._grace_s,
+            f"{running} answers" if running > 1 else "an answer",
+            "Ctrl-C" if sig == signal.SIGINT else "a signal",
+        )
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Give an error to answers that still run, so that no connection is just cut."""

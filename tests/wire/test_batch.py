@@ -93,7 +93,7 @@ def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path)
 
 
 def test_a_second_run_does_only_what_is_left(tmp_path: Path) -> None:
-    lines = [line("a"), "{", line("b", temperature=-1), line("c")]
+    lines = [line("a"), line("b"), line("c")]
     first, _ = run(tmp_path, lines)
     output = tmp_path / "out.jsonl"
     kept = output.read_text()
@@ -103,8 +103,50 @@ def test_a_second_run_does_only_what_is_left(tmp_path: Path) -> None:
     whole = [json.dumps(record) for record in first if record["custom_id"] != "c"]
     output.write_text("\n".join(whole) + '\n{"id": "line-4", "custom_id": "c", "resp')
     resumed, failed = run(tmp_path, [line("new"), *lines], engine := FakeEngine())
-    assert {record["custom_id"] for record in resumed} == {None, "a", "b", "c", "new"}
+    assert [record["custom_id"] for record in resumed[:2]] == ["a", "b"]
+    assert {record["custom_id"] for record in resumed[2:]} == {"c", "new"}
     assert len(engine.submitted) == 2
+
+
+def test_a_second_run_tries_again_what_has_an_error(tmp_path: Path) -> None:
+    """Whether the engine had failed or the line was wrong, which somebody may have mended."""
+    lines = [line("a"), "{", line("b", temperature=-1), line("c", prompt="broken"), line("d")]
+    first, failed = run(tmp_path, lines)
+    assert failed == 3
+    again, failed = run(tmp_path, lines, engine := FakeEngine())
+    assert failed == 3, "the output still has errors"
+    assert len(again) == len(first) == 5
+    assert [record["custom_id"] for record in again[:2]] == ["a", "d"]
+    assert len(engine.submitted) == 1
+    mended = [line("a"), line("new"), line("b"), line("c"), line("d")]
+    all_of_them, failed = run(tmp_path, mended, engine := FakeEngine())
+    assert failed == 0
+    assert sorted(record["custom_id"] for record in all_of_them) == ["a", "b", "c", "d", "new"]
+    assert len(engine.submitted) == 3
+
+
+def test_errors_of_other_requests_stay_in_the_output(tmp_path: Path) -> None:
+    run(tmp_path, [line("of another file", temperature=-1), line("b", temperature=-1)])
+    records, failed = run(tmp_path, ["", line("b")])
+    assert failed == 0
+    assert [(record["custom_id"], record["error"] is None) for record in records] == [
+        ("of another file", False),
+        ("b", True),
+    ]
+
+
+def test_an_output_is_replaced_where_it_lies_and_as_it_was(tmp_path: Path) -> None:
+    lines = [line("a"), line("b", temperature=-1)]
+    run(tmp_path, lines)
+    output, elsewhere = tmp_path / "out.jsonl", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    output.rename(elsewhere / "answers")
+    (elsewhere / "answers").chmod(0o640)
+    output.symlink_to(elsewhere / "answers")
+    records, _ = run(tmp_path, lines)
+    assert len(records) == 2 and output.is_symlink()
+    assert (elsewhere / "answers").stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["answers"]
 
 
 def test_a_dead_engine_writes_no_answers_and_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from .conftest import CHAT, USER, chat_body, free_port, healthy, stream_data, wait_until
 
 SCRIPT = """
-import sys
+import logging, sys
+logging.basicConfig(level=logging.INFO)
 from tests.wire.fake_engine import FakeEngine, serve_fake
 engine = FakeEngine()
 serve_fake(engine, int(sys.argv[1]))
@@ -48,6 +49,8 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(
         finally:
             process.kill()
     assert (process.returncode, output.splitlines()[-1]) == (0, "stopped True aborted 1"), log
+    again = "Ctrl-C" if number == signal.SIGINT else "a signal"
+    assert f"waiting up to 0.5 s for an answer, {again} again ends the process" in log
     assert "shutting down" in json.loads(error)["error"]["message"]
     assert done == "[DONE]"
     assert "Traceback" not in log
