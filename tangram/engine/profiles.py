@@ -17,6 +17,7 @@ from tangram.compress.scorers import (
     ScorerChoice,
     choose_scope,
     choose_scorer,
+    explain_missing_retention,
     make_scorer,
     read_profiles,
 )
@@ -90,10 +91,7 @@ class Compression:
         if config.kv_retention in (1.0, *own):
             return profiles
         if profiles:
-            raise ProfileError(
-                f"kv_retention is {config.kv_retention}, the profiles given for scorer {default} "
-                f"are for {', '.join(map(str, own))}: set kv_retention to one of them"
-            )
+            raise explain_missing_retention(config, default, own)
         return [find_or_make_profile(config, loaded, scorers[default], self.choice.scope)]
 
     def find_draft_profile(self, loaded: LoadedModel, scorers: Mapping[str, Scorer]) -> Profile:

@@ -12,6 +12,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
+from tangram.compress.scorers import check_retention
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
@@ -20,7 +21,8 @@ from tangram.model.source import name_served_model
 from tangram.ray.ingress import Ingress
 from tangram.ray.options import FleetOptions, read_arguments
 from tangram.ray.replica import EngineReplica
-from tangram.serve.guard import check_served_name
+from tangram.serve.guard import Protection, check_served_name
+from tangram.serve.tracing import traces_to
 from tangram.serve.wire import MAX_CONNECTIONS
 
 ENGINE, INGRESS = "Engine", "Ingress"
@@ -43,11 +45,10 @@ def build_application(
 ) -> Application:
     """The application of `config`; `router` is where the class of the request router lies.
 
-    Raises `ConfigError` for a wrong name of the model, GPUs that do not fit, or KV events that
-    cannot be published.
+    Raises as `check_application` does, but for profiles: they may lie where the replicas run.
     """
+    check_application(replace(config, profile=()), options)
     model = options.served_model_name or name_served_model(config.model)
-    check_served_name(model)
     waiting = SERVED_QUEUE if config.max_queue is None else config.max_queue
     engine = serve.deployment(
         name=ENGINE,
@@ -82,6 +83,28 @@ def build_application(
     return ingress.bind(engines, model, options, version)
 
 
+def check_application(config: EngineConfig, options: FleetOptions) -> None:
+    """Check what can be known before a replica is started, which takes long, and fails far away.
+
+    Raises `ConfigError` for a wrong name of the model, keys or origins that are wrong, GPUs that do
+    not fit, or KV events and traces that cannot be sent. Raises `ProfileError` if profiles are
+    unreadable or lack the default ρ.
+    """
+    model = options.served_model_name or name_served_model(config.model)
+    check_served_name(model)
+    Protection(options.api_key, options.max_body_mb, options.allowed_origins)
+    _ = options.events
+    if options.otlp_endpoint is not None and (traces := traces_to(options.otlp_endpoint, model)):
+        traces.close()
+    ranks, given = config.tensor_parallel_size, options.gpus_per_replica
+    if given is not None and (given > ranks or 0 < given < ranks != 1):
+        raise ConfigError(
+            f"gpus_per_replica is {given:g}, and a replica with tensor_parallel_size {ranks} "
+            f"computes on {ranks}: set {ranks}, or leave it out"
+        )
+    check_retention(config)
+
+
 def _scale(options: FleetOptions) -> dict[str, Any]:
     if options.autoscaling is not None:
         return {"autoscaling_config": options.autoscaling}
@@ -97,15 +120,10 @@ def _count_cpus(config: EngineConfig, options: FleetOptions) -> float:
 def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
     """The GPUs of a replica: each rank has one of its own. One engine may share one with others."""
     ranks, given = config.tensor_parallel_size, options.gpus_per_replica
-    if given is None:
-        has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
-        return float(ranks if has_gpus and config.device != "cpu" else 0)
-    if given > ranks or 0 < given < ranks != 1:
-        raise ConfigError(
-            f"gpus_per_replica is {given:g}, and a replica with tensor_parallel_size {ranks} "
-            f"computes on {ranks}: set {ranks}, or leave it out"
-        )
-    return given
+    if given is not None:
+        return given
+    has_gpus = ray.is_initialized() and "GPU" in ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return float(ranks if has_gpus and config.device != "cpu" else 0)
 
 
 def _with_whole_paths(config: EngineConfig) -> EngineConfig:

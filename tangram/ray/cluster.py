@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import ray
@@ -19,12 +20,15 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 
 from tangram.config import EngineConfig
-from tangram.errors import ConfigError, EngineError
-from tangram.ray.application import build_application
+from tangram.errors import ConfigError, EngineError, ModelError, ProfileError, TangramError
+from tangram.ray.application import build_application, check_application
 from tangram.ray.options import FleetOptions
 
 _LOOK_EVERY_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The last line of a traceback.
+_RAISED = re.compile(r"(?:\w+\.)*(\w+(?:Error|Exception)): (.+)")
+_OF_OPTIONS = {kind.__name__: kind for kind in (ConfigError, ModelError, ProfileError)}
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +60,8 @@ def run_application(
     option or an address that is wrong, `EngineError` if replicas do not start or the cluster ends.
     """
     begin_s = time.monotonic()
+    away = place.address is not None and not all(map(os.path.exists, config.profile))
+    check_application(replace(config, profile=()) if away else config, options)
     with _join(place), _catch_signals() as ended:
         serve.start(
             proxy_location="EveryNode", http_options=HTTPOptions(host=place.host, port=place.port)
@@ -63,14 +69,27 @@ def run_application(
         try:
             serve.run(build_application(config, options), name=place.app_name, route_prefix="/")
         except (RayError, RayServeException, RuntimeError) as error:
-            raise EngineError(f"the replicas have not started: {error}") from error
+            raise _explain_failure(place.app_name, error) from error
         _log.info("ready after %.1f s", time.monotonic() - begin_s)
         on_ready()
         if stays:
             return
         _wait(ended)
-        _log.info("ending: answers may take %g s", options.shutdown_grace_s)
+        _log.info(
+            "waiting up to %g s for answers, a signal again ends the process",
+            options.shutdown_grace_s,
+        )
         serve.delete(place.app_name)
+
+
+def _explain_failure(app_name: str, error: Exception) -> TangramError:
+    """What a replica has said that could not start, or else what Ray says."""
+    deployments = serve.status().applications[app_name].deployments.values()
+    for line in reversed([line for each in deployments for line in each.message.splitlines()]):
+        if (said := _RAISED.fullmatch(line.strip())) is not None:
+            kind, reason = said.groups()
+            return _OF_OPTIONS.get(kind, EngineError)(f"a replica has not started: {reason}")
+    return EngineError(f"the replicas have not started: {error}")
 
 
 @contextmanager
@@ -95,8 +114,8 @@ def _join(place: ClusterPlace) -> Iterator[None]:
     try:
         yield
     finally:
-        if place.address is None:
-            serve.shutdown()  # type: ignore[no-untyped-call]
+        # It ends the processes of a cluster that was started here. `serve.shutdown` before it would
+        # have Ray report a failed task: the controller ends while it answers.
         ray.shutdown()
 
 

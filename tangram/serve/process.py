@@ -70,9 +70,10 @@ class Server(uvicorn.Server):
     """A server that ends when its requests have ended.
 
     At the first signal it drains `service`, but goes on listening, and says for how many answers it
-    waits. It ends when no request runs, or after `grace_s`; then running requests get an error. A second signal ends the process at once.
-    When the engine dies, the server ends too. If a step of the engine does not end, the process
-    exits with code 1. It calls `on_ready` once it answers requests.
+    waits. It ends when no request runs, or after `grace_s`; then running requests get an error. A
+    second signal ends the process at once. When the engine dies, the server ends too. If a step of
+    the engine does not end, the process exits with code 1. It calls `on_ready` once it answers
+    requests.
     """
 
     def __init__(

@@ -54,6 +54,28 @@ def read_profiles(config: EngineConfig) -> dict[str, Profile]:
     return {path: Profile.load(path) for path in config.profile}
 
 
+def check_retention(config: EngineConfig) -> None:
+    """Raise `ProfileError` if `config` names profiles, and none of them has its ρ.
+
+    The default scorer decides, as far as it is known without the model.
+    """
+    profiles = read_profiles(config)
+    scorer = choose_scorer(config, None, profiles).scorer
+    own = [each.kv_retention for each in profiles.values() if each.scorer.name == scorer]
+    if profiles and config.kv_retention not in (1.0, *own):
+        raise explain_missing_retention(config, scorer, own)
+
+
+def explain_missing_retention(
+    config: EngineConfig, scorer: str, own: Sequence[float]
+) -> ProfileError:
+    """The error for profiles of `scorer` that have the ratios `own`, and not that of `config`."""
+    return ProfileError(
+        f"kv_retention is {config.kv_retention}, the profiles given for scorer {scorer} are for "
+        f"{', '.join(map(str, own))}: set kv_retention to one of them"
+    )
+
+
 def choose_scorer(
     config: EngineConfig, model: ModelFingerprint | None, profiles: Mapping[str, Profile]
 ) -> ScorerChoice:
