@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -54,8 +53,6 @@ _SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-# Ray colours what it passes on from its processes, wherever that goes.
-_PLAIN_SETTINGS = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
 
 
 @with_config
@@ -162,11 +159,9 @@ def _read_json(text: str | None) -> Any:
 
 @contextmanager
 def _apply_settings() -> Iterator[None]:
-    """Settings that Ray reads when it is imported, here and in processes that start inside."""
-    shown = sys.stdout.isatty() and sys.stderr.isatty()
-    settings = _SERVE_SETTINGS | ({} if shown else _PLAIN_SETTINGS)
-    missing = settings.keys() - os.environ.keys()
-    os.environ.update({name: settings[name] for name in missing})
+    """Settings that Serve reads when it is imported, here and in processes that start inside."""
+    missing = _SERVE_SETTINGS.keys() - os.environ.keys()
+    os.environ.update({name: _SERVE_SETTINGS[name] for name in missing})
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 import ray
+from colorama import colorama_text  # Ray brings it
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
@@ -62,7 +63,8 @@ def run_application(
     begin_s = time.monotonic()
     away = place.address is not None and not all(map(os.path.exists, config.profile))
     check_application(replace(config, profile=()) if away else config, options)
-    with _join(place), _catch_signals() as ended:
+    # Ray colours what it passes on from its processes, wherever that goes.
+    with colorama_text(), _join(place), _catch_signals() as ended:
         serve.start(
             proxy_location="EveryNode", http_options=HTTPOptions(host=place.host, port=place.port)
         )
@@ -104,9 +106,11 @@ def _join(place: ClusterPlace) -> Iterator[None]:
             include_dashboard=None if place.address else False,
             log_to_driver=place.address is None,
         )
-    except (ConnectionError, ValueError, RayError) as error:
+    except Exception as error:  # it raises this very class, too, where a process is too slow
         if place.address is None:
             raise EngineError(f"Ray has not started: {error}") from error
+        if not isinstance(error, (ConnectionError, ValueError, RayError)):
+            raise
         raise ConfigError(
             f"address is {place.address}, no cluster answers there: start one with `ray start "
             "--head`, and set RAY_AUTH_MODE=token if it asks for a token"

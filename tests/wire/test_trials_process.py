@@ -423,7 +423,7 @@ def list_children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_template_that_never_ends_holds_up_no_other_request_and_not_the_end(
-    python: list[str], tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     """What renders it ends with the server, however that ends."""
     folder = tiny_folder(tmp_path, vocabulary=49152)
@@ -432,7 +432,7 @@ def test_a_template_that_never_ends_holds_up_no_other_request_and_not_the_end(
         f"{{% if messages[0].content == 'loop' %}}{LOOP}{{% endif %}}{{{{ messages[0].content }}}}"
     )
     tokenizer.save_pretrained(folder)
-    started = process("-m", "tangram", *options(folder, "--kv-retention", "1.0"), python=python)
+    started = process("-m", "tangram", *options(folder, "--kv-retention", "1.0"), start_s=180)
     with started as (url, server), ThreadPoolExecutor(1) as pool:
         children = list_children(server.pid)
         assert len(children) == 2
