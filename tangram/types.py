@@ -241,13 +241,16 @@ class ThinkingFormat:
 
 @dataclass(frozen=True)
 class Marks:
-    """Control tokens that stand in the text of an answer by their names: id to name.
+    """Tokens that mark calls and thoughts, each by its id: `names` are control tokens.
 
-    After one of `heads`, up to the next of them all, text is not searched for stop strings.
+    These stand in the text of an answer by their names. After one of `heads`, up to the next of
+    them all, text is not searched for stop strings. `words` are ordinary tokens: their text is the
+    mark, or the part of it that they spell.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
+    words: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ thread. For each token only the allowed tokens are looked up, in some tens of mi
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import threading
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers.normalizers import ByteLevel
 
 from tangram.engine import grammar_trial
 from tangram.engine.grammar_trial import BEGUN, LIMITS, MOST_S
@@ -28,6 +30,7 @@ from tangram.types import UInt8
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _MOST_REASON_CHARACTERS = 300
@@ -85,7 +88,7 @@ class GrammarCompiler:
             return (
                 None
                 if backend is None
-                else LLTokenizer(backend.to_str(), self._vocab_size, self._ends or None)
+                else LLTokenizer(_describe(backend), self._vocab_size, self._ends or None)
             )
         except (ValueError, RuntimeError):
             return None
@@ -171,6 +174,30 @@ def _try(source: str, field: str) -> None:
         "simpler",
         field,
     )
+
+
+def _describe(backend: Tokenizer) -> str:
+    """`backend` as JSON, its added tokens that are text moved among the ordinary tokens.
+
+    llguidance takes every added token in angle brackets for a control token, which text cannot
+    have: `<think>` of Qwen3 too, that is text in an answer.
+    """
+    description = json.loads(backend.to_str())
+    vocabulary, added = description["model"].get("vocab"), description["added_tokens"]
+    if isinstance(vocabulary, dict):  # in a list the place of a piece is its number
+        spell = ByteLevel().normalize_str if _has_byte_alphabet(description) else str
+        # All of them: a name that is not in the vocabulary gets another number.
+        for token in added:
+            name = token["content"]
+            vocabulary[name if token["special"] else spell(name)] = token["id"]
+        description["added_tokens"] = [token for token in added if token["special"]]
+    return json.dumps(description, ensure_ascii=False)
+
+
+def _has_byte_alphabet(description: dict[str, Any]) -> bool:
+    """Whether tokens are written in GPT-2's byte alphabet."""
+    decoder = description["decoder"] or {}
+    return any(one.get("type") == "ByteLevel" for one in decoder.get("decoders", [decoder]))
 
 
 class CompiledGrammar:

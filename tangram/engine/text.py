@@ -10,11 +10,12 @@ completion ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tangram.engine.templates import ChatTemplate
 from tangram.engine.thinking import thinking_format
@@ -23,6 +24,7 @@ from tangram.errors import RequestError
 from tangram.types import Marks, ThinkingFormat, ToolFormat
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
@@ -69,16 +71,9 @@ class TextCodec:
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self.special_token_ids = frozenset((*tokenizer.all_special_ids, *added))
-        marks = {
-            text
-            for text in map(str, tokenizer.added_tokens_decoder.values())
-            if TOOL_MARK.fullmatch(text)
-        }
-        controls = sorted({*tokenizer.all_special_tokens, *added.values(), *marks})
-        # Where a control token's name begins, also inside another, and its first character.
-        self._control = re.compile(
-            f"(?=(?:{'|'.join(map(re.escape, controls))}))(.)" if controls else "(?!)()", re.DOTALL
-        )
+        tool_marks = filter(TOOL_MARK.fullmatch, map(str, tokenizer.added_tokens_decoder.values()))
+        self._controls = frozenset((*tokenizer.all_special_tokens, *added.values(), *tool_marks))
+        self._edge = token_hex(16)  # nobody can guess it, so that no message has it
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -108,7 +103,7 @@ class TextCodec:
 
     @cached_property
     def marks(self) -> Marks:
-        """The control tokens that delimit calls and thoughts."""
+        """The tokens that delimit calls and thoughts."""
         return marks(self.tokenizer, self.tool_format, self.thinking_format)
 
     @cached_property
@@ -150,7 +145,7 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
-        """The text of a conversation, in the parts that `encode_chat` tokenizes one by one.
+        """The text of a conversation, in parts that `encode_chat` tokenizes.
 
         A part ends inside each name of a control token that a message has. Raises
         `RequestError` (field `messages`) if the model has no chat template, or if its template
@@ -169,25 +164,110 @@ class TextCodec:
                 lambda field: f"{field} is empty, it must hold at least one message", "messages"
             )
         mark = token_hex(16)  # nobody can guess it, so that no message has it
-        marked = [self._mark(value, mark) for value in (list(messages), list(tools), options or {})]
-        return tuple(self.template.render(*marked).split(mark))
+        hidden = [
+            self._hide(message, mark, written=message.get("role") == "assistant")
+            for message in messages
+        ]
+        rendered = self.template.render(
+            hidden, self._hide(list(tools), mark), self._hide(dict(options or {}), mark)
+        )
+        return tuple(rendered.split(mark))
 
     def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
         """The tokens of what `render_chat` returns."""
-        pieces = (self.tokenizer.encode(part, add_special_tokens=False) for part in parts)
-        return tuple(token for piece in pieces for token in piece)
+        mark = token_hex(16)
+        return tuple(self._encode_rendered(mark.join(parts), mark))
 
-    def _mark(self, value: Any, mark: str) -> Any:
-        """`value` with `mark` inside every name of a control token, to hide these names."""
+    def _hide(self, value: Any, mark: str, *, written: bool = False) -> Any:
+        """`value` with `mark` inside every name of a control token, to hide these names.
+
+        Marks of thoughts that are ordinary tokens are hidden too, unless the model has `written`
+        the value: templates look for these marks in its past answers.
+        """
         if isinstance(value, str):
-            return self._control.sub(rf"\g<1>{mark}", value)
+            return self._beginnings[written].sub(rf"\g<0>{mark}", value)
         if isinstance(value, Mapping):
-            return {self._mark(name, mark): self._mark(item, mark) for name, item in value.items()}
+            return {
+                self._hide(name, mark, written=written): self._hide(item, mark, written=written)
+                for name, item in value.items()
+            }
         return (
-            [self._mark(item, mark) for item in value]
+            [self._hide(item, mark, written=written) for item in value]
             if isinstance(value, (list, tuple))
             else value
         )
+
+    @cached_property
+    def _structure(self) -> frozenset[str]:
+        """The names of all tokens that only the template may write."""
+        return self._controls.union(self.marks.words.values())
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        return re.compile(f"({_any_of(self._structure)})")
+
+    @cached_property
+    def _beginnings(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The first character of each name in a text: of all that delimit, of control tokens."""
+        names = (self._structure, self._controls)
+        everywhere, written = (re.compile(rf"(?={_any_of(each)}).", re.DOTALL) for each in names)
+        return everywhere, written
+
+    def _encode_rendered(self, rendered: str, mark: str) -> Iterator[int]:
+        """The tokens of a rendered conversation, in which `mark` hides names of control tokens.
+
+        What lies between two control tokens is encoded as a whole, as the tokenizer does it: it may
+        have its own way to begin each part.
+        """
+        # Texts are at the odd places, names between them.
+        names = self._names.split(rendered) if mark in rendered else [rendered]
+        parts = ["", *names, ""]
+        for hidden, run in groupby(range(len(parts)), lambda at: mark in parts[at]):
+            places = list(run)
+            text = "".join(parts[at] for at in places).replace(mark, "")
+            if hidden:
+                yield from self._encode_text(text, parts[places[0] - 1], parts[places[0] + 1])
+            elif text:
+                yield from self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_text(self, text: str, before: str, after: str) -> list[int]:
+        """The tokens of `text` between control tokens of these names, and none of them in it.
+
+        An empty name stands for the beginning or the end of the conversation.
+        """
+        if self._plain is None:
+            return list(
+                self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            )
+        known = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
+        # A token may take in the spaces beside it.
+        text = text.lstrip() if before in known and known[before].rstrip else text
+        text = text.rstrip() if after in known and known[after].lstrip else text
+        # Some tokenizers begin the very first text in another way.
+        edges = [self._edge] if before else []
+        pieces = self._plain.encode("".join([*edges, text])).tokens[len(edges) :]
+        return cast("list[int]", self.tokenizer.convert_tokens_to_ids(pieces))
+
+    @cached_property
+    def _plain(self) -> Tokenizer | None:
+        """The tokenizer, over the same model, without the control tokens.
+
+        None if it is not of the library that can do this.
+        """
+        from tokenizers import AddedToken, Tokenizer
+
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        plain = Tokenizer(backend.model)
+        plain.normalizer, plain.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+        others = [
+            token
+            for token in backend.get_added_tokens_decoder().values()
+            if token.content not in self._structure
+        ]
+        plain.add_tokens([*others, AddedToken(self._edge, normalized=False)])
+        return plain
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
@@ -252,6 +332,11 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
         )
 
     return decode
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A pattern of `names`, the longest first."""
+    return "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or r"(?!)"
 
 
 class TextStream:

@@ -79,18 +79,20 @@ def tool_format(template: ChatTemplate) -> ToolFormat | None:
 def marks(
     tokenizer: PreTrainedTokenizerBase, tools: ToolFormat | None, thinking: ThinkingFormat | None
 ) -> Marks:
-    """The control tokens that delimit the calls of `tools` and the thoughts of `thinking`."""
+    """The tokens that delimit the calls of `tools` and the thoughts of `thinking`."""
     texts: list[str] = []
     if tools is not None:
         texts += [tools.begin, tools.end, tools.arguments, *_CALL_MARKS.get(tools.style, ())]
     if thinking is not None:
         texts += [thinking.begin, thinking.end, *(_CHANNEL_MARKS if thinking.channels else ())]
-    names = {
-        number: str(token)
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and any(str(token) in text for text in texts)
-    }
-    return Marks(names, frozenset(number for number, name in names.items() if name in _HEADS))
+    names: dict[int, str] = {}
+    words: dict[int, str] = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        name = str(token)
+        if name.strip() and any(name in text for text in texts):
+            (names if token.special else words)[number] = name
+    heads = frozenset(number for number, name in names.items() if name in _HEADS)
+    return Marks(names, heads, words)
 
 
 def _object(match: re.Match[str]) -> ToolFormat | None:

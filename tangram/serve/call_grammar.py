@@ -67,49 +67,48 @@ class CallGrammar:
         if self.schema is not None:
             answer = f"answer: {json_rule(self.schema)}"
             return [f"start: {before} (calls | answer)", *calls, answer, *thought]
-        return [*self._prose(), *calls]
+        if not self.form.begin:
+            free, resumed = self._list_unmarked(), "GAP free"
+        else:
+            free, resumed = self._prose(), "free"
+        start, thought = self.answer.describe_thought_before("free", resumed)
+        return [f"start: {start}", *free, *calls, *thought]
 
     def _calls(self) -> list[str]:
-        form, written = self.form, self.answer.write_literal
-        begin, end = written(form.begin), written(form.end)
-        if form.style is CallStyle.LIST:
-            more = '(", " body)*' if self.parallel else ""
-            return [f'calls: {begin} " "? "[" body {more} "]"']
-        if form.style is CallStyle.NAMED:
-            return [f"calls: call{'+' if self.parallel else ''}", f"call: {begin} body"]
+        """Rules of `calls`; `rest` is the first of them, or all, after its mark."""
+        form = self.form
+        begin, end = self.answer.write_literal(form.begin), self.answer.write_literal(form.end)
         several = self.parallel and bool(begin)
-        return [
-            'calls: call ("\\n" call)*' if several else "calls: call",
-            f"call: {begin} body {end}",
-        ]
+        if form.style is CallStyle.LIST:
+            more = '(", " body)*' if several else ""
+            return [f"calls: {begin} rest", f'rest: " "? "[" body {more} "]"']
+        between = "" if form.style is CallStyle.NAMED else '"\\n"'
+        more = f"({between} call)*" if several else ""
+        return [f"calls: call {more}", f"call: {begin} rest", f"rest: body {end}"]
 
     def _prose(self) -> list[str]:
         """Rules for any text. After the beginning of a call, the rest must be a call."""
-        marker = self.form.begin.strip()
-        controls = [
-            number for number in self.control_token_ids if number not in self.answer.marks.names
-        ]
-        ids = ",".join(map(str, controls))
-        rules = [f"note: TEXT <[{ids}]>"] if ids else []
-        notes = "note* " if ids else ""
-        if marker in self.answer.marks.names.values():
-            return [f"start: {notes}TEXT calls?", _TEXT, *rules]
-        if not marker:
-            return self._list_unmarked(notes, rules)
-        rest = self.form.begin[self.form.begin.index(marker) + len(marker) :]
-        rules += [_TEXT, f"head[lazy]: TEXT {_quote(marker)}"]
-        rules += [f"spoken: head {_quote(rest)} body {_quote(self.form.end)}"]
-        if self.parallel:
-            return [f"start: (spoken{' | note' if ids else ''})* TEXT", *rules]
-        return [f"start: {notes}(spoken | TEXT)", *rules]
+        mark = self.form.begin.strip()
+        note, rules = self._notes(mark)
+        gap = self.form.begin[self.form.begin.index(mark) + len(mark) :]
+        more = "call*" if self.form.style is CallStyle.NAMED and self.parallel else ""
+        rules += [_TEXT, *self.answer.list_rules_up_to(mark, "head", "TEXT")]
+        rules += [f"spoken: head {_quote(gap)} rest {more}"]
+        if self.parallel and self.form.end:
+            return [f"free: (spoken{f' | {note}' if note else ''})* TEXT", *rules]
+        return [f"free: {f'{note}*' if note else ''} (spoken | TEXT)", *rules]
 
-    def _list_unmarked(self, notes: str, rules: list[str]) -> list[str]:
-        """Rules for calls without marks: at the beginning, or after a thought that the prompt
-        opened.
-        """
-        before, thought = self.answer.describe_thought() if self.answer.opened else ("", [])
-        rules = [*rules, 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/', "spoken: body", *thought]
-        return [f"start: {before} {notes}(spoken | TEXT)", *rules]
+    def _list_unmarked(self) -> list[str]:
+        """Rules for calls without marks: at the beginning, or after a thought."""
+        note, rules = self._notes("")
+        text = 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/'
+        return [f"free: {f'{note}*' if note else ''} (calls | TEXT)", text, *rules]
+
+    def _notes(self, mark: str) -> tuple[str, list[str]]:
+        """The rule of text up to a control token other than `mark`; empty where there is none."""
+        names = self.answer.marks.names
+        ids = [str(number) for number in self.control_token_ids if names.get(number) != mark]
+        return ("note", [f"note: TEXT <[{','.join(ids)}]>"]) if ids else ("", [])
 
     def _bodies(self) -> Iterator[str]:
         yield f"body: {' | '.join(f'body_{at}' for at in range(len(self.tools)))}"

@@ -26,7 +26,7 @@ _GAP = r"/\n{0,2}/"
 class AnswerForm:
     """How calls and thoughts are written. `opened` says that the prompt ends inside a thought.
 
-    `marks` are the control tokens that mark them, `control_token_ids` all of the model's.
+    `marks` are the tokens that mark them, `control_token_ids` all of the model's control tokens.
     """
 
     tools: ToolFormat | None = None
@@ -92,12 +92,28 @@ class AnswerForm:
         return self.marks if tools or self.thinking is not None else Marks()
 
     def write_literal(self, text: str) -> str:
-        """`text` as a part of a grammar, with its control tokens as tokens; empty for none."""
-        ids = {name: number for number, name in self.marks.names.items()}
-        split = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-        return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in split if part
-        )
+        """`text` as a part of a grammar, its marks as their tokens; empty for none.
+
+        A mark that is a token of ordinary text may be spelled with others, too. Without the token
+        it could only be: where one text must follow, llguidance splits it as ordinary text is.
+        """
+        marks = {name: f"<[{number}]>" for number, name in self.marks.names.items()}
+        for number, word in self.marks.words.items():
+            marks[word] = f"(<[{number}]> | {json.dumps(word)})"
+        longest = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+        split = re.split(f"({longest})", text) if marks else [text]
+        return " ".join(marks.get(part, json.dumps(part)) for part in split if part)
+
+    def list_rules_up_to(self, mark: str, rule: str, text: str) -> list[str]:
+        """The rules of `rule`: the terminal `text` up to the end of `mark`, however it is spelled.
+
+        `mark` ends the text at once, whatever else `text` would allow.
+        """
+        spelled = f"[lazy]: {text} {json.dumps(mark)}"
+        if not any(name in mark for name in self.marks.names.values()):
+            return [f"{rule}{spelled}"]
+        token = f"{text} {self.write_literal(mark)}"
+        return [f"{rule}: {token} | {rule}_spelled", f"{rule}_spelled{spelled}"]
 
     def describe_thought(self) -> tuple[str, list[str]]:
         """The rule for a thought before a constrained answer, and the rules that it needs.
@@ -106,8 +122,23 @@ class AnswerForm:
         """
         if self.thinking is None or self.channels:
             return "", []
-        begin, end = self.write_literal(self.thinking.begin), self.write_literal(self.thinking.end)
-        closed = ["THOUGHT: /(.|\\n)*/", f"GAP: {_GAP}"]
-        lazy = "thought[lazy]" if '"' in end else "thought"
-        rules = [*closed, f"{lazy}: THOUGHT {end}"]
-        return ("thought GAP" if self.opened else f"({begin} thought GAP)?"), rules
+        begin, rules = self.write_literal(self.thinking.begin), self._list_thought_rules()
+        return (f"({begin})? thought GAP" if self.opened else f"({begin} thought GAP)?"), rules
+
+    def describe_thought_before(self, free: str, resumed: str) -> tuple[str, list[str]]:
+        """The rule for the answer `free`, or a thought and `resumed`, and the rules it needs.
+
+        What a thought says of calls is a part of the thought, also if it never ends.
+        """
+        if self.thinking is None or self.channels:
+            return free, []
+        thought, rules = f"(thought {resumed} | THOUGHT)", self._list_thought_rules()
+        if self.opened:
+            return f"({self.write_literal(self.thinking.begin)})? {thought}", rules
+        opening = self.list_rules_up_to(self.thinking.begin, "opening", r"/\s*/")
+        return f"{free} | opening {thought}", [*opening, *rules]
+
+    def _list_thought_rules(self) -> list[str]:
+        assert self.thinking is not None
+        end = self.list_rules_up_to(self.thinking.end, "thought", "THOUGHT")
+        return ["THOUGHT: /(.|\\n)*/", f"GAP: {_GAP}", *end]
