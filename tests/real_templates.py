@@ -25,6 +25,10 @@ MISTRAL_LISTS = {
     name: (_MISTRAL / f"{name}.jinja").read_text(encoding="utf-8")
     for name in ("mistral-7b-instruct-v0.3", "mistral-nemo-instruct-2407")
 }
+# Of Llama 2 chat, without its system prompt: TRL has none.
+LLAMA2 = """{%- for m in messages %}
+{%- if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 # The newer form, of Mistral Small 3.2, cut down to how tools are shown and calls are written.
 _IDS = "{%- if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
 _NEWER = """{{- bos_token }}{%- for m in messages %}

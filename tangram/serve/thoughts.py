@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,74 +132,113 @@ class ThoughtReader:
             yield text
 
 
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-# The beginning of a head, before any mark
-_PLAIN_HEAD = re.compile(r"\s*[a-z]{0,9}\s*(to?(=\S*)?)?\s*")
+_TO = r"\bto=(?:functions\.)?([^\s<]+)"
+_CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w*)"), re.compile(_TO)
+_KIND = r"(?:\w+\s*)?(?:<\|constrain\|>\s*\w*\s*)?"  # of the text: `json`, say
+_HEAD = re.compile(rf"\s*(?:{_TO}\s*)?(?:{_CHANNEL.pattern}\s*(?:{_TO}\s*)?{_KIND})?")
+_HEAD_PARTS = re.compile(rf"{_CHANNEL.pattern}|{_TO}|<\|constrain\|>")
 _MOST_HEAD = 256
-_MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_MARKS = ("<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
-_THOUGHTS = "analysis"
+_BEGIN, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_MARKS = (_BEGIN, "<|constrain|>", _MESSAGE, *_ENDS)
+_THOUGHTS, _ROLE = "analysis", "assistant"
 
 
 class ChannelReader:
     """Messages of GPT-OSS (Harmony): `<|channel|>`, its name, `<|message|>`, the text, `<|end|>`.
 
     The channel `analysis` is thought. A message to one of the functions `names` is a call.
-    Everything else is text. Thoughts of several messages are joined by line breaks, and so are
-    texts.
+    Everything else is text, also what is outside a message, and words that do not belong in a head.
+    Thoughts of several messages are joined by line breaks, and so are texts.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held, self._head, self._recipient = "", True, ""
+        self._role = ""  # the prompt has it; after `<|start|>` the model writes it
+        self._stops = _ENDS
         self._fresh, self._spoken = True, {True: False, False: False}
         self.thinking, self.called = False, False
 
     def push(self, text: str) -> Iterator[Part]:
         """The parts that are certain now."""
         self._held += text
-        while not self._head or self._open():
-            found = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
-            if not found:
-                yield from self._certain()
-                return
-            at, mark = min(found)
-            body, self._held = self._held[:at], self._held[at + len(mark) :]
-            yield from self._close(body)
+        going = True
+        while going:
+            going = yield from (self._read_head() if self._head else self._read_text())
 
     def finish(self) -> Iterator[Part]:
         """What was held back. The head of a message without text is dropped."""
         held, self._held = self._held, ""
         if not self._head:
-            yield from self._close(held)
-        elif held and not any(mark in held for mark in _MARKS):
-            yield held
+            yield from self._speak(held)
+        elif _find_first(held, _MARKS) is not None:
+            yield from self._part(self._list_words(held))
+        elif not self._role or not self._role.startswith(held.strip()):
+            yield from self._part(held)
 
-    def _open(self) -> bool:
-        """Whether the text of a message has begun."""
-        head, message, text = self._held.partition(_MESSAGE)
-        if message:
-            channel, to = _CHANNEL.search(head), _RECIPIENT.search(head)
-            self._recipient = "" if to is None else to[1]
-            self.thinking = channel is not None and channel[1] == _THOUGHTS and to is None
-            self._held, self._head, self._fresh = text, False, True
+    def _read_head(self) -> Generator[Part, None, bool]:
+        """Read a head that is whole. Returns whether there may be more to read."""
+        held = self._held
+        whole = len(held) - max(mark_overlap(held, mark) for mark in _MARKS)
+        first, last = _find_first(held, _MARKS), _find_first(held, (_MESSAGE, *_ENDS))
+        begun = self._may_begin(held[: whole if first is None else first[0]])
+        if not begun or (whole if last is None else last[0]) > _MOST_HEAD:
+            # Text without a head, up to where one begins.
+            self._held = held.replace(_BEGIN, "", 1) if begun else held
+            self._head, self._stops = False, (_BEGIN, _MESSAGE, *_ENDS)
             return True
-        marked = any(mark in head or mark_overlap(head, mark) for mark in _MARKS)
-        if len(head) <= _MOST_HEAD and (marked or _PLAIN_HEAD.fullmatch(head)):
+        if last is None:
             return False
-        # A model that does not follow its form writes text.
-        self._recipient, self.thinking, self._head = "", False, False
+        end, mark = last
+        head, self._held = held[:end], held[end + len(mark) :]
+        yield from self._part(self._list_words(head))
+        if mark != _MESSAGE:
+            self._end(mark)
+            return True
+        channel, to = _CHANNEL.search(head), _RECIPIENT.search(head)
+        self._recipient = "" if to is None else to[1]
+        self.thinking = channel is not None and channel[1] == _THOUGHTS and to is None
+        self._head, self._fresh, self._stops = False, True, _ENDS
         return True
 
-    def _certain(self) -> Iterator[Part]:
+    def _may_begin(self, text: str) -> bool:
+        """Whether `text`, before any mark, may be the beginning of a head."""
+        words = text.split()
+        if self._role and words and self._role.startswith(words[0]):
+            if words[0] != self._role:
+                return len(words) == 1
+            del words[0]
+        return not words or (len(words) == 1 and "to=".startswith(words[0][:3]))
+
+    def _list_words(self, head: str) -> str:
+        """What in `head` does not belong in a head."""
+        head = head.lstrip().removeprefix(self._role) if self._role else head
+        return "" if _HEAD.fullmatch(head) else _HEAD_PARTS.sub("", head)
+
+    def _read_text(self) -> Generator[Part, None, bool]:
+        """Read text as far as it is certain. Returns whether there may be more to read."""
+        found = _find_first(self._held, self._stops)
+        if found is not None:
+            end, mark = found
+            body, self._held = self._held[:end], self._held[end:]
+            yield from self._speak(body)
+            if mark in _ENDS:
+                self._held = self._held[len(mark) :]
+            self._end(mark)
+            return True
         if not self._recipient:
-            end = len(self._held) - max(mark_overlap(self._held, mark) for mark in _ENDS)
+            end = len(self._held) - max(mark_overlap(self._held, mark) for mark in self._stops)
             text, self._held = self._held[:end], self._held[end:]
             yield from self._part(text)
+        return False
 
-    def _close(self, body: str) -> Iterator[Part]:
+    def _end(self, mark: str) -> None:
+        """Expect a head, after `mark`."""
+        self._recipient, self.thinking, self._head, self._fresh = "", False, True, True
+        self._role = _ROLE if mark == _START else ""
+
+    def _speak(self, body: str) -> Iterator[Part]:
         known = self._recipient in self._names
         arguments = arguments_json(read_call_json(body)) if known else None
         if arguments is None:
@@ -207,7 +246,6 @@ class ChannelReader:
         else:
             self.called = True
             yield Call(self._recipient, arguments)
-        self._recipient, self.thinking, self._head = "", False, True
 
     def _part(self, text: str) -> Iterator[Part]:
         if not text:
@@ -216,3 +254,8 @@ class ChannelReader:
             text = f"\n{text}"
         self._fresh, self._spoken[self.thinking] = False, True
         yield Thought(text) if self.thinking else text
+
+
+def _find_first(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """Place and name of the first of `marks` in `text`."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)

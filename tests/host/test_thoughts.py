@@ -108,6 +108,36 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
         [("", "The user asks for the weather.")],
     ),
     ("no channels", CHANNELS, "Hello, to=you!", ["Hello, to=you!"]),
+    # Off the form: nothing that the model has written is lost.
+    ("a word", CHANNELS, "paris", ["paris"]),
+    ("a word, ended", CHANNELS, "paris<|end|>", ["paris"]),
+    ("the role", CHANNELS, "assistant<|end|>", ["assistant"]),
+    ("half a recipient", CHANNELS, "to<|return|>", ["to"]),
+    ("spaces", CHANNELS, " ", [" "]),
+    ("a word, then a message", CHANNELS, f"sure {FINAL}", ["sure \nIt is 25°C."]),
+    ("a word, then a text", CHANNELS, "paris<|message|>It is.", ["paris\nIt is."]),
+    ("a word, then a turn", CHANNELS, f"yes<|end|><|start|>assistant{FINAL}", ["yes\nIt is 25°C."]),
+    ("a word instead of the role", CHANNELS, "A<|end|><|start|>b<|end|>", ["A\nb"]),
+    ("the role alone", CHANNELS, f"{FINAL}<|end|><|start|>assist", ["It is 25°C."]),
+    (
+        "words in a head",
+        CHANNELS,
+        "<|channel|>final and so on<|message|>It is.",
+        [" and so on\nIt is."],
+    ),
+    ("words for a text", CHANNELS, "<|channel|>final it is 25", [" it is 25"]),
+    (
+        "a head that is too long",
+        CHANNELS,
+        f"<|channel|>{'so ' * 100}<|message|>It is.",
+        [f"{'so ' * 100}\nIt is."],
+    ),
+    (
+        "text before a thought",
+        CHANNELS,
+        f"Hm. {ANALYSIS}{FINAL}",
+        ["Hm. ", ("", "The user asks for the weather."), "\nIt is 25°C."],
+    ),
     ("cut while thinking", CHANNELS, "<|channel|>analysis<|message|>The us", [("", "The us")]),
     ("constrained", CHANNELS, "<|channel|>final <|constrain|>json<|message|>{}", ["{}"]),
     # Llama 3.x: bare JSON, one or more; some write the other name.
@@ -214,6 +244,23 @@ def test_cutting_changes_nothing(
     _, reader, text, expected = case
     at = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     assert read(reader(), [text[start:end] for start, end in pairwise(at)]) == expected
+
+
+HARMONY = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "assistant"]
+HARMONY += ["analysis", "final", "to=functions.look ", "json", "{}", " ", "to", "?!", "x " * 130]
+
+
+@given(st.lists(st.sampled_from(HARMONY), max_size=12), st.lists(st.integers(0, 400)))
+def test_of_a_text_that_does_not_follow_the_form_nothing_is_lost(
+    parts: list[str], cuts: list[int]
+) -> None:
+    text = "".join(parts)
+    at = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    whole = read(CHANNELS(), [text])
+    assert read(CHANNELS(), [text[start:end] for start, end in pairwise(at)]) == whole
+    # No name of a channel, a kind or a function is of such characters.
+    said = "".join(part if isinstance(part, str) else str(part[1]) for part in whole)
+    assert said.count("?!") == parts.count("?!")
 
 
 def test_thoughts_are_not_held_back_longer_than_they_may_end() -> None:

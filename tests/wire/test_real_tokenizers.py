@@ -1,0 +1,231 @@
+"""Calls, thoughts and schemas of each family of models, end to end: its tokenizer, its chat
+template, and a model that says what such a model says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.real_templates import MISTRAL_LISTS, real_template
+from tests.real_tokenizers import add_tokenizer
+
+from .conftest import CHAT, chat_body, stream_data
+from .scripted import ScriptedServer, run_scripted_server
+from .tiny import tiny_folder
+
+LOOK = '{"name": "look", "arguments": {"city": "Rome"}}'
+HERMES = f"<tool_call>\n{LOOK}\n</tool_call>"
+TAGS = (
+    "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+)
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+ON_CHANNEL = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tokenizer and a template, and how such a model writes.
+
+    `before` says "I look." before a call, `answer` is the beginning of an answer without one,
+    `thought` says "Hm." Where `ordinary`, ordinary tokens may spell the marks where a call must be.
+    """
+
+    tokenizer: str
+    template: str
+    call: str
+    before: str = "I look.\n"
+    answer: str = ""
+    thought: str = ""
+    ordinary: bool = True
+
+
+FAMILIES = {
+    "Qwen2.5": Family("qwen2_5", real_template("qwen2_5"), HERMES),
+    "Qwen3": Family("qwen3", real_template("qwen3"), HERMES, thought=THOUGHT),
+    # Qwen3-Coder has Qwen3's tokens. Here the prompt opens the thought.
+    "tags": Family(
+        "qwen3", real_template("qwen3_5_think"), TAGS, thought=THOUGHT.removeprefix("<think>\n")
+    ),
+    "Llama 3.1": Family(
+        "llama3_1", real_template("llama3_1"), LOOK.replace("arguments", "parameters"), before=""
+    ),
+    "Mistral": Family(
+        "mistral_v3",
+        MISTRAL_LISTS["mistral-7b-instruct-v0.3"],
+        f"[TOOL_CALLS] [{LOOK}]",
+        ordinary=False,
+    ),
+    "GPT-OSS": Family(
+        "gptoss",
+        real_template("gptoss"),
+        '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}',
+        before=ON_CHANNEL.format("commentary", "I look."),
+        answer="<|channel|>final<|message|>",
+        thought=ON_CHANNEL.format("analysis", "Hm."),
+        ordinary=False,
+    ),
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+OTHER = {"type": "function", "function": {"name": "stop"}}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@dataclass(frozen=True)
+class Served:
+    family: Family
+    server: ScriptedServer
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.server.engine.codec.tokenizer
+
+    def ordinary(self, text: str) -> list[int]:
+        """`text` in ordinary tokens only."""
+        backend = self.tokenizer.backend_tokenizer
+        plain = Tokenizer(backend.model)
+        plain.normalizer, plain.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+        tokens: list[int] = plain.encode(text).ids
+        return tokens
+
+    def whole(self, text: str) -> list[int]:
+        """`text` in the tokens that the tokenizer gives it, marks as theirs."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    def ask(self, tokens: list[int], **fields: Any) -> list[dict[str, Any]]:
+        """What comes back, in one piece and as a stream, of a model that wants to say `tokens`."""
+        body = chat_body(**({"temperature": 0, "max_tokens": 200} | fields))
+        with self.server.http() as http:
+            self.server.say(tokens)
+            whole = http.post(CHAT, json=body).json()
+            assert "choices" in whole, whole
+            self.server.say(tokens)
+            with http.stream("POST", CHAT, json=body | {"stream": True}) as response:
+                *chunks, end = stream_data(response)
+        assert end == "[DONE]"
+        (choice,) = whole["choices"]
+        message = choice["message"]
+        deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        return [
+            {
+                "thought": message.get("reasoning_content") or "",
+                "content": (message["content"] or "").strip(),
+                "calls": [call["function"] for call in message.get("tool_calls", [])],
+                "reason": choice["finish_reason"],
+            },
+            {
+                "thought": "".join(d["delta"].get("reasoning_content") or "" for d in deltas),
+                "content": "".join(d["delta"].get("content") or "" for d in deltas).strip(),
+                "calls": [c["function"] for d in deltas for c in d["delta"].get("tool_calls", [])],
+                "reason": deltas[-1]["finish_reason"],
+            },
+        ]
+
+
+def expect(*calls: dict[str, Any], thought: str = "", content: str = "") -> dict[str, Any]:
+    reason = "tool_calls" if calls else "stop"
+    return {"thought": thought, "content": content, "calls": list(calls), "reason": reason}
+
+
+ROME = {"name": "look", "arguments": '{"city": "Rome"}'}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    family = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("family")
+    add_tokenizer(family.tokenizer, folder)
+    description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    numbers = [*description["model"]["vocab"].values()]
+    vocabulary = 1 + max(*numbers, *(token["id"] for token in description["added_tokens"]))
+    tiny_folder(folder, vocabulary=vocabulary)
+    (folder / "chat_template.jinja").write_text(family.template, encoding="utf-8")
+    with run_scripted_server(folder, vocabulary) as server:
+        yield Served(family, server)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+def test_a_call_in_the_tokens_of_the_model(served: Served, choice: Any) -> None:
+    family = served.family
+    fields = {"tools": [TOOL, OTHER], "tool_choice": choice}
+    for thought in {family.thought, "" if not family.thought.startswith("Hm.") else family.thought}:
+        said = "Hm." if thought else ""
+        tokens = served.whole(thought + family.call)
+        for found in served.ask(tokens, **fields):
+            assert found == expect(ROME, thought=said)
+        if choice == "auto" and family.before:
+            tokens = served.whole(thought + family.before + family.call)
+            for found in served.ask(tokens, **fields):
+                assert found == expect(ROME, thought=said, content="I look.")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_marks_that_ordinary_tokens_spell(served: Served, choice: str) -> None:
+    family = served.family
+    if family.answer or (choice == "required" and not family.ordinary):
+        pytest.skip("the form has the tokens only")
+    before = family.before if choice == "auto" else ""
+    tokens = served.ordinary(family.thought + before + family.call)
+    assert not set(tokens) & set(served.tokenizer.added_tokens_encoder.values())
+    for found in served.ask(tokens, tools=[TOOL, OTHER], tool_choice=choice):
+        thought, content = "Hm." if family.thought else "", "I look." if before else ""
+        assert found == expect(ROME, thought=thought, content=content)
+
+
+def test_several_calls(served: Served) -> None:
+    family = served.family
+    second = ', {"name": "stop", "arguments": {}}]'
+    several = {
+        "Mistral": family.call[:-1] + second,
+        "Qwen": f"{family.call}\n<tool_call>\n{second[2:-1]}\n</tool_call>",
+    }.get(family.tokenizer.partition("_")[0].rstrip("23").title())
+    if several is None or family.call == TAGS:
+        pytest.skip("this form has one call, or the cases above have what it has besides")
+    for choice in ("auto", "required"):
+        tokens = served.whole(several)
+        for found in served.ask(tokens, tools=[TOOL, OTHER], tool_choice=choice):
+            assert found == expect(ROME, {"name": "stop", "arguments": "{}"})
+
+
+def test_a_thought_and_an_answer_without_a_call(served: Served) -> None:
+    family = served.family
+    said = f"{family.thought}{family.answer}No need, 2 < 3."
+    thought = "Hm." if family.thought else ""
+    for fields in ({"tools": [TOOL]}, {}):
+        for found in served.ask(served.whole(said), **fields):
+            assert found == expect(thought=thought, content="No need, 2 < 3.")
+
+
+def test_a_schema_and_a_thought_before_it(served: Served) -> None:
+    family = served.family
+    schema = {"name": "a", "schema": PARAMETERS}
+    said = f'{family.thought}{family.answer}{{"city": "Rome"}}'
+    for tools in ({"tools": [TOOL]}, {}):
+        fields = {"response_format": {"type": "json_schema", "json_schema": schema}, **tools}
+        for found in served.ask(served.whole(said), **fields):
+            thought = "Hm." if family.thought else ""
+            assert found == expect(thought=thought, content='{"city": "Rome"}')
+
+
+def test_what_a_thought_says_of_calls_is_a_thought(served: Served) -> None:
+    family = served.family
+    if not family.thought:
+        pytest.skip("such a model does not think")
+    thought = family.thought.replace("Hm.", "First <tool_call> and then x.")
+    tokens = served.whole(thought + family.call)
+    for found in served.ask(tokens, tools=[TOOL], tool_choice="auto"):
+        assert found == expect(ROME, thought="First <tool_call> and then x.")
