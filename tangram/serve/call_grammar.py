@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tangram.serve.forms import AnswerForm
-from tangram.serve.json_schema import json_rule
+from tangram.serve.json_schema import JSON_GAP, json_rule
 from tangram.serve.structured import Tool
 from tangram.serve.tagged import BARE_TEXT, make_tagged_rules
 from tangram.types import CallStyle, ToolFormat
 
 _TEXT = "TEXT: /(.|\\n)*/"
+_JSON = re.compile(r'"[^"]*"|.')  # the parts of a call's head
 _STAGES = '("analysis" | "commentary")'
 _NO_FORM = AnswerForm()
 
@@ -133,7 +135,11 @@ class CallGrammar:
             )
         else:
             head = f'{{"name": "{name}", "{self.form.arguments}": '
-            yield f'{rule}: {_quote(head)} {json_rule(arguments)} "}}"'
+            # An answer by a schema may begin like a call without a mark. llguidance goes on with
+            # the longest literal that fits, so that these have to be the same for both.
+            shared = not self.form.begin and self.schema is not None
+            written = " ".join(map(_write_json, _JSON.findall(head))) if shared else _quote(head)
+            yield f'{rule}: {written} {json_rule(arguments)} "}}"'
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
@@ -161,6 +167,10 @@ def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list
 
 def _source(rules: Sequence[str]) -> str:
     return "\n".join([*filter(None, rules), ""])
+
+
+def _write_json(lexeme: str) -> str:
+    return JSON_GAP if lexeme == " " else _quote(lexeme)
 
 
 def _quote(literal: str) -> str:

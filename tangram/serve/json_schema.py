@@ -61,7 +61,9 @@ _PLAIN = {
     "writeOnly",
 }
 # With unbounded spaces, some models never end.
-_STYLE = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{1,20}"}}
+_GAP = r"[ \t\n\r]{1,20}"
+_STYLE = {"x-guidance": {"whitespace_pattern": _GAP}}
+JSON_GAP = f"/{_GAP}/?"
 
 
 def json_rule(schema: dict[str, Any]) -> str:
