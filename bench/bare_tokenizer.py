@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from tangram.model.convert import read_tokenizer
+from tangram.model.auto_classes import read_tokenizer
 from tangram.model.load import resolve_source
 
 

@@ -6,15 +6,16 @@ Fields have the names that most models use.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from tangram.errors import ConfigError
-from tangram.foreign_files import expand_home
+from tangram.foreign_files import expand_home, parse_json, read_text
+from tangram.hub import fetch_files, is_hub_id
 
 # The names that most families use, and other names of the same fields.
 _ALIASES = {
@@ -39,7 +40,8 @@ _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
 # Where models for images or audio keep the config of their language part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILE = "config.json"
+_MOST_BYTES = 64 * 2**20  # of a config.json; those of real models have some kilobytes
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
     """The config of a preset, a folder, a config.json, its content, or a Hugging Face id.
 
     Of a Hugging Face model only config.json is fetched. Raises `ConfigError` if nothing is found,
-    or if it is no config.
+    or if it is no config, and `ModelError` if the Hub has none.
     """
     if isinstance(model, Mapping):
         return _of(
@@ -88,8 +90,10 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
     if str(model) in known:
         return _of(str(model), known[str(model)]["config"], None)
     path, name = _place(model, known)
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes: give a {_FILE}")
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(read_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -100,29 +104,17 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
     """Where the file lies, and the model's name."""
     path = expand_home(model)
-    path = path / "config.json" if path.is_dir() else path
+    path = path / _FILE if path.is_dir() else path
     if path.is_file():
         return path, path.resolve().parent.name
-    if _HUB_ID.fullmatch(str(model)):
-        return _fetch(str(model)), str(model)
+    if is_hub_id(str(model)) and not path.exists():
+        return fetch_files(str(model), [_FILE]) / _FILE, str(model)
+    near = get_close_matches(str(model).lower(), known)
     raise ConfigError(
-        f"model {str(model)!r} is neither a preset nor a folder with a config.json nor a Hugging "
-        f"Face id; presets: {', '.join(known)}"
+        f"model {str(model)!r} is neither a preset nor a folder with a {_FILE} nor OWNER/NAME on "
+        f"the Hugging Face Hub; presets: {', '.join(known)}"
+        + (f"; did you mean {' or '.join(near)}?" if near else "")
     )
-
-
-def _fetch(model: str) -> Path:
-    """Fetch config.json alone, or use a cached copy."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # the network has many kinds of errors, and each ends here
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
-        raise ConfigError(
-            f"model {model!r} cannot be fetched from Hugging Face ({reason}): give a folder with "
-            "its config.json"
-        ) from error
 
 
 def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConfig:

@@ -63,9 +63,12 @@ class _ForgivingCache(FunctionCache):
             self._warn(error)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """Code contains that of the functions it calls, so it depends on the files of these."""
+        """Code contains that of the functions it calls, so it depends on the files of these.
+
+        Numba itself compares a file's time and size, which a replaced file may share.
+        """
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
-        return *key, _hash_sources(Path(self._py_func.__code__.co_filename).parent)
+        return *key, _hash_sources(Path(self._py_func.__code__.co_filename))
 
     def _warn(self, error: Exception) -> None:
         # The path in an error's text differs for each function.
@@ -76,9 +79,9 @@ class _ForgivingCache(FunctionCache):
 
 
 @functools.cache
-def _hash_sources(folder: Path) -> str:
-    """A hash of the files of CPU kernels in `folder`."""
-    sources = (path.read_bytes() for path in sorted(folder.glob("cpu_*.py")))
+def _hash_sources(file: Path) -> str:
+    """A hash of `file` and of the CPU kernels beside it."""
+    sources = (path.read_bytes() for path in sorted({file, *file.parent.glob("cpu_*.py")}))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

@@ -121,13 +121,13 @@ def check_start(config: EngineConfig) -> None:
         raise ConfigError(
             f"the current folder cannot be used ({error.strerror}): change to another"
         ) from error
-    check_source(config.model)
+    check_source(config.model, weights=config.load_format != "dummy")
     _check_cache_folder()
 
 
 def _check_cache_folder() -> None:
     """A cache that cannot be read only costs time at each start, so this is a warning."""
-    for name in ("models", "profiles"):
+    for name in ("models", "weights"):
         folder = cache_folder() / name
         try:
             next(folder.iterdir(), None)

@@ -37,16 +37,16 @@ def train_and_report(
     Then print how far it agrees with KVzip on texts that were not used for training.
     """
     from tangram.compress.scorers.gate import check_path, save_gate
+    from tangram.engine.option_checks import load_checked
     from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
     from tangram.gate_training.text_training import agreements, train_gate_on_texts
     from tangram.kernels.threads import use_threads
-    from tangram.model.load import load_configured
 
     check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
-    loaded = load_configured(config)
+    loaded = load_checked(config)
     check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
     gate, unseen = train_gate_on_texts(

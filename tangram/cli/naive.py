@@ -66,11 +66,11 @@ def _measure(
 ) -> tuple[list[DecodingRun], list[DecodingRun]]:
     """Runs without and with a cache, in turns; the first pair is not among them."""
     from tangram.engine.build import engine_of
+    from tangram.engine.option_checks import load_checked
     from tangram.lab import naive as lab
     from tangram.lab.load.asks import draw_tokens
-    from tangram.model.load import load_configured
 
-    loaded = load_configured(config)
+    loaded = load_checked(config)
     engine = engine_of(config, loaded)
     lab.check_naive_length(prompt_tokens, tokens, engine.max_model_len)
     prompt = draw_tokens(prompt_tokens, engine.geometry.vocab_size, 6)

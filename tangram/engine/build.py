@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from tangram.cache.layout import Layout
@@ -44,6 +43,13 @@ from tangram.engine.memory import (
 )
 from tangram.engine.meters import Meters
 from tangram.engine.model_drafts import ModelDrafter
+from tangram.engine.option_checks import (
+    check_compile_decode,
+    check_model_len,
+    check_options,
+    load_checked,
+    name_device,
+)
 from tangram.engine.passes import Passes
 from tangram.engine.profiles import Compression
 from tangram.engine.rank_drafts import RankDrafter
@@ -84,8 +90,7 @@ def build_engine(config: EngineConfig, *, records: bool = False) -> Engine:
     with explain_exhaustion(config):
         if config.tensor_parallel_size > 1:
             return _build_on_ranks(config)
-        loaded = load_configured(config)
-        return engine_of(config, loaded, records=records)
+        return engine_of(config, load_checked(config), records=records)
 
 
 def _build_on_ranks(config: EngineConfig) -> Engine:
@@ -93,6 +98,7 @@ def _build_on_ranks(config: EngineConfig) -> Engine:
 
     Which of the ranks has failed is told by the error.
     """
+    check_options(config)
     resolve_source(config.model)  # once: ranks would convert a GGUF file side by side
     ranks = Ranks(config)
     try:
@@ -142,11 +148,7 @@ class EngineBuilder:
         use_threads(config.threads)
         check_cache_device(config, loaded.device)
         limit = loaded.geometry.max_positions
-        if config.max_model_len is not None and config.max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}, the model was made for at most {limit} "
-                "positions"
-            )
+        check_model_len(config, limit)
         self.loaded = loaded
         self.compression = Compression.of(config, loaded.fingerprint)
         self.config = self.compression.config
@@ -402,7 +404,7 @@ class EngineBuilder:
 
     def _full_fingerprint(self) -> str:
         """ρ = 1.0 depends on the model alone: its weights replace the profile's fingerprint."""
-        return f"full:{self.loaded.fingerprint.weights_sha256}:{self.config.chunk_tokens}"
+        return f"full:{self.loaded.weights_digest}:{self.config.chunk_tokens}"
 
     def lay_out_uncompressed(self) -> Layout:
         """The layout if no entry is dropped."""
@@ -547,17 +549,9 @@ class EngineBuilder:
 
     def _compile_decode(self) -> None:
         """Compile the layers for decode passes of one token, of a few and of the most."""
-        try:
-            from tangram.model.compiled_decode import (
-                check_compilable,
-                compile_decode,
-                rehearse_decode,
-            )
-        except ImportError as error:
-            raise ConfigError(
-                f"compile_decode needs a newer torch, this is {torch.__version__}: install torch "
-                "2.13, or leave it out"
-            ) from error
+        check_compile_decode(self.loaded.device)
+        from tangram.model.compiled_decode import check_compilable, compile_decode, rehearse_decode
+
         model, drafts = self.loaded.model, self.config.speculation
         check_compilable(model)
         compile_decode(model)
@@ -583,11 +577,7 @@ class EngineBuilder:
             "head_dim": shape.head_dim,
             "dtype": str(cache_dtype(config, loaded)).removeprefix("torch."),
         }
-        device = (
-            torch.cuda.get_device_name(loaded.device)
-            if loaded.device.type == "cuda"
-            else str(loaded.device)
-        )
+        device = name_device(loaded.device)
         if config.decode_policy is not None:
             policy = Policy.load(Path(config.decode_policy))
             policy.check(device, fits)

@@ -108,14 +108,8 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     """
     ranks = config.tensor_parallel_size
     if config.kv_cache_gib is not None:
-        wanted, host = int(config.kv_cache_gib * GIB), _host_bytes() // ranks
-        if loaded.device.type != "cuda" and wanted > host:
-            of_each = "the process" if ranks == 1 else f"each of {ranks} processes"
-            raise ConfigError(
-                f"kv_cache_gib is {config.kv_cache_gib}, this machine allows {of_each} "
-                f"{host / GIB:.1f} GiB: lower kv_cache_gib"
-            )
-        return wanted
+        check_host_memory(config, loaded.device)
+        return int(config.kv_cache_gib * GIB)
     if loaded.device.type != "cuda":
         return min(_DEFAULT_CPU_BYTES, _host_bytes() // 4) // ranks
     needed = (
@@ -136,6 +130,20 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
             "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
         )
     return left
+
+
+def check_host_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if the KV pages of a CPU are to take more than the machine's memory."""
+    if config.kv_cache_gib is None or device.type == "cuda":
+        return
+    ranks = config.tensor_parallel_size
+    host = _host_bytes() // ranks
+    if int(config.kv_cache_gib * GIB) > host:
+        of_each = "the process" if ranks == 1 else f"each of {ranks} processes"
+        raise ConfigError(
+            f"kv_cache_gib is {config.kv_cache_gib}, this machine allows {of_each} "
+            f"{host / GIB:.1f} GiB: lower kv_cache_gib"
+        )
 
 
 def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:

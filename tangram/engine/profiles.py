@@ -22,7 +22,7 @@ from tangram.compress.scorers import (
     read_profiles,
 )
 from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.config import EngineConfig, Scope, cache_folder
+from tangram.config import EngineConfig, Scope
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
 from tangram.errors import ConfigError, ProfileError
@@ -48,8 +48,10 @@ class Compression:
     scopes: Mapping[str, Scope]
 
     @classmethod
-    def of(cls, config: EngineConfig, model: ModelFingerprint) -> Compression:
-        """Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
+    def of(cls, config: EngineConfig, model: ModelFingerprint | None) -> Compression:
+        """That of `model`, or without one, what is known of any.
+
+        Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
         profiles = read_profiles(config)
         choice = choose_scorer(config, model, profiles)
         recorded = [profile.scorer.name for profile in profiles.values()]
@@ -68,13 +70,33 @@ class Compression:
         """The scorers of all profiles by name. Raises `ConfigError` as `make_scorer` does."""
         return {name: self._make_scorer(name, model) for name in self.scopes}
 
-    def _make_scorer(self, name: str, model: ModelFingerprint) -> Scorer:
+    def check_without_model(self) -> None:
+        """Raise the errors of scorers, gates and profiles that are the same for every model."""
+        config = self.config
+        if not (config.scorer or config.profile or config.gate):
+            return  # a gate that ships may fit the model, and then decides the scorer
+        scorers = {
+            name: self._make_scorer(name, None)
+            for name in self.scopes
+            if config.gate or name != FastKVzip.name
+        }
+        for profile in self.named:
+            if (name := self._name_scorer(profile)) in scorers:
+                self._fit(profile, scorers[name])
+
+    def _name_scorer(self, profile: Profile) -> str:
+        """The scorer that `profile` must be for."""
+        own = profile.scorer.name
+        return own if own in self.scopes else self.choice.scorer
+
+    def _make_scorer(self, name: str, model: ModelFingerprint | None) -> Scorer:
         # A gate that no scorer takes is refused by the default one.
         takes_gate = name == FastKVzip.name or FastKVzip.name not in self.scopes
         gate = Path(self.config.gate) if self.config.gate and takes_gate else None
         scorer = make_scorer(name, gate=gate, model=model)
         scorer.check_tokens(self.config.chunk_tokens)
-        scorer.check_model(model)
+        if model is not None:
+            scorer.check_model(model)
         return scorer
 
     def find_served_profiles(
@@ -111,9 +133,12 @@ class Compression:
     def _check(
         self, profile: Profile, loaded: LoadedModel, scorers: Mapping[str, Scorer]
     ) -> Profile:
-        config = self.config
-        scorer = scorers.get(profile.scorer.name, scorers[self.choice.scorer])
         profile.check_model(loaded.fingerprint)
+        return self._fit(profile, scorers[self._name_scorer(profile)])
+
+    def _fit(self, profile: Profile, scorer: Scorer) -> Profile:
+        """`profile` in the pages of the config, whose options it must be for."""
+        config = self.config
         profile.check_options(
             scorer=scorer.name,
             scope=self.scopes[scorer.name],
@@ -131,7 +156,7 @@ def find_or_make_profile(
 
     Raises `ProfileError` if there is none for several ranks, which make none.
     """
-    kept = cache_folder() / "profiles"
+    kept = loaded.kept_folder / "profiles"
     profile = find_profile(
         [find_shipped_profiles(), kept],
         loaded.fingerprint,
@@ -173,7 +198,7 @@ def find_or_make_profile(
         source="built-in calibration texts, quick",
         most_tokens=most_tokens,
     )[0]
-    path = kept / f"{loaded.fingerprint.weights_sha256}-{profile.file_name}"
+    path = kept / profile.file_name
     try:
         kept.mkdir(parents=True, exist_ok=True)
         profile.save(path)

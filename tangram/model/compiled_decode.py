@@ -126,11 +126,7 @@ class _Rehearsal:
 
 def check_compilable(model: PreTrainedModel) -> None:
     """Raise `ConfigError` if the layers of `model` cannot be compiled here."""
-    if model.device.type != "cpu":
-        raise ConfigError(
-            "compile_decode is set, but the model is on a GPU, where layers are compiled without "
-            "it: leave it out"
-        )
+    check_compiler(model.device)
     if not any(isinstance(part, GradientCheckpointingLayer) for part in model.modules()):
         raise ConfigError(
             f"compile_decode is set, but {type(model).__name__} has no layers of the kind that is "
@@ -139,6 +135,15 @@ def check_compilable(model: PreTrainedModel) -> None:
     if any(latent_heads(part) is not None for part in model.modules()):
         raise ConfigError(
             "compile_decode is set, but layers with latent attention are not compiled: leave it out"
+        )
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise `ConfigError` if no layers can be compiled on `device`, whatever they are."""
+    if device.type != "cpu":
+        raise ConfigError(
+            "compile_decode is set, but the model is on a GPU, where layers are compiled without "
+            "it: leave it out"
         )
     try:
         get_cpp_compiler()

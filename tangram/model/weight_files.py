@@ -5,23 +5,20 @@ Sizes, offsets and names must be consistent.
 
 from __future__ import annotations
 
-import json
-import re
 import struct
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import BinaryIO
 
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
 from tangram.errors import ModelError
+from tangram.model.folder import report_damage
 
 _GGUF_MAGIC = b"GGUF"
 # Bytes of a GGUF header's values, by kind; arrays hold these or texts.
 _BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT, _ARRAY = 8, 9
-_SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 # What parsers raise for garbage.
 _ASTRAY = (
     ArithmeticError,
@@ -51,7 +48,7 @@ def check_gguf(path: Path) -> None:
             _Header(file, path.stat().st_size).tensor_names()
         GGUFReader(path)
     except _ASTRAY as error:
-        raise _report_damage(path) from error
+        raise report_damage(path) from error
 
 
 def gguf_tensor_names(path: Path) -> list[str]:
@@ -120,23 +117,6 @@ class _Header:
         self._left -= count
 
 
-def check_index(path: Path) -> None:
-    """Raise `ModelError` unless the index maps tensors to safetensors files beside it.
-
-    Other files could be pickles, which can run code, or lie in another folder.
-    """
-    try:
-        files = json.loads(path.read_bytes())["weight_map"].values()
-        strange = next((name for name in files if not _SHARD.fullmatch(name)), None)
-    except (*_ASTRAY, RecursionError) as error:
-        raise _report_damage(path) from error
-    if strange is not None:
-        raise ModelError(
-            f"model index {str(path)!r} names the file {shortened(strange)}: only *.safetensors "
-            "files of its own folder are read"
-        )
-
-
 def check_safetensors(folder: Path) -> None:
     """Raise `ModelError` unless each safetensors file in `folder` is as long as its header says."""
     for path in sorted(folder.glob("*.safetensors")):
@@ -144,11 +124,4 @@ def check_safetensors(folder: Path) -> None:
             with safe_open(path, "pt") as file:
                 file.keys()
         except (SafetensorError, *_ASTRAY) as error:
-            raise _report_damage(path) from error
-
-
-def _report_damage(path: Path) -> ModelError:
-    return ModelError(
-        f"model file {str(path)!r} is damaged or was cut short: fetch it again and compare its "
-        "checksum"
-    )
+            raise report_damage(path) from error

@@ -80,7 +80,7 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     cells = Results.load(kept).cells
     assert [cell.method.name for cell in cells] == ["full", "full", "static", "static"]
     # What it had to calibrate is what a first start would have, and is kept for it.
-    (profile,) = (tmp_path / "cache" / "profiles").iterdir()
+    (profile,) = (tmp_path / "cache").glob("weights/*/profiles/*")
     assert cells[-1].basis["profile"] == Profile.load(profile).fingerprint()
     monkeypatch.setattr("tangram.engine.profiles.calibrate_model", None)
     LLM(str(model), load_format="dummy", kv_cache_gib=0.1, kv_retention=EngineConfig.kv_retention)
@@ -92,6 +92,6 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
 def test_what_it_settles_is_refused_beside_it(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_configured", None)
+    monkeypatch.setattr("tangram.lab.accuracy.evaluation.load_checked", None)
     result = CLI.invoke(app, ["eval", "--quick", *given])
     assert result.exit_code == 2 and "but --quick fixes it" in " ".join(result.output.split())

@@ -186,14 +186,14 @@ def test_a_model_on_the_hub_is_read_from_its_config_alone(
 ) -> None:
     asked = []
 
-    def download(model: str, name: str) -> str:
-        asked.append((model, name))
-        (tmp_path / name).write_text(
+    def download(model: str, allow_patterns: list[str]) -> str:
+        asked.append((model, *allow_patterns))
+        (tmp_path / allow_patterns[0]).write_text(
             json.dumps({**GQA, "model_type": "llama", "tie_word_embeddings": False})
         )
-        return str(tmp_path / name)
+        return str(tmp_path)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     code, said = run("somebody/some-model", "--json")
     found = json.loads(said)
     assert code == 0 and asked == [("somebody/some-model", "config.json")]

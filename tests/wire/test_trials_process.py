@@ -383,7 +383,7 @@ def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(
             next(lines)
             server.kill()
             list(lines)
-    (profile,) = tmp_path.joinpath("profiles").glob("*.json")
+    (profile,) = tmp_path.glob("weights/*/profiles/*.json")
     written_ns = profile.stat().st_mtime_ns
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
         assert httpx.post(url + COMPLETIONS, json=body(numbers(200))).json()["choices"] == expected

@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.calibrate.measure import Magnitudes, ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
-from tangram.config import EngineConfig, cache_folder
+from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
@@ -98,7 +98,7 @@ class ModelBench:
             {name: scorer_spec(scorer) for name, scorer in scorers.items()},
             [method.kv_retention for method in budgeted if method.name == "static"],
             calibration_samples,
-            cache_folder(),
+            loaded.kept_folder,
             source,
             loaded.tokenizer.encode,
             base.page_tokens,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
+from tangram.engine.option_checks import load_checked
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.engines import ModelBench
@@ -17,7 +18,6 @@ from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages, RealText
 from tangram.lab.accuracy.results import AnyCell, Results, Setting
 from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
 from tangram.lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
-from tangram.model.load import load_configured
 
 # Is called before the measurement with the model and the planned cells.
 Before = Callable[[ModelBench, Sequence[PlannedCell]], None]
@@ -58,7 +58,7 @@ def compare(
         # `full` has no chunk of its own; its texts are cut where those of the others are.
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
     watch.turns_to("loading the model")
-    loaded = load_configured(base)
+    loaded = load_checked(base)
     _check_lengths(loaded.geometry.max_positions, asked, methods)
     methods = _methods(
         grid.name_scorer(Compression.of(base, loaded.fingerprint).choice.scorer), asked

@@ -52,8 +52,8 @@ class Budgets:
     that one pass over the `samples` calibration texts measures them all. `samples` None means the
     profiles that a server takes: a shipped or kept one, or else the short calibration of a first
     start. `source_of` gives scores by scorer and C, and fills `Magnitudes` if given. `encode` gives
-    the token ids of a text. Calibrations are kept in `folder`; any α and any shape of pages follow
-    from one.
+    the token ids of a text. Calibrations are kept in `folder`, that of the model's weights; any α
+    and any shape of pages follow from one.
     """
 
     fingerprint: ModelFingerprint
@@ -113,7 +113,7 @@ class Budgets:
         )
         kept.mkdir(parents=True, exist_ok=True)
         for profile in profiles:
-            profile.save(kept / f"{self.fingerprint.weights_sha256}-{profile.file_name}")
+            profile.save(kept / profile.file_name)
         return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)
 
     def equal(self, method: Method) -> Profile:
@@ -207,7 +207,7 @@ class Budgets:
         profiles = self._measure(wanted, missing, samples)
         kept.mkdir(parents=True, exist_ok=True)
         ends = f"s{wanted.sink_tokens}.w{wanted.window_tokens}"
-        stem = f"{self.fingerprint.weights_sha256}.n{samples}.{ends}"
+        stem = f"n{samples}.{ends}"
         for profile in profiles:
             profile.save(kept / f"{stem}.{profile.file_name}")
         return next(profile for profile in profiles if profile.kv_retention == method.kv_retention)

@@ -19,6 +19,7 @@ from tangram.compress.groups import compute_realised_retention
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.engine.memory import GIB, kv_bytes
+from tangram.engine.option_checks import load_checked
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.lab.baselines.comparison_builder import engine_of
@@ -26,7 +27,6 @@ from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.load.asks import Ask, alike, arriving
 from tangram.lab.load.clock import LatencyLimits, Summary, answer_all
 from tangram.lab.load.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
-from tangram.model.load import load_configured
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def for_each(
             f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it "
             "out"
         )
-    loaded = load_configured(config)
+    loaded = load_checked(config)
     # Set here, since a rung may leave out the profiles that define them.
     config = Compression.of(config, loaded.fingerprint).config
     config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB)

@@ -1,0 +1,66 @@
+"""Options that are wrong whatever the weights are: found before these are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tangram.config import EngineConfig
+from tangram.engine.memory import check_cache_device, check_host_memory
+from tangram.engine.profiles import Compression
+from tangram.errors import ConfigError
+from tangram.model.auto_classes import read_config
+from tangram.model.load import LoadedModel, load_configured, resolve_source
+from tangram.model.place import find_device
+from tangram.plan.policy import Policy
+
+
+def load_checked(config: EngineConfig) -> LoadedModel:
+    """`load_configured`, which may take minutes, after `check_options`."""
+    device = check_options(config)
+    return load_configured(replace(config, device=device.type))
+
+
+def check_options(config: EngineConfig) -> torch.device:
+    """The device of `config`. Raises what the making of an engine would, as far as it is known."""
+    device = find_device(config.device)
+    check_cache_device(config, device)
+    check_host_memory(config, device)
+    if config.compile_decode:
+        check_compile_decode(device)
+    if config.decode_policy is not None:
+        Policy.load(Path(config.decode_policy)).check(name_device(device), {})
+    Compression.of(config, None).check_without_model()
+    if config.max_model_len is not None:
+        folder = resolve_source(config.model, weights=False)
+        text = read_config(folder, config.model).get_text_config()
+        check_model_len(config, text.max_position_embeddings)
+    return device
+
+
+def name_device(device: torch.device) -> str:
+    """The name of `device` in decode policies."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def check_model_len(config: EngineConfig, positions: int) -> None:
+    """Raise `ConfigError` if sequences may be longer than the model's `positions`."""
+    if config.max_model_len is not None and config.max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for at most {positions} "
+            "positions"
+        )
+
+
+def check_compile_decode(device: torch.device) -> None:
+    """Raise `ConfigError` if layers that decode cannot be compiled on `device`."""
+    try:
+        from tangram.model.compiled_decode import check_compiler
+    except ImportError as error:
+        raise ConfigError(
+            f"compile_decode needs a newer torch, this is {torch.__version__}: install torch "
+            "2.13, or leave it out"
+        ) from error
+    check_compiler(device)

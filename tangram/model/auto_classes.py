@@ -1,0 +1,105 @@
+"""The only callers of Transformers' auto classes: code that a folder names is never run.
+
+A config.json or tokenizer_config.json with `auto_map` names Python files, beside it or on the Hub.
+Without an explicit `trust_remote_code` Transformers asks on standard input whether to run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tangram.errors import ModelError
+from tangram.model.source import is_on_hub
+
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+
+
+def read_config(folder: Path, name: str) -> PretrainedConfig:
+    """The config of model `name`, of a class of Transformers.
+
+    Raises `ModelError` if only code of the folder could read it, and `UNREADABLE` of `convert.py`
+    for other faults.
+    """
+    with _refuse_code(name):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, **_NO_CODE)
+    if is_on_hub(name):
+        config.name_or_path = name  # Transformers mends the tokenizers of some ids
+    return config
+
+
+def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, with `options` of Transformers.
+
+    Raises `ModelError` if only code of the folder could make it, and `ValueError` if its files are
+    no valid tokenizer.
+    """
+    try:
+        with _refuse_code(str(folder)):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, **options, **_NO_CODE
+            )
+    except Exception as error:  # the Rust library behind it raises bare `Exception`s
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error
+    return tokenizer
+
+
+def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a folder, with `options` of Transformers, and its report on the tensors.
+
+    Raises `ModelError` if only code of the folder could make it.
+    """
+    with _refuse_code(str(folder)):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            output_loading_info=True,
+            use_safetensors=True,  # other formats are pickles, which can run code
+            **options,
+            **_NO_CODE,
+        )
+    model, report = loaded
+    return model, report
+
+
+def make_model(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A model of `config` with the weights that training begins with, on torch's current device.
+
+    Raises `ModelError` if only code of a folder could make it.
+    """
+    with _refuse_code(str(config.name_or_path)):
+        # Without a name of ours the config could name kernels to fetch.
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention, **_NO_CODE
+        )
+    return model
+
+
+@contextmanager
+def _refuse_code(name: str) -> Iterator[None]:
+    """Turn Transformers' refusal, which names an option that there is not, into ours."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"model {name!r}: its auto_map names code, of a config, model or tokenizer that "
+            "Transformers does not know itself. Code of a model's folder is never run: take a "
+            "model of a type that Transformers has"
+        ) from error
