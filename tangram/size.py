@@ -234,7 +234,10 @@ def render(size: KVSize, memory_gib: float | None = None, weights: Weights | Non
     from rich.table import Table
 
     table = Table(
-        title=f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}"
+        title=(
+            f"KV cache of {size.shape.model}, {size.context_tokens:,} tokens, {size.dtype}, "
+            f"kv_retention {size.retention:g}"
+        )
     )
     table.add_column("what")
     table.add_column("size", justify="right")

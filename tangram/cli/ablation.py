@@ -53,6 +53,7 @@ def ablation(
 
     Dynamic reclamation is compared, too. Decode seals a chunk only if --output-tokens fill one.
     """
+    from tangram.engine.option_checks import longest_sequence
     from tangram.lab.accuracy.plot import check_plot
     from tangram.lab.load.ablation import choose_rungs
     from tangram.lab.load.clock import LatencyLimits
@@ -61,13 +62,15 @@ def ablation(
         check_plot(plot)
     per_second = [positive("rates", text) for text in rates.split(",")]
     load = _AblationLoad(batch_requests, requests, input_tokens, output_tokens, per_second)
+    chosen = choose_rungs(rungs)
+    load.check(longest_sequence(config))
     title = (
         f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} "
         "requests/s"
     )
     figures = _measure(
         config,
-        choose_rungs(rungs),
+        chosen,
         load,
         LatencyLimits(ttft_limit_s, tpot_limit_ms),
         lambda named, found: write_figures(output, title, named, {"rungs": found}),
@@ -90,17 +93,30 @@ class _AblationLoad:
     output_tokens: int
     rates: Sequence[float]
 
+    @property
+    def count(self) -> int:
+        """The most requests at a time."""
+        return max(self.batch_requests, self.requests)
+
+    def check(self, most_tokens: int) -> None:
+        """Raise `ConfigError` if they are longer than sequences may be."""
+        from tangram.lab.load.asks import check_lengths
+
+        check_lengths(
+            "input_tokens", self.count, self.input_tokens, self.output_tokens, most_tokens
+        )
+
     def asks(self, engine: Engine) -> list[Ask]:
         """Requests that share no prefix. Raises `ConfigError` if `engine` cannot take them."""
-        from tangram.lab.load.asks import alike, check_lengths
+        from tangram.lab.load.asks import alike
 
-        count = max(self.batch_requests, self.requests)
-        check_lengths(
-            "input_tokens", count, self.input_tokens, self.output_tokens, engine.max_model_len
-        )
-        vocabulary = engine.geometry.vocab_size
+        self.check(engine.max_model_len)
         return alike(
-            count, self.input_tokens, self.output_tokens, shared_tokens=0, vocab_size=vocabulary
+            self.count,
+            self.input_tokens,
+            self.output_tokens,
+            shared_tokens=0,
+            vocab_size=engine.geometry.vocab_size,
         )
 
 

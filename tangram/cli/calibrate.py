@@ -145,13 +145,13 @@ def _measure(
 ) -> Profile:
     from tangram.calibrate.text_files import read_kinds
     from tangram.calibrate.texts import list_kinds
-    from tangram.engine.option_checks import load_checked
+    from tangram.engine.option_checks import load_checked, longest_sequence
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
 
     texts, source = _texts(config, samples, data), _source(config, data)
     study.check(samples if data is None else len(texts()))
+    check_chunk(config, longest_sequence(config))
     loaded = load_checked(config)
-    check_chunk(config, loaded)
     compression = Compression.of(config, loaded.fingerprint)
     config, scorer = compression.config, compression.make_scorer(loaded.fingerprint)
     profiles = calibrate_model(

@@ -37,7 +37,7 @@ def train_and_report(
     Then print how far it agrees with KVzip on texts that were not used for training.
     """
     from tangram.compress.scorers.gate import check_path, save_gate
-    from tangram.engine.option_checks import load_checked
+    from tangram.engine.option_checks import load_checked, longest_sequence
     from tangram.engine.profiles import check_chunk
     from tangram.gate_training.fit import Recipe
     from tangram.gate_training.text_training import agreements, train_gate_on_texts
@@ -46,8 +46,8 @@ def train_and_report(
     check_regular("train_gate", path)
     check_path(path)
     use_threads(config.threads)
+    check_chunk(config, longest_sequence(config))
     loaded = load_checked(config)
-    check_chunk(config, loaded)
     recipe = Recipe(seed=config.seed)
     gate, unseen = train_gate_on_texts(
         loaded, texts(), chunk_tokens=config.chunk_tokens, source=source, recipe=recipe

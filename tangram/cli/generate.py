@@ -25,13 +25,15 @@ _MOST_PIPED_BYTES = 256 * 2**20  # more than any model takes; a pipe may never e
 @with_config
 def generate(
     config: EngineConfig,
-    prompt: Annotated[
+    text: Annotated[
         str | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="the text to complete; - reads standard input, as does a pipe without --prompt",
+        typer.Argument(
+            help="the text to complete; - reads standard input, as does a pipe without a text",
+            show_default=False,
         ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="the same text, as an option")
     ] = None,
     max_tokens: Annotated[
         int | None, number(BOUNDS["max_tokens"], "maximum tokens to generate; 128 if not given")
@@ -57,6 +59,9 @@ def generate(
     ] = None,
 ) -> None:
     """Complete one text and report what the KV cache held, or answer a file of requests."""
+    if text is not None and prompt is not None:
+        raise ConfigError(f"text is {text!r} and prompt is {prompt!r}: give one of them")
+    prompt = text if prompt is None else prompt
     if batch is not None:
         answer_batch(
             config,
@@ -70,12 +75,12 @@ def generate(
             "prompt is not set or output is without batch: give -p TEXT, or --batch IN.jsonl -o "
             "OUT.jsonl"
         )
-    text = _find_text(prompt)
+    asked = _find_text(prompt)
     sampling = SamplingParams(
         max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0
     )
     with warnings_as_text():
-        _complete(config, text, sampling)
+        _complete(config, asked, sampling)
 
 
 def _find_text(prompt: str | None) -> str:
@@ -84,8 +89,8 @@ def _find_text(prompt: str | None) -> str:
         return _read_pipe()
     if prompt is None:
         raise ConfigError(
-            "prompt is not set: give -p TEXT, a text on standard input, or --batch IN.jsonl -o "
-            "OUT.jsonl"
+            "prompt is not set: give the text after MODEL or with -p TEXT, a text on standard "
+            "input, or --batch IN.jsonl -o OUT.jsonl"
         )
     return prompt
 

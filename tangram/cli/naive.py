@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 
 from tangram.cli import console
+from tangram.cli.checks import check_start
 from tangram.cli.options import Device, Model, Threads, Weights, engine_option, number
 from tangram.cli.serving import Output, Repeats
 from tangram.config import EngineConfig, ModelDtype
@@ -53,6 +54,7 @@ def naive(
         enable_prefix_caching=False,
         enforce_eager=True,  # positions are counted in the model, which a graph would bypass
     )
+    check_start(config)
     plain, cached = _measure(config, prompt_tokens, tokens, repeats)
     _show(tokens, prompt_tokens, plain, cached)
     if output is not None:
@@ -66,10 +68,11 @@ def _measure(
 ) -> tuple[list[DecodingRun], list[DecodingRun]]:
     """Runs without and with a cache, in turns; the first pair is not among them."""
     from tangram.engine.build import engine_of
-    from tangram.engine.option_checks import load_checked
+    from tangram.engine.option_checks import load_checked, longest_sequence
     from tangram.lab import naive as lab
     from tangram.lab.load.asks import draw_tokens
 
+    lab.check_naive_length(prompt_tokens, tokens, longest_sequence(config))
     loaded = load_checked(config)
     engine = engine_of(config, loaded)
     lab.check_naive_length(prompt_tokens, tokens, engine.max_model_len)

@@ -7,7 +7,8 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,9 +60,9 @@ def throughput(
     """Requests of equal lengths, all at once."""
     from tangram.lab.load.asks import alike, check_lengths
 
-    engine = _engine(config)
     own_tokens = shared_tokens + input_tokens
-    check_lengths("input_tokens", requests, own_tokens, output_tokens, engine.max_model_len)
+    check = partial(check_lengths, "input_tokens", requests, own_tokens, output_tokens)
+    engine = _engine(config, check)
     asks = alike(
         requests,
         input_tokens,
@@ -92,9 +93,9 @@ def multi_turn(
     """Conversations: each turn sends the whole history again and a few new tokens."""
     from tangram.lab.load.asks import check_lengths, draw_tokens, next_turn
 
-    engine, parts = _engine(config), []
     said_tokens = history_tokens + (turns - 1) * (user_tokens + output_tokens) + user_tokens
-    check_lengths("history_tokens", sessions, said_tokens, output_tokens, engine.max_model_len)
+    check = partial(check_lengths, "history_tokens", sessions, said_tokens, output_tokens)
+    engine, parts = _engine(config, check), []
     vocabulary = engine.geometry.vocab_size
     histories = [draw_tokens(history_tokens, vocabulary, 4, session) for session in range(sessions)]
     for turn in range(1, turns + 1):
@@ -131,17 +132,18 @@ def trace(
     """Replay of a recorded trace: its lengths, times and shared prefixes."""
     from tangram.lab.load.asks import read_trace
     from tangram.lab.load.clock import GivenUpError, LatencyLimits, Patience
+    from tangram.model.load import read_text_config
 
     speeds, limits = (
         [positive("speed", text) for text in speed.split(",")],
         LatencyLimits(ttft_limit_s, tpot_limit_ms),
     )
     patience = None if hold_ttft_s is None else Patience(hold_ttft_s)
+    vocabulary = read_text_config(config.model).vocab_size
+    recorded = read_trace(file, seconds=seconds, speed=1.0, vocab_size=vocabulary)
     engine, parts, given_up = _engine(config), [], {}
     for factor in speeds:
-        asks = read_trace(
-            file, seconds=seconds, speed=factor, vocab_size=engine.geometry.vocab_size
-        )
+        asks = [replace(ask, at_s=ask.at_s / factor) for ask in recorded]
         try:
             parts.append((f"speed {factor:g}", _fresh(engine, asks, patience)))
         except GivenUpError as error:
@@ -162,13 +164,20 @@ def positive(name: str, text: str) -> float:
     return value
 
 
-def _engine(config: EngineConfig) -> Engine:
-    """An engine after a warm-up, which compiles its kernels."""
+def _engine(config: EngineConfig, check: Callable[[int], object] = int) -> Engine:
+    """An engine after a warm-up, which compiles its kernels.
+
+    `check` raises if sequences of so many tokens are too short for the requests. It is called
+    before the model is loaded, and again when the size of the KV cache is known.
+    """
     from tangram.engine.build import build_engine
+    from tangram.engine.option_checks import longest_sequence
     from tangram.lab.load.asks import alike
     from tangram.lab.load.clock import answer_all
 
+    check(longest_sequence(config))
     engine = build_engine(config)
+    check(engine.max_model_len)
     size = min(engine.max_model_len - 8, 2 * config.chunk_tokens + 8)
     with console.waiting("warming up"):
         answer_all(

@@ -19,6 +19,7 @@ from tangram.cli.options import (
     number,
     option,
 )
+from tangram.config import EngineConfig
 from tangram.config_json import ModelConfig, read_config
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
@@ -63,7 +64,7 @@ def size(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: CacheDtype = "auto",
-    kv_retention: Retention = 1.0,
+    kv_retention: Retention = EngineConfig.kv_retention,
     chunk_tokens: Chunk = 512,
     page_tokens: Page = 16,
     heads_per_page: Heads = 4,

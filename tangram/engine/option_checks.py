@@ -11,8 +11,7 @@ from tangram.config import EngineConfig
 from tangram.engine.memory import check_cache_device, check_host_memory
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
-from tangram.model.auto_classes import read_config
-from tangram.model.load import LoadedModel, load_configured, resolve_source
+from tangram.model.load import LoadedModel, load_configured, read_text_config
 from tangram.model.place import find_device
 from tangram.plan.policy import Policy
 
@@ -34,10 +33,13 @@ def check_options(config: EngineConfig) -> torch.device:
         Policy.load(Path(config.decode_policy)).check(name_device(device), {})
     Compression.of(config, None).check_without_model()
     if config.max_model_len is not None:
-        folder = resolve_source(config.model, weights=False)
-        text = read_config(folder, config.model).get_text_config()
-        check_model_len(config, text.max_position_embeddings)
+        check_model_len(config, read_text_config(config.model).max_position_embeddings)
     return device
+
+
+def longest_sequence(config: EngineConfig) -> int:
+    """The most tokens of a sequence, if the KV cache holds as many. Weights are not read."""
+    return config.max_model_len or int(read_text_config(config.model).max_position_embeddings)
 
 
 def name_device(device: torch.device) -> str:

@@ -185,7 +185,7 @@ def find_or_make_profile(
         config.chunk_tokens,
         QUICK_SAMPLES,
     )
-    check_chunk(config, loaded)
+    check_chunk(config, loaded.geometry.max_positions)
     most_tokens = quick_tokens(config.chunk_tokens)
     texts = make_texts(QUICK_SAMPLES, min_characters=6 * most_tokens)
     profile = calibrate_model(
@@ -208,12 +208,12 @@ def find_or_make_profile(
     return profile
 
 
-def check_chunk(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise `ConfigError` for chunks that no sequence of the model fills."""
-    if config.chunk_tokens > loaded.geometry.max_positions:
+def check_chunk(config: EngineConfig, positions: int) -> None:
+    """Raise `ConfigError` for chunks that no sequence of a model of `positions` fills."""
+    if config.chunk_tokens > positions:
         raise ConfigError(
             f"chunk_tokens is {config.chunk_tokens}, the model was made for at most "
-            f"{loaded.geometry.max_positions} positions: lower chunk_tokens"
+            f"{positions} positions: lower chunk_tokens"
         )
 
 

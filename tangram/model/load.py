@@ -104,10 +104,7 @@ def load_model(
     place = find_device(device)
     if quantization is not None:
         check_quantization(quantization, place)
-    try:
-        config = read_config(folder, name)
-    except UNREADABLE as error:
-        raise ModelError(f"model {name!r} cannot be read: {error}") from error
+    config = _read_config(folder, name)
     refuse_unsupported(config)
     own: Any = None if is_gguf(name) else config.dtype
     chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
@@ -129,6 +126,21 @@ def load_model(
     if quantization is not None:
         quantize(model, quantization)  # last: the fingerprint is that of the weights as given
     return loaded
+
+
+def read_text_config(name: str) -> PretrainedConfig:
+    """The config of the language part of `name`, whose weights are not read.
+
+    Raises `ModelError` if there is none.
+    """
+    return _read_config(resolve_source(name, weights=False), name).get_text_config()
+
+
+def _read_config(folder: Path, name: str) -> PretrainedConfig:
+    try:
+        return read_config(folder, name)
+    except UNREADABLE as error:
+        raise ModelError(f"model {name!r} cannot be read: {error}") from error
 
 
 def load_configured(config: EngineConfig) -> LoadedModel:

@@ -121,7 +121,7 @@ def test_weights_that_cannot_be_kept_are_converted_all_the_same(
     gguf.write_bytes(b"GGUF")
     made = list[Path]()
 
-    def fail_late(source: Path, target: Path) -> None:
+    def fail_late(source: Path, digest: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir()
         made.append(target)

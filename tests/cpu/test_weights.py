@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tangram.cli import app
+from tangram.config import EngineConfig
 from tangram.config_json import read_config
 from tangram.errors import ConfigError
 from tangram.kv_shape import presets, read_shape
@@ -142,17 +143,17 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_size_takes_the_weights_off_and_counts_sequences_and_tokens() -> None:
-    code, said = run("llama-3.1-8b", "--context-tokens", "32000", "--memory-gib", "80", "--json")
+    whole = ("--memory-gib", "80", "--kv-retention", "1")
+    code, said = run("llama-3.1-8b", "--context-tokens", "32000", *whole, "--json")
     found = json.loads(said)
     assert code == 0 and found["weights_bytes"] == 2 * found["parameters"]
     # 80 GiB less 14.96 hold 16 caches of 3.91, and parts of one more.
     assert (found["sequences"], found["tokens"]) == (16, 16 * 32_000)
     assert 16 * 32_000 < found["capacity_tokens"] < 17 * 32_000
-    half = json.loads(
-        run("llama-3.1-8b", "--memory-gib", "80", "--kv-retention", "0.5", "--json")[1]
-    )
-    assert 31 <= half["sequences"] <= 33
-    _, table = run("llama-3.1-8b", "--memory-gib", "80")
+    half = json.loads(run("llama-3.1-8b", "--memory-gib", "80", "--json")[1])
+    assert 31 <= half["sequences"] <= 33 and half["kv_retention"] == EngineConfig.kv_retention
+    assert "kv_retention 0.5" in " ".join(run("llama-3.1-8b")[1].split())
+    _, table = run("llama-3.1-8b", *whole)
     for words in ("8.03 B parameters in bfloat16", "14.96 GiB", "65.04 GiB", "512,000"):
         assert words in table
     none = json.loads(run("llama-3.1-70b", "--memory-gib", "80", "--json")[1])

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tangram.compress.scorers import make_scorer
+from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
-from tangram.engine.option_checks import load_checked
+from tangram.engine.option_checks import load_checked, longest_sequence
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.lab.accuracy.engines import ModelBench
@@ -57,9 +59,10 @@ def compare(
         _check_tails(methods)
         # `full` has no chunk of its own; its texts are cut where those of the others are.
         base = replace(base, chunk_tokens=unit) if unit is not None and unit > TAIL_TOKENS else base
+    _check_scorers(base, grid)
+    _check_lengths(longest_sequence(base), asked, methods)
     watch.turns_to("loading the model")
     loaded = load_checked(base)
-    _check_lengths(loaded.geometry.max_positions, asked, methods)
     methods = _methods(
         grid.name_scorer(Compression.of(base, loaded.fingerprint).choice.scorer), asked
     )
@@ -84,6 +87,16 @@ def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
     return list(
         dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens))
     )
+
+
+def _check_scorers(base: EngineConfig, grid: Grid) -> None:
+    """Raise `ConfigError` for a scorer that is unknown, or that no model can be compressed by."""
+    for name in grid.scorers or ():
+        gate = Path(base.gate) if base.gate is not None and name == FastKVzip.name else None
+        if gate is None and name == FastKVzip.name:
+            continue  # the gate that ships may fit the model
+        for chunk_tokens in grid.chunk_tokens:
+            make_scorer(name, gate=gate).check_tokens(chunk_tokens)
 
 
 def _check_lengths(

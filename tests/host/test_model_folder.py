@@ -1,0 +1,258 @@
+"""What a model's folder must hold is said before anything is loaded, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tangram.cli import app
+from tangram.errors import ModelError
+from tangram.model.source import check_source, find_folder
+
+NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def run(*given: str) -> tuple[int, str]:
+    """The exit code of a command, and what it says of errors."""
+    result = CliRunner().invoke(app, list(given), env={"COLUMNS": None})
+    return result.exit_code, result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files of a model."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in NAMES:
+        (model / name).write_text("{}")
+    check_source(str(model))
+    return model
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking the Hub fails the test."""
+
+    def fail(*given: object, **options: object) -> None:
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        make_socket,
+        Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("gone"),
+        lambda path: path.symlink_to(path),
+    ],
+    ids=["pipe", "socket", "folder", "device", "dangling", "loop"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        "model.safetensors.index.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "additional_chat_templates/tool.jinja",
+    ],
+)
+def test_every_file_of_a_model_is_a_regular_one(
+    name: str, make: Callable[[Path], object], folder: Path
+) -> None:
+    """Reading a pipe would wait for ever."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(ModelError, match=rf"{path.name} (is not a regular file|cannot be read)"):
+        check_source(str(folder))
+    code, said = run("generate", str(folder), "-p", "a")
+    assert (code, said.count("\n")) == (2, 1) and path.name in said
+
+
+def test_links_to_regular_files_are_followed(folder: Path, tmp_path: Path) -> None:
+    """The Hub's own cache has nothing else."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for name in NAMES:
+        (linked / name).symlink_to(folder / name)
+    check_source(str(linked))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_gguf_file_is_a_regular_one(make: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(path)
+    with pytest.raises(ModelError, match="not a regular file"):
+        check_source(str(path))
+
+
+def write(folder: Path, name: str, content: object = None) -> None:
+    (folder / name).write_text(json.dumps(content or {}))
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def only_an_adapter(folder: Path) -> None:
+    remove(*NAMES)(folder)
+    write(folder, "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-4B"})
+
+
+def only_a_pickle(folder: Path) -> None:
+    remove("model.safetensors")(folder)
+    write(folder, "pytorch_model.bin")
+
+
+def only_gguf(folder: Path) -> None:
+    remove(*NAMES)(folder)
+    write(folder, "tiny.q4.gguf")
+
+
+def lacking_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    shards = {"x": "a.safetensors", "y": "b.safetensors"}
+    write(folder, "model.safetensors.index.json", {"weight_map": shards})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (remove("tokenizer.json"), "has no tokenizer: put tokenizer.json"),
+        (remove("config.json"), "has no config.json"),
+        (remove("model.safetensors"), "has neither model.safetensors nor"),
+        (only_a_pickle, "weights in pytorch_model.bin alone. Such a file is a pickle"),
+        (only_an_adapter, "is an adapter (LoRA) of Qwen/Qwen3-4B, no whole model: merge it"),
+        (
+            lambda folder: write(folder, "adapter_config.json"),
+            "adapter_config.json beside config.json, and adapters are not applied",
+        ),
+        (only_gguf, "is a folder with the GGUF file tiny.q4.gguf: give the file's own path"),
+        (lacking_shard, "lacks 1 files of weights, b.safetensors the first"),
+    ],
+)
+def test_what_a_folder_lacks_is_said(
+    change: Callable[[Path], None], words: str, folder: Path
+) -> None:
+    change(folder)
+    code, said = run("generate", str(folder), "-p", "a")
+    assert (code, said.count("\n")) == (2, 1) and words in said
+
+
+def test_random_weights_need_a_config_alone(folder: Path) -> None:
+    remove("model.safetensors", "tokenizer.json")(folder)
+    check_source(str(folder), weights=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("qwen3", "did you mean Qwen/Qwen3-4B or"),
+        ("llama3.2", "did you mean meta-llama/Llama-3.1-8B or"),
+        ("smollm", "did you mean smollm2?"),
+        ("modle", "did you mean model?"),
+        ("./modle", "did you mean model?"),
+        ("zzzzzzzz", "OWNER/NAME on the Hugging Face Hub\n"),
+    ],
+)
+@pytest.mark.usefixtures("no_network")
+def test_a_mistyped_name_is_answered_from_what_is_here(
+    name: str, meant: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    code, said = run("generate", name, "-p", "a")
+    assert (code, said.count("\n")) == (2, 1) and "there is no such folder" in said
+    assert meant in said
+    assert name.startswith(".") or "known here: smollm2; presets of tangram size: llama" in said
+
+
+@pytest.mark.usefixtures("no_network")
+def test_size_says_which_preset_is_meant() -> None:
+    code, said = run("size", "qwen3")
+    assert code == 2 and "did you mean qwen3-4b or qwen3-32b?" in said
+
+
+def cached(cache: Path, files: dict[str, Any]) -> Path:
+    """A snapshot of somebody/tiny as the Hub's cache would hold it."""
+    model = cache / "models--somebody--tiny"
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    for name, content in files.items():
+        write(snapshot, name, content)
+    return snapshot
+
+
+def test_a_snapshot_is_checked_like_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = cached(tmp_path, dict.fromkeys(NAMES))
+    check_source("somebody/tiny")
+    assert find_folder("somebody/tiny") == snapshot
+    write(snapshot, "adapter_config.json")
+    with pytest.raises(ModelError, match="adapters are not applied"):
+        check_source("somebody/tiny")
+
+
+@pytest.mark.parametrize("status", [500, 404])
+def test_a_hub_that_fails_is_asked_once(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("somebody").mkdir()
+    Path("somebody/tiny").mkdir()
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        code, said = run("generate", "somebody/tinny", "-p", "a")
+        server.shutdown()
+    assert len(asked) == 1
+    assert (code, said.count("\n")) == (2, 1) and "cannot be fetched from Hugging Face" in said
+    assert said.endswith("did you mean somebody/tiny?\n")
