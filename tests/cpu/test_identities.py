@@ -186,13 +186,13 @@ def test_kept_profiles_are_those_of_the_same_weights(
     monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     options: dict[str, Any] = {"kv_cache_gib": 0.02, "chunk_tokens": 128, "kv_retention": 0.5}
 
-    def kept() -> int:
+    def count_kept() -> int:
         LLM(str(folder), **options)
         return len(list((tmp_path / "cache").glob("weights/*/profiles/*.json")))
 
-    assert (kept(), kept()) == (1, 1)
+    assert (count_kept(), count_kept()) == (1, 1)
     change_a_matrix(folder)
-    assert kept() == 2
+    assert count_kept() == 2
 
 
 PROGRAM = """

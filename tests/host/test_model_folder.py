@@ -202,7 +202,7 @@ def test_size_says_which_preset_is_meant() -> None:
     assert code == 2 and "did you mean qwen3-4b or qwen3-32b?" in said
 
 
-def cached(cache: Path, files: dict[str, Any]) -> Path:
+def make_snapshot(cache: Path, files: dict[str, Any]) -> Path:
     """A snapshot of somebody/tiny as the Hub's cache would hold it."""
     model = cache / "models--somebody--tiny"
     snapshot = model / "snapshots" / ("0" * 40)
@@ -219,7 +219,7 @@ def test_a_snapshot_is_checked_like_a_folder(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    snapshot = cached(tmp_path, dict.fromkeys(NAMES))
+    snapshot = make_snapshot(tmp_path, dict.fromkeys(NAMES))
     check_source("somebody/tiny")
     assert find_folder("somebody/tiny") == snapshot
     write(snapshot, "adapter_config.json")
