@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any
 
 
-def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file, without its byte-order mark.
+def refuse_irregular(path: str | Path) -> None:
+    """Raise `OSError` if there is something at `path` that is no regular file.
 
-    Raises `OSError` if it cannot be read or is no regular file: a pipe would block for ever. Raises
-    `ValueError` if it is no UTF-8.
+    Reading a pipe would block for ever, and some devices have no end.
     """
     if Path(path).exists() and not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(0, "it is not a regular file")
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a file, without its byte-order mark.
+
+    Raises `OSError` if it cannot be read or is no regular file, and `ValueError` if it is no
+    UTF-8.
+    """
+    refuse_irregular(path)
     return Path(path).read_text(encoding="utf-8-sig")
 
 

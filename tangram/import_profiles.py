@@ -18,6 +18,7 @@ from tangram.compress.profile import PAPER_ALPHA, Profile
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.config import Scope
 from tangram.errors import ProfileError
+from tangram.foreign_files import refuse_irregular
 
 SAMPLES = 28
 SOURCE = (
@@ -90,6 +91,7 @@ def import_published(
 
 def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
     try:
+        refuse_irregular(path)
         # Opened here, because np.load does not close a file that it cannot read.
         with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as published:
             return [published[f"{prefix}/{name}"] for name in ("mean", "std", "layers")]
@@ -97,5 +99,5 @@ def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:
         raise ProfileError(
             f"{path}: {error.args[0]}; its keys must be MODEL/SCORER/SCOPE/FIELD"
         ) from error
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise ProfileError(f"{path}: not a readable .npz file of budgets: {error}") from error

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
+from tangram.model.folder import INDEX, read_shards
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a rounded weight; those of 4 bits have a scale and an offset of 2 bytes for each 32. The head
@@ -41,6 +42,7 @@ _PLAIN = frozenset(
 )
 # Families that learn a vector for each position.
 _POSITIONS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt"})
+_MOST_HEADER_BYTES = 100_000_000  # that safetensors itself reads
 _WHAT = "the size of the weights"
 
 
@@ -121,11 +123,10 @@ def _count_rounded(config: ModelConfig, plain: Weights, quantization: str) -> We
 
 def _count_stored(folder: Path) -> int | None:
     """The parameters in the headers of its safetensors files; None if a file is missing."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     try:
         if index.is_file():
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            paths = [folder / name for name in names]
+            paths = [folder / name for name in read_shards(index)]
         else:
             paths = sorted(folder.glob("*.safetensors"))
         return (
@@ -141,7 +142,10 @@ def _count_stored(folder: Path) -> int | None:
 
 def _elements(path: Path) -> int:
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"{path.name} says that its header has {length:,} bytes")
+        header = json.loads(file.read(length))
     return sum(
         math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
     )

@@ -15,6 +15,7 @@ from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home, is_text
 from tangram.limits import Bounds
 from tangram.model.source import check_source
+from tangram.speculative_config import DraftModel
 
 OUTPUTS = ("output", "report", "plot", "train_gate")  # the options that name a file to write
 _NAMES = ("model", "profile", "gate", "decode_policy")  # options of type text that may name a file
@@ -112,7 +113,7 @@ def _paths(name: str, value: Any) -> Iterable[Path]:
 def check_start(config: EngineConfig) -> None:
     """Check what can be checked without torch.
 
-    Raises `ModelError` if the model does not exist, `ConfigError` if the current folder does not.
+    Raises `ModelError` if a model does not exist, `ConfigError` if the current folder does not.
     Prints a warning if the cache cannot be read.
     """
     try:
@@ -121,7 +122,9 @@ def check_start(config: EngineConfig) -> None:
         raise ConfigError(
             f"the current folder cannot be used ({error.strerror}): change to another"
         ) from error
-    check_source(config.model, weights=config.load_format != "dummy")
+    drafts = config.speculation
+    for model in (config.model, *((drafts.model,) if isinstance(drafts, DraftModel) else ())):
+        check_source(model, weights=config.load_format != "dummy")
     _check_cache_folder()
 
 

@@ -14,6 +14,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel, load_configured, read_text_config
 from tangram.model.place import find_device
 from tangram.plan.policy import Policy
+from tangram.speculative_config import DraftModel
 
 
 def load_checked(config: EngineConfig) -> LoadedModel:
@@ -32,6 +33,8 @@ def check_options(config: EngineConfig) -> torch.device:
     if config.decode_policy is not None:
         Policy.load(Path(config.decode_policy)).check(name_device(device), {})
     Compression.of(config, None).check_without_model()
+    if isinstance(drafts := config.speculation, DraftModel):
+        read_text_config(drafts.model)
     if config.max_model_len is not None:
         check_model_len(config, read_text_config(config.model).max_position_embeddings)
     return device

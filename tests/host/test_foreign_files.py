@@ -14,15 +14,17 @@ import pytest
 
 from tangram.calibrate.text_files import read_texts
 from tangram.compress.library import find_profile
-from tangram.compress.profile import ModelFingerprint, Profile
+from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
 from tangram.errors import ConfigError, TangramError
 from tangram.foreign_files import replace_file
+from tangram.import_profiles import import_published
 from tangram.lab.accuracy.conversation import read_conversations
 from tangram.lab.accuracy.passages import _read
 from tangram.lab.accuracy.results import Results
 from tangram.lab.load.asks import read_trace
 from tangram.plan.policy import Policy
 
+KEYDIFF = ScorerSpec("keydiff", {})
 READERS: list[Callable[[Path], object]] = [
     Profile.load,
     read_texts,
@@ -30,6 +32,7 @@ READERS: list[Callable[[Path], object]] = [
     Results.load,
     read_conversations,
     lambda path: read_trace(path, seconds=1, speed=1, vocab_size=8),
+    lambda path: import_published(path, "gpt-oss-20b", KEYDIFF, "model", 0.5),
 ]
 
 
