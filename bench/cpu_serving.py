@@ -41,8 +41,9 @@ ANSWER_TOKENS = 8
 ALONE = f"""
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sdpa")
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+safe = {{"trust_remote_code": False}}
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sdpa", **safe)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], **safe)
 messages = [{{"role": "user", "content": {QUESTION!r}}}]
 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
 model.generate(**ids, do_sample=False, max_new_tokens={ANSWER_TOKENS})

@@ -67,7 +67,9 @@ CASES = (RankCase(1, 1), RankCase(1, 2), RankCase(2, 1))
 def save_checkpoint(folder: Path) -> None:
     """Random weights and the embedded model's tokenizer."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SHAPE), dtype=torch.float32, trust_remote_code=False
+    )
     model.save_pretrained(folder)
     load_tokenizer("smollm2").save_pretrained(folder)
 

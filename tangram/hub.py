@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: it is asked once, and an answer comes in bounded time."""
+"""Files of the Hugging Face Hub, or the reason why there are none, in bounded time."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def fetch_files(name: str, patterns: Sequence[str]) -> Path:
+def fetch_files(name: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     """The folder with those files of model `name` that match one of `patterns`.
 
-    Without a network it is the folder that an earlier call has left. The Hub is asked a single
-    time, for at most ten seconds. Raises `ModelError` with the reason if there is no such folder.
+    `revision` is a commit; None is the newest. Without a network it is the folder that an earlier
+    call has left: the Hub is asked without repeats, and a request ends after ten seconds. Raises
+    `ModelError` with the reason if there is no such folder.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the network has many kinds of errors, and each ends here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise ModelError(

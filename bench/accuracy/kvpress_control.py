@@ -112,12 +112,11 @@ def load_pipeline(asked: dict[str, Any], device: str) -> KVPressTextGenerationPi
     """The model of the prompts, in the dtypes in which Tangram loads the embedded one."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(
-        asked["model"], dtype=dtype, attn_implementation="sdpa"
+        asked["model"], dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
     ).to(device)
     model.generation_config.eos_token_id = asked["eos_token_ids"]
-    return KVPressTextGenerationPipeline(
-        model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(asked["model"])
-    )
+    tokenizer = AutoTokenizer.from_pretrained(asked["model"], trust_remote_code=False)
+    return KVPressTextGenerationPipeline(model=model.eval(), tokenizer=tokenizer)
 
 
 def answer_sample(

@@ -24,9 +24,9 @@ class TransformersPeer:
     packages = ("torch", "transformers")
 
     def __init__(self, model: str, dtype: str) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            model, dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False
         )
         self.forget()
 

@@ -20,7 +20,7 @@ class VllmPeer:
     def __init__(self, model: str, **options: Any) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._engine = Vllm(Path(model), **options)
 
     def encode(self, text: str) -> list[int]:

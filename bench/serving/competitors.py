@@ -225,9 +225,12 @@ def save_checkpoint(model: Path) -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="tangram-random-"))
     atexit.register(shutil.rmtree, folder)
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("cuda"):  # a CPU takes a minute for the random numbers
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        made = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        made.save_pretrained(folder)
     torch.cuda.empty_cache()
     load_tokenizer("smollm2").save_pretrained(folder)
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tangram.config import EngineConfig
+from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.engine.memory import check_cache_device, check_host_memory
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
@@ -36,13 +36,19 @@ def check_options(config: EngineConfig) -> torch.device:
     if isinstance(drafts := config.speculation, DraftModel):
         read_text_config(drafts.model)
     if config.max_model_len is not None:
-        check_model_len(config, read_text_config(config.model).max_position_embeddings)
+        check_model_len(config, _positions(config))
     return device
 
 
 def longest_sequence(config: EngineConfig) -> int:
     """The most tokens of a sequence, if the KV cache holds as many. Weights are not read."""
-    return config.max_model_len or int(read_text_config(config.model).max_position_embeddings)
+    return config.max_model_len or _positions(config)
+
+
+def _positions(config: EngineConfig) -> int:
+    """Those that the model was made for; without a limit the most that an option allows."""
+    text = read_text_config(config.model)
+    return int(getattr(text, "max_position_embeddings", None) or MOST_TOKENS)
 
 
 def name_device(device: torch.device) -> str:

@@ -51,7 +51,8 @@ class Compression:
     def of(cls, config: EngineConfig, model: ModelFingerprint | None) -> Compression:
         """That of `model`, or without one, what is known of any.
 
-        Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree."""
+        Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree.
+        """
         profiles = read_profiles(config)
         choice = choose_scorer(config, model, profiles)
         recorded = [profile.scorer.name for profile in profiles.values()]

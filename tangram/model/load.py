@@ -26,7 +26,7 @@ from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import probe_geometry, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
-from tangram.model.source import check_source, find_folder, gguf_file, is_gguf
+from tangram.model.source import find_folder, gguf_file, is_gguf
 from tangram.model.weight_files import check_safetensors
 from tangram.model.widened import widen
 from tangram.types import Geometry
@@ -105,7 +105,6 @@ def load_model(
     if quantization is not None:
         check_quantization(quantization, place)
     config = _read_config(folder, name)
-    refuse_unsupported(config)
     own: Any = None if is_gguf(name) else config.dtype
     chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
     try:
@@ -138,9 +137,11 @@ def read_text_config(name: str) -> PretrainedConfig:
 
 def _read_config(folder: Path, name: str) -> PretrainedConfig:
     try:
-        return read_config(folder, name)
+        config = read_config(folder, name)
     except UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
+    refuse_unsupported(config)
+    return config
 
 
 def load_configured(config: EngineConfig) -> LoadedModel:
@@ -259,5 +260,4 @@ def resolve_source(name: str, *, weights: bool = True) -> Path:
 
     Raises `ModelError` if there is none.
     """
-    check_source(name, weights=weights)
     return convert_gguf(gguf_file(name)) if is_gguf(name) else find_folder(name, weights=weights)

@@ -45,14 +45,10 @@ def check_source(name: str, *, weights: bool = True) -> None:
     Of a model on the Hub all files but the weights are fetched. Without `weights` the config is
     enough.
     """
-    if not name.strip():
-        raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
     if is_gguf(name):
         gguf_file(name)
-    elif (folder := expand_home(name)).is_dir():
-        check_folder(folder, name, weights=weights)
     else:
-        _fetch_description(name)
+        _find_description(name, weights=weights)
 
 
 def find_folder(name: str, *, weights: bool = True) -> Path:
@@ -60,19 +56,23 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
 
     Raises the errors of `check_source`, and those of an index of weights.
     """
-    folder = expand_home(name)
-    if not folder.is_dir():
-        folder = _fetch_description(name)
-        if weights:
-            index = folder / INDEX
-            folder = fetch_files(name, sorted(read_shards(index)) if index.exists() else [WEIGHTS])
-    check_folder(folder, name, weights=weights)
+    folder = _find_description(name, weights=weights)
+    if weights and is_on_hub(name):
+        index = folder / INDEX
+        wanted = sorted(read_shards(index)) if index.exists() else [WEIGHTS]
+        fetch_files(name, wanted, revision=folder.name)
+        check_folder(folder, name, weights=True)
     return folder
 
 
-def _fetch_description(name: str) -> Path:
-    """The folder with all files but the weights of a model on the Hub."""
+def _find_description(name: str, *, weights: bool) -> Path:
+    """The folder of a model; of one on the Hub it may lack the weights."""
+    if not name.strip():
+        raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
     path = expand_home(name)
+    if path.is_dir():
+        check_folder(path, name, weights=weights)
+        return path
     if path.exists():
         raise ModelError(
             f"model {name!r}: it is neither a folder nor a GGUF file, name one of these"

@@ -174,7 +174,7 @@ def test_a_model_that_transformers_knows_is_served_without_its_code(
     """Many published checkpoints have code for older versions beside them."""
     expected = load_model(str(plain)).weights_digest
     for name in ("config.json", "tokenizer_config.json"):
-        change(folder / name, auto_map=AUTO_MAP)
+        change(folder / name, auto_map=AUTO_MAP, attn_implementation="somebody/kernels")
     change(folder / "generation_config.json", custom_generate=str(folder))
     loaded = load_model(str(folder))
     assert (type(loaded.model), loaded.weights_digest) == (LlamaForCausalLM, expected)
@@ -201,6 +201,18 @@ def test_one_module_calls_the_auto_classes() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 callers |= {path.stem for name in node.names if name.name.startswith("Auto")}
     assert callers == {"auto_classes"}
+
+
+def test_no_benchmark_is_asked_on_standard_input() -> None:
+    silent = set()
+    for path in (ROOT / "bench").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+                named = isinstance(owner, ast.Name) and owner.id.startswith("Auto")
+                if named and "trust_remote_code" not in [entry.arg for entry in node.keywords]:
+                    silent.add(f"{path.name}:{node.lineno}")
+    assert silent == set()
 
 
 def test_it_says_so_to_python_too(folder: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_model_on_the_hub_is_read_from_its_config_alone(
 ) -> None:
     asked = []
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, revision: None, allow_patterns: list[str]) -> str:
         asked.append((model, *allow_patterns))
         (tmp_path / allow_patterns[0]).write_text(
             json.dumps({**GQA, "model_type": "llama", "tie_word_embeddings": False})
