@@ -84,6 +84,7 @@ pages: $(DEV_READY)
 	$(BIN)/python -m tools.vllm_page
 	$(BIN)/python -m tools.learn_page
 	$(BIN)/python -m tests.public_names
+	$(BIN)/python -m tests.families
 
 # README, docs, CONTRIBUTING and CHANGELOG as pages: build/site/index.html. /learn: build/site/learn.
 site: $(DEV_READY)

@@ -22,6 +22,7 @@ _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "head_dim": ("kv_channels",),
     "hidden_size": ("n_embd", "n_embed", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_inner"),
     "max_position_embeddings": ("n_positions",),
@@ -36,6 +37,11 @@ _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+}
+# What a field of these families has to be multiplied by: a number, or the value of another field.
+_FACTORS: dict[str, dict[str, int | str]] = {
+    "jetmoe": {"num_key_value_heads": "num_experts_per_tok"},  # keys are repeated for each expert
+    "longcat_flash": {"num_hidden_layers": 2},  # a layer has attention twice
 }
 # Where models for images or audio keep the config of their language part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -133,6 +139,11 @@ def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConf
             text |= {} if found is None else {field: found}
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         text["num_key_value_heads"] = 1  # Falcon 7B and GPT-BigCode, whatever their other fields
+    factors = _FACTORS.get(own.get("model_type", ""), {})
+    for field, factor in factors.items():
+        count, times = text.get(field), text.get(factor, factor)
+        if isinstance(count, int) and isinstance(times, int):
+            text[field] = count * times
     return ModelConfig(name, text, folder)
 
 

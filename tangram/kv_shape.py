@@ -97,7 +97,13 @@ def _latent_heads(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:
-    """The sliding window of one layer, in the several forms of configs; None = full attention."""
+    """The sliding window of one layer; None = it sees the whole context."""
+    window, longest = _stated_window(config, layer), config.content.get("max_position_embeddings")
+    return None if window is None or (isinstance(longest, int) and window >= longest) else window
+
+
+def _stated_window(config: ModelConfig, layer: int) -> int | None:
+    """The sliding window of one layer, in the several forms of configs."""
     content = config.content
     kinds = content.get("layer_types")
     if kinds is not None:

@@ -34,6 +34,8 @@ from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tenso
 # What Transformers raises for unreadable configs, weights and tokenizers.
 UNREADABLE = (
     ArithmeticError,
+    AssertionError,
+    ImportError,
     LookupError,
     OSError,
     ValueError,

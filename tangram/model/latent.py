@@ -8,7 +8,7 @@ key of all query heads, and their values are its first elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from tangram.errors import ModelError
 _EXPANSION, _MAP = "expand_kv", "kv_b_proj"
 
 
-def pass_latents(model: PreTrainedModel, implementation: str) -> None:
-    """Let modules with latents pass these to the attention `implementation`, not expanded.
+def pass_latents(model: PreTrainedModel, implementations: Collection[str]) -> None:
+    """Let modules with latents pass these to the attention `implementations`, not expanded.
 
-    It gets them as keys [1, 1, T, rank], and their rotary keys as values [1, 1, T, rotary]. Every
+    They get them as keys [1, 1, T, rank], and their rotary keys as values [1, 1, T, rotary]. Every
     other implementation gets what Transformers gives it. Raises `ModelError` if a module's map is
     not a plain matrix.
     """
@@ -37,7 +37,7 @@ def pass_latents(model: PreTrainedModel, implementation: str) -> None:
                     f"{type(model).__name__}: {name}.{_MAP} is {type(found).__name__}, not a plain "
                     "matrix that decode can absorb: leave it out of the quantisation"
                 )
-            setattr(module, _EXPANSION, _Expansion(module, implementation))
+            setattr(module, _EXPANSION, _Expansion(module, implementations))
 
 
 def is_absorbed(name: str) -> bool:
@@ -48,14 +48,14 @@ def is_absorbed(name: str) -> bool:
 class _Expansion:
     """Replaces `expand_kv` of a module."""
 
-    def __init__(self, module: nn.Module, implementation: str) -> None:
-        self.module, self.implementation = module, implementation
+    def __init__(self, module: nn.Module, implementations: Collection[str]) -> None:
+        self.module, self.implementations = module, implementations
         self.expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = getattr(module, _EXPANSION)
 
     def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [1, 1, n, rank] and rotary keys [1, 1, n, rotary], as they are or expanded."""
         config: Any = self.module.config
-        if config._attn_implementation == self.implementation:
+        if config._attn_implementation in self.implementations:
             return latents, rotary
         return self.expand(latents, rotary)
 

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tangram.compress.profile import ModelFingerprint
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
+from tangram.model import probe
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.auto_classes import read_config, read_model, read_tokenizer
 from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
@@ -24,7 +25,7 @@ from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
-from tangram.model.servable import probe_geometry, refuse_unsupported
+from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import find_folder, gguf_file, is_gguf
 from tangram.model.weight_files import check_safetensors
@@ -120,6 +121,8 @@ def load_model(
     except UNREADABLE as error:
         if memory_ran_out(error):
             raise
+        if error.args == (IMPLEMENTATION,):  # its classes of attention have no such key
+            raise own_attention(config) from error
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
     loaded = adopt(name, model, tokenizer)
     if quantization is not None:
@@ -140,6 +143,7 @@ def _read_config(folder: Path, name: str) -> PretrainedConfig:
         config = read_config(folder, name)
     except UNREADABLE as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
+    refuse_class(config)
     refuse_unsupported(config)
     return config
 
@@ -179,7 +183,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """
     refuse_unsupported(model.config)
     model.train(False).requires_grad_(False)
-    pass_latents(model, IMPLEMENTATION)
+    pass_latents(model, {IMPLEMENTATION, probe.IMPLEMENTATION})
     geometry = probe_geometry(model)
     for module in model.modules():
         own = hasattr(module, "k_proj") or latent_heads(module) is not None

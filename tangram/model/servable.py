@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
 from tangram.errors import ModelError
-from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
+from tangram.model.probe import (
+    Call,
+    asked_calls,
+    check_cache,
+    check_computation,
+    check_options,
+    check_rows,
+    window_of,
+)
 from tangram.types import Geometry
 
 _COUNTS = (
@@ -20,6 +30,7 @@ _COUNTS = (
     "head_dim",
     "max_position_embeddings",
 )
+_NEEDED = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These change their frequencies with the longest sequence of the batch: one request would change
 # another's keys.
@@ -28,10 +39,11 @@ _ROPE_TYPES_REFUSED = {"dynamic", "longrope"}
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise `ModelError`, naming the config field, if attention would be computed wrongly."""
-    text = config.get_text_config()
-    name = getattr(config, "model_type", "?")
+    text, name = _text_part(config), config.model_type
     for field in _COUNTS:
-        value = getattr(text, field, None)
+        value = _read(name, text, field)
+        if value is None and field in _NEEDED:
+            raise ModelError(f"{name}: the config has no {field}, which bounds what is served")
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise ModelError(
                 f"{name}: {field} is {value!r}, it must be at least 1: fetch config.json again"
@@ -59,8 +71,47 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         ("use_bidirectional_attention", "bidirectional attention is not causal"),
         ("is_encoder_decoder", "encoder–decoder models are not decoders"),
     ):
-        if getattr(text, field, None):
-            raise ModelError(f"{name}: {field} is {getattr(text, field)}: {why}")
+        if value := _read(name, text, field):
+            raise ModelError(f"{name}: {field} is {value}: {why}")
+
+
+def _read(name: str, config: PretrainedConfig, field: str) -> Any:
+    """The value of a field, None if the config has none. Raises `ModelError` if layers differ."""
+    try:
+        return getattr(config, field, None)
+    except AmbiguousGlobalPerLayerAttributeError as error:
+        raise ModelError(
+            f"{name}: {field} differs from layer to layer, but a cache has heads of one size"
+        ) from error
+
+
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"{config.model_type}: its config has several text models and does not say which of "
+            "them answers"
+        ) from error
+
+
+def refuse_class(config: PretrainedConfig) -> None:
+    """Raise `ModelError` if Transformers has no class that would call the registered attention."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{config.model_type}: Transformers has no causal language model of this type"
+        )
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._can_set_attn_implementation():
+        raise own_attention(config)
+
+
+def own_attention(config: PretrainedConfig) -> ModelError:
+    """The error of a model that calls attention of its own."""
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    return ModelError(
+        f"{config.model_type} ({made}) cannot be served: it computes attention by code of its own, "
+        "not through Transformers' attention interface"
+    )
 
 
 def _rope_types(parameters: Any) -> list[str]:
@@ -70,94 +121,63 @@ def _rope_types(parameters: Any) -> list[str]:
     return [str(entry.get("rope_type", "default")) for entry in nested or [parameters]]
 
 
-class _Probe:
-    """Replaces a step's attention and records what each layer passes."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[torch.Size, torch.Size, torch.Size, int | None]] = {}
-        self.problems: list[str] = []
-        self.value_dim: int | None = None
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        if layer in self.layers:
-            self.problems.append(f"layer {layer} calls attention more than once")
-        if not getattr(module, "is_causal", True):
-            self.problems.append(f"layer {layer} is not causal")
-        heads = latent_heads(module)
-        out = output_like(module, q).zero_()
-        if heads is not None:
-            self.value_dim = heads.rank
-            k, v = join_entries(k, v)
-            self._check_latents(layer, heads, q, k, options)
-            q, v = heads.absorb(q), k
-        self.layers[layer] = (q.shape, k.shape, v.shape, options.get("sliding_window"))
-        return out
-
-    def _check_latents(
-        self, layer: int, heads: LatentHeads, q: torch.Tensor, k: torch.Tensor, options: Any
-    ) -> None:
-        """Note what decode would compute wrongly: it absorbs the expansion of any latents."""
-        for name in ("sliding_window", "softcap", "s_aux"):
-            if options.get(name) is not None:
-                self.problems.append(f"layer {layer} has latents and {name}")
-        random = torch.Generator(q.device).manual_seed(0)
-        q, k = (torch.randn(x.shape, generator=random, device=q.device).to(q) for x in (q, k))
-        keys, values = heads.expand(k[:, 0])
-        expanded = torch.einsum("tqd,qnd->tqn", q, keys), values.transpose(0, 1)
-        latents = k[:, 0].expand(q.shape[1], -1, -1).transpose(0, 1)
-        absorbed = heads.absorb(q) @ k[:, 0].T, heads.read_values(latents[..., : heads.rank])
-        for ours, theirs in zip(absorbed, expanded, strict=True):
-            if (ours - theirs).abs().max() > 0.05 * theirs.abs().max():
-                self.problems.append(f"layer {layer} expands latents by more than a matrix")
-
-
 def probe_geometry(model: PreTrainedModel) -> Geometry:
-    """The geometry as the model's own layers report it in one forward pass over two tokens.
+    """The geometry as the model's own layers report it in two forward passes of a few tokens.
 
-    Raises `ModelError` if a layer does not call the registered attention, or layers differ in
-    shape.
+    Raises `ModelError` if a layer does not call the registered attention, or would be served
+    wrongly, or if layers differ in shape.
     """
     config = model.config.get_text_config()
-    probe = _Probe()
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    positions = torch.arange(2, device=model.device)[None]
-    try:
-        with torch.inference_mode():
-            model(input_ids=tokens, position_ids=positions, use_cache=False, tangram=probe)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} does not pass the step through to its attention: {error}"
-        ) from error
-    layers = int(config.num_hidden_layers)
-    if sorted(probe.layers) != list(range(layers)):
-        probe.problems.append(
-            f"{len(probe.layers)} of {layers} layers went through the registered attention"
-        )
-    if len({entry[:3] for entry in probe.layers.values()}) != 1:
-        probe.problems.append("layers differ in their numbers of heads or head dims")
-    if probe.problems:
-        raise ModelError(f"{type(model).__name__} cannot be served: {'; '.join(probe.problems)}")
-    query, key, value, _ = probe.layers[0]
-    if key != value or query[-1] != key[-1] or query[1] % key[1]:
-        raise ModelError(
-            f"{type(model).__name__}: queries {query}, keys {key} and values {value} do not fit "
-            "together"
-        )
+    longest, layers = int(config.max_position_embeddings), int(config.num_hidden_layers)
+    with _blaming(f"{config.model_type} ({type(model).__name__}) cannot be served"):
+        calls = asked_calls(model)
+        numbers = [getattr(call.module, "layer_idx", None) for call in calls]
+        if sorted(map(str, numbers)) != sorted(map(str, range(layers))):
+            raise ModelError(
+                f"{len(set(numbers))} of {layers} layers call Transformers' attention interface, "
+                f"{len(calls)} times in all; each layer must do so once"
+            )
+        windows = dict[int, int | None]()
+        for layer, call in zip(numbers, calls, strict=True):
+            with _blaming(f"layer {layer}"):
+                windows[layer] = _check_call(call, longest)
+        shapes = {tuple(tuple(part.shape[1:]) for part in call.entries[:2]) for call in calls}
+        if len(shapes) != 1:
+            raise ModelError("layers differ in their numbers of heads or head dims")
+        check_cache(model.config, [windows[layer] for layer in range(layers)], longest)
+        check_rows(model, calls[0], longest)
+    ((query, key),), heads = shapes, calls[0].heads
     return Geometry(
         layers=layers,
-        kv_heads=int(key[1]),
-        query_heads=int(query[1]),
-        head_dim=int(key[2]),
+        kv_heads=key[0],
+        query_heads=query[0],
+        head_dim=key[1],
         vocab_size=int(config.vocab_size),
-        max_positions=int(config.max_position_embeddings),
-        windows=tuple(probe.layers[layer][3] for layer in range(layers)),
-        value_dim=probe.value_dim,
+        max_positions=longest,
+        windows=tuple(windows[layer] for layer in range(layers)),
+        value_dim=None if heads is None else heads.rank,
     )
+
+
+@contextmanager
+def _blaming(subject: str) -> Iterator[None]:
+    """What is raised within says of whom."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{subject}: {error}") from error
+
+
+def _check_call(call: Call, longest: int) -> int | None:
+    """The window of a layer. Raises `ModelError` if its attention would be computed wrongly."""
+    check_options(call)
+    window = window_of(call, longest)
+    if call.heads is not None and window is not None:
+        raise ModelError(f"it has latents and a window of {window} tokens")
+    query, key, value = (tuple(part.shape[1:]) for part in call.entries)
+    if query[1] != key[1] or query[0] % key[0] or (call.heads is None and key != value):
+        raise ModelError(
+            f"queries {query}, keys {key} and values {value} (heads, elements) do not fit together"
+        )
+    check_computation(call)
+    return window

@@ -1,0 +1,300 @@
+"""What a model asks of attention: which tokens see which, with what options, and of what else a
+token's queries, keys, values and logits are functions.
+
+Two forward passes of a few tokens tell, so nothing that config.json says has to be believed or can
+be overlooked. In both a token attends to itself alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from tangram.errors import ModelError
+from tangram.kernels.reference import apply_sinks, softmax_part
+from tangram.model.latent import LatentHeads, join_entries, latent_heads
+
+# The implementation of attention of the first pass. It has masks, which the one that serves lacks.
+IMPLEMENTATION = "tangram-probe"
+# What attention serves, and what it may ignore: positions are in queries and keys already.
+_SERVED = {"scaling", "softcap", "s_aux", "sliding_window"}
+_IGNORED = {"position_ids", "use_cache", "logits_to_keep", "is_causal"}
+_TOKENS = 16  # of the comparison with a layer's own attention
+_SCORES = 8.0  # their standard deviation: enough for a softcap of 50 to change weights
+_ROUNDING = 1e-3  # of the largest element, and twenty times as much in 16 bits
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention: q [T, Q, D], k and v [T, H, D], or of latents as in `latent.py`."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any]
+
+    @property
+    def heads(self) -> LatentHeads | None:
+        """The heads of a layer with latents."""
+        return latent_heads(self.module)
+
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as pages would hold them."""
+        if self.heads is None:
+            return self.q, self.k, self.v
+        return self.heads.absorb(self.q), *join_entries(self.k, self.v)
+
+
+@dataclass
+class Listener:
+    """The context of a pass: notes the calls of attention, in which a token sees itself alone."""
+
+    calls: list[Call] = field(default_factory=list)
+    decodes_only = False
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See `AttentionContext`."""
+        return self.hear(Call(module, q, k, v, None, options))
+
+    def hear(self, call: Call) -> Tensor:
+        """Note the call; returns the output [T, Q, V]."""
+        self.calls.append(call)
+        queries = call.q.shape[1]
+        if call.heads is None:
+            return call.v.repeat_interleave(queries // call.v.shape[1], 1)
+        return call.heads.read_values(call.k.expand(-1, queries, -1))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tangram: Listener | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if tangram is None:
+        raise ModelError(
+            "layers do not hand the keyword arguments of the call to attention, by which it is "
+            "told of a step"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return tangram.hear(Call(module, q, k, v, attention_mask, options))[None], None
+
+
+def _seen_tokens(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    config: Any,
+    device: torch.device,
+    **others: Any,
+) -> Tensor:
+    """A mask [1, 1, q, kv], filled with the number of newest tokens that a token sees, itself too.
+
+    0 = it sees others than these. Transformers' function of a mask is asked for whole rows of the
+    longest context.
+    """
+    length = int(config.get_text_config().max_position_embeddings)
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(length).to(device)
+    places = [length - 1, max(length - 2, 0), length // 2]
+    rows = [mask_function(zero, zero, zero + place, keys).expand(length) for place in places]
+    seen = int(rows[0].sum())
+    newest = [(keys <= place) & (keys > place - seen) for place in places]
+    known = all(torch.equal(*pair) for pair in zip(rows, newest, strict=True))
+    return torch.full((1, 1, q_length, kv_length), seen if known else 0, device=device)
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _seen_tokens)
+
+
+def window_of(call: Call, longest: int) -> int | None:
+    """The window of a layer, None if it sees the whole context of `longest` tokens.
+
+    The mask that Transformers gives the layer says so: options are for kernels without masks.
+    Raises `ModelError` if a token sees other tokens than the newest ones.
+    """
+    mask = call.mask
+    if mask is None:
+        raise ModelError("a token sees those after it, too: attention gets no mask")
+    if mask.is_floating_point() or mask.dtype is torch.bool or (mask != mask.flatten()[0]).any():
+        raise ModelError("its attention mask is not by positions alone")
+    seen = int(mask.flatten()[0])
+    if seen < 1:
+        raise ModelError("a token sees others than itself and the newest ones before it")
+    window = None if seen >= longest else seen
+    named = call.options.get("sliding_window")
+    if named is not None and (None if named >= longest else int(named)) != window:
+        raise ModelError(f"its window is {window} by its mask, but {named} by its options")
+    return window
+
+
+def check_cache(config: PretrainedConfig, windows: Sequence[int | None], longest: int) -> None:
+    """Raise `ModelError` if Transformers' own cache drops what a layer's mask shows.
+
+    Then Transformers answers otherwise with its cache than without it.
+    """
+    held = DynamicCache(config=config).layers
+    for layer, (part, window) in enumerate(zip(held, windows, strict=False)):
+        kept = getattr(part, "sliding_window", None) or longest
+        if kept < (window or longest):
+            raise ModelError(
+                f"layer {layer}: its mask shows {'all' if window is None else window} tokens, but "
+                f"Transformers' own cache keeps the newest {kept}: the config contradicts the model"
+            )
+
+
+def check_options(call: Call) -> None:
+    """Raise `ModelError` if a layer wants of attention what is not served."""
+    wanted = {
+        name
+        for name, value in call.options.items()
+        if name not in _SERVED | _IGNORED and (isinstance(value, Tensor) or value)
+    }
+    if wanted:
+        raise ModelError(f"attention has no option {', '.join(sorted(wanted))}")
+    if call.options.get("is_causal") is False:
+        raise ModelError("a token sees those after it, too: is_causal is False")
+    if not isinstance(call.options.get("scaling"), float | int):
+        raise ModelError(f"attention gets no scaling: {call.options.get('scaling')}")
+    if call.heads is not None:
+        for name in ("softcap", "s_aux"):
+            if call.options.get(name) is not None:
+                raise ModelError(f"it has latents and {name}")
+
+
+def check_computation(call: Call) -> None:
+    """Compare what attention serves with the layer's own eager attention, on random inputs.
+
+    Raises `ModelError` if they differ: its own attention then has a part that no option names.
+    """
+    own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise ModelError("its module has no eager attention to compare with")
+    random, dtype = torch.Generator().manual_seed(0), torch.float32
+    if call.heads is not None:
+        dtype = call.q.dtype  # that of the matrix
+    q, k, v = (
+        torch.randn((_TOKENS, *x.shape[1:]), generator=random).to(x.device, dtype)
+        for x in (call.q, call.k, call.v)
+    )
+    q = q * (_SCORES / (abs(call.options["scaling"]) * q.shape[-1] ** 0.5))
+    hidden = torch.full((_TOKENS, _TOKENS), torch.finfo(q.dtype).min).triu(1).to(q)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    if call.heads is not None:
+        keys, values = call.heads.expand(join_entries(k, v)[0][:, 0])
+    try:
+        theirs = own(
+            call.module,
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            hidden[None, None],
+            **call.options,
+        )[0][0]
+    except Exception as error:
+        raise ModelError(f"its eager attention cannot be compared with: {error}") from error
+    ours = _served(Call(call.module, q, k, v, None, call.options))
+    if not _near(ours, theirs):
+        raise ModelError("its eager attention computes something else than its options say")
+
+
+def _served(call: Call) -> Tensor:
+    """Causal attention of a call [T, Q, V], as this engine computes it."""
+    q, k, v = call.entries
+    tokens, group = len(q), q.shape[1] // k.shape[1]
+    bias = torch.full((tokens, tokens), -torch.inf, device=q.device).triu(1)
+    keys, values = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+    softcap, sinks = call.options.get("softcap"), call.options.get("s_aux")
+    part = softmax_part(q.transpose(0, 1), keys, values, bias, call.options["scaling"], softcap)
+    out = apply_sinks(part, None if sinks is None else sinks[:, None].expand(-1, tokens))
+    out = out.transpose(0, 1).to(q.dtype)
+    return out if call.heads is None else call.heads.read_values(out)
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    rounding = _ROUNDING * (1 if ours.dtype is torch.float32 else 20)
+    return not bool((ours - theirs).abs().max() > rounding * theirs.abs().max())
+
+
+def asked_calls(model: PreTrainedModel) -> list[Call]:
+    """The calls of attention for token 0 and then token 1, each with the mask that it got.
+
+    Raises `ModelError` if the model does not run.
+    """
+    serving: str = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        return _listen(model, [0, 1], [0, 1], [1])[0]
+    finally:
+        model.set_attn_implementation(serving)
+
+
+def check_rows(model: PreTrainedModel, alone: Call, longest: int) -> None:
+    """Run the model as a step does: tokens 1, 0, 0, 1 in one pass, those that are equal at the same
+    positions.
+
+    `alone` is the first call of attention in `asked_calls`. Raises `ModelError` if something of a
+    token depends on its place in the batch or on other tokens: a convolution, a recurrent layer,
+    positions that are counted, frequencies by the longest position.
+    """
+    calls, logits = _listen(model, [1, 0, 0, 1], [1, longest - 1, longest - 1, 1], [0, 3, 2])
+    if logits.shape[:2] != (1, 3):
+        raise ModelError(f"it gives logits {list(logits.shape)} where those of 3 tokens are asked")
+    for call in calls:
+        for part in (call.q, call.k, call.v):
+            if not _near(part[:2], part[[3, 2]]):
+                raise ModelError(
+                    "queries, keys or values of a token depend on other tokens of the batch or on "
+                    "its place there, not on its position alone"
+                )
+    if not _near(logits[0, 0], logits[0, 1]):
+        raise ModelError("the logits of a token depend on other tokens but by attention")
+    for one, other in ((alone.q[1], calls[0].q[0]), (alone.k[1], calls[0].k[0])):
+        if not _near(one, other):
+            raise ModelError("keys of a token depend on the longest position in the batch")
+
+
+def _listen(
+    model: PreTrainedModel, tokens: list[int], positions: list[int], wanted: list[int]
+) -> tuple[list[Call], Tensor]:
+    """The calls of attention and the logits of a pass, as `Passes.forward` runs it."""
+    listener = Listener()
+    ids, places, kept = (
+        torch.tensor(numbers, device=model.device) for numbers in (tokens, positions, wanted)
+    )
+    try:
+        with torch.inference_mode():
+            output = model(
+                input_ids=ids[None],
+                position_ids=places[None],
+                use_cache=False,
+                logits_to_keep=kept,
+                tangram=listener,
+            )
+        return listener.calls, output.logits
+    except ModelError:
+        raise
+    except Exception as error:  # the model's own code, which may raise anything
+        raise ModelError(f"it does not run: {describe(error)}") from error
+
+
+def describe(error: Exception) -> str:
+    """An error of foreign code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

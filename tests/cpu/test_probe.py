@@ -1,0 +1,185 @@
+"""What a model is asked before it is served: a claim that no layer shows cannot pass in silence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tangram.errors import ModelError
+from tangram.model.attention import IMPLEMENTATION
+from tangram.model.servable import probe_geometry
+from tangram.size import kv_size
+from tests.families import spread_weights
+from tests.tiny_configs import WINDOW, tiny_config
+
+
+def make(model_type: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        tiny_config(model_type, **changes), attn_implementation=IMPLEMENTATION, dtype=torch.float32
+    )
+    return model.train(False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windows"),
+    [
+        ("phimoe", {}, [WINDOW] * 4),
+        ("phimoe", {"sliding_window": None}, [None] * 4),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "max_window_layers": 2},
+            [WINDOW, None, None, None],  # its layer types, of the first layers every other
+        ),
+        ("qwen2_moe", {"use_sliding_window": False}, [None] * 4),
+        ("mistral", {"sliding_window": 512}, [None] * 4),
+        ("mistral", {"sliding_window": 511}, [511] * 4),
+    ],
+)
+def test_the_mask_says_which_window_a_layer_has(
+    model_type: str, changes: dict[str, Any], windows: list[int | None]
+) -> None:
+    """PhiMoE and Qwen2-MoE tell attention of no window; one of 512 shows 512 positions whole."""
+    model = make(model_type, **changes)
+    assert list(probe_geometry(model).windows) == windows
+    assert list(kv_size(model.config.to_dict(), 512).shape.windows) == windows
+    assert model.config._attn_implementation == IMPLEMENTATION, "it serves without masks"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "named"),
+    [
+        ("llama", {"is_causal": False}, "layer 0: a token sees those after it"),
+        ("llama4_text", {}, "layer 0: a token sees others"),  # chunks
+        ("doge", {}, "layer 0: its attention mask is not by positions alone"),
+        ("moshi", {}, "layer 0: its mask shows all tokens, but .* cache keeps the newest 40"),
+        ("deepseek_v32", {}, "layer 0: attention has no option indices"),
+        ("bart", {"is_encoder_decoder": False}, "depend on .* its place there"),
+        ("lfm2", {"layer_types": ["full_attention"] * 3 + ["conv"]}, "3 of 4 layers"),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                },
+            },
+            "depend on the longest position",
+        ),
+        ("stablelm", {}, "do not hand the keyword arguments"),
+        ("diffllama", {}, "4 of 4 layers .* 8 times"),
+        ("mimo_v2_flash", {}, "differ in their numbers of heads"),
+    ],
+)
+def test_what_is_not_served_is_refused_whatever_the_config_says(
+    model_type: str, changes: dict[str, Any], named: str
+) -> None:
+    """`refuse_unsupported` is not asked here."""
+    with pytest.raises(ModelError, match=rf"^{model_type} \(\w+\) cannot be served: .*{named}"):
+        probe_geometry(make(model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q, k, v + 0.2 * v.roll(1, 1)),
+        lambda q, k, v: (q / 1.1, k, v),
+        lambda q, k, v: (q, k, v.tanh()),
+    ],
+)
+def test_a_part_of_attention_that_no_option_names_is_found(
+    change: Callable[..., tuple[Tensor, Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama")
+    home = sys.modules[type(model).__module__]
+    own = home.eager_attention_forward
+
+    def eager(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        return own(module, *change(q, k, v), *rest, **options)
+
+    probe_geometry(model)
+    monkeypatch.setattr(home, "eager_attention_forward", eager)
+    with pytest.raises(ModelError, match="layer 0: its eager attention computes something else"):
+        probe_geometry(model)
+
+
+@pytest.mark.parametrize(("model_type", "option"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_an_option_that_a_layer_keeps_to_itself_is_found(
+    model_type: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its eager attention has it all the same."""
+    model = make(model_type)
+    home = sys.modules[type(model).__module__]
+    own = home.eager_attention_forward
+    taken = "sinks" if option == "s_aux" else None
+
+    def eager(module: Any, *rest: Any, **options: Any) -> Any:
+        return own(module, *rest, **(options | {option: 50.0 if taken is None else module.sinks}))
+
+    probe_geometry(model)
+    monkeypatch.setattr(home, "eager_attention_forward", eager)
+    call = home.ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def silent(name: str, default: Any) -> Any:
+        interface = call(name, default)
+        return lambda *rest, **options: interface(*rest, **(options | {option: None}))
+
+    monkeypatch.setattr(home.ALL_ATTENTION_FUNCTIONS, "get_interface", silent)
+    with pytest.raises(ModelError, match="its eager attention computes something else"):
+        probe_geometry(model)
+
+
+def test_tokens_that_reach_each_other_but_by_attention_are_found() -> None:
+    model = make("llama")
+
+    def shift(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = inputs
+        return hidden + 0.5 * hidden.roll(1, 1), *others
+
+    spread_weights(model)
+    last = model.get_decoder().layers[3]  # type: ignore[no-untyped-call]
+    hook = last.mlp.register_forward_pre_hook(shift)
+    with pytest.raises(ModelError, match="the logits of a token depend on other tokens"):
+        probe_geometry(model)
+    hook.remove()
+    last.self_attn.q_proj.register_forward_pre_hook(shift)
+    with pytest.raises(ModelError, match="queries, keys or values of a token depend on other"):
+        probe_geometry(model)
+
+
+def test_logits_that_nobody_asked_for_are_found() -> None:
+    model = make("llama")
+
+    def forget(module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        return inputs, options | {"logits_to_keep": 0}
+
+    model.register_forward_pre_hook(forget, with_kwargs=True)
+    with pytest.raises(ModelError, match=r"it gives logits \[1, 4, 96\] where those of 3 tokens"):
+        probe_geometry(model)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError, KeyError, NotImplementedError, ZeroDivisionError]
+)
+def test_whatever_a_model_raises_is_a_refusal_in_one_line(error: type[Exception]) -> None:
+    model = make("llama")
+
+    def fail(*inputs: Any) -> None:
+        raise error("one\ntwo")
+
+    model.get_decoder().layers[1].register_forward_pre_hook(fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match=rf"^llama .*: it does not run: {error.__name__}") as found:
+        probe_geometry(model)
+    assert "\n" not in str(found.value)
+    assert model.config._attn_implementation == IMPLEMENTATION
