@@ -26,13 +26,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "hardware.md"
 SERVED = "served"
 _BEGIN, _END = "### Every model type of Transformers\n", "\n## Versions\n"
 _INTRODUCTION = """\
-`python -m tests.families` writes this table, and a test holds each row. They make a tiny random model
-of every type that `AutoModelForCausalLM` of Transformers {} takes: its default config, with fewer and
-smaller layers. Where `use_sliding_window` switches windows on, a second row has them.
+`python -m tests.families` writes this table, and a test holds each row. They make a tiny random
+model of every type that `AutoModelForCausalLM` of Transformers {} takes: its default config, with
+fewer and smaller layers. Where `use_sliding_window` switches windows on, a second row has them.
 
-*Served* means that answers at ρ 1.0 are those of Transformers' own `generate`. It decodes greedily in
-float32, with eager attention, behind prompts that are longer than every window. The other types are
-refused at load, in one line that names the type and this reason.
+*Served* means that answers at ρ 1.0 are those of Transformers' own `generate`. It decodes greedily
+in float32, with eager attention, behind prompts that are longer than every window. The other types
+are refused at load, in one line that names the type and this reason.
 """
 _HEAD = "| model types | what happens |\n|---|---|\n"
 _SWITCH = "use_sliding_window"

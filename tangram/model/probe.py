@@ -27,7 +27,9 @@ IMPLEMENTATION = "tangram-probe"
 _SERVED = {"scaling", "softcap", "s_aux", "sliding_window"}
 _IGNORED = {"position_ids", "use_cache", "logits_to_keep", "is_causal"}
 _TOKENS = 16  # of the comparison with a layer's own attention
-_SCORES = 8.0  # their standard deviation: enough for a softcap of 50 to change weights
+# The standard deviation of their scores: with 8 a softcap of 50 changes weights. Latents have no caps
+# and are compared in the dtype of their matrix: bfloat16 rounds large scores by much.
+_SCORES, _LATENT_SCORES = 8.0, 1.0
 _ROUNDING = 1e-3  # of the largest element, and twenty times as much in 16 bits
 
 
@@ -185,14 +187,14 @@ def check_computation(call: Call) -> None:
     own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ModelError("its module has no eager attention to compare with")
-    random, dtype = torch.Generator().manual_seed(0), torch.float32
+    random, dtype, spread = torch.Generator().manual_seed(0), torch.float32, _SCORES
     if call.heads is not None:
-        dtype = call.q.dtype  # that of the matrix
+        dtype, spread = call.q.dtype, _LATENT_SCORES
     q, k, v = (
         torch.randn((_TOKENS, *x.shape[1:]), generator=random).to(x.device, dtype)
         for x in (call.q, call.k, call.v)
     )
-    q = q * (_SCORES / (abs(call.options["scaling"]) * q.shape[-1] ** 0.5))
+    q = q * (spread / (abs(call.options["scaling"]) * q.shape[-1] ** 0.5))
     hidden = torch.full((_TOKENS, _TOKENS), torch.finfo(q.dtype).min).triu(1).to(q)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     if call.heads is not None:
@@ -280,14 +282,13 @@ def _listen(
         torch.tensor(numbers, device=model.device) for numbers in (tokens, positions, wanted)
     )
     try:
-        with torch.inference_mode():
-            output = model(
-                input_ids=ids[None],
-                position_ids=places[None],
-                use_cache=False,
-                logits_to_keep=kept,
-                tangram=listener,
-            )
+        output = model(
+            input_ids=ids[None],
+            position_ids=places[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            tangram=listener,
+        )
         return listener.calls, output.logits
     except ModelError:
         raise

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
@@ -101,17 +102,22 @@ def refuse_class(config: PretrainedConfig) -> None:
         raise ModelError(
             f"{config.model_type}: Transformers has no causal language model of this type"
         )
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._can_set_attn_implementation():
+    if not _class_of(config)._can_set_attn_implementation():
         raise own_attention(config)
 
 
 def own_attention(config: PretrainedConfig) -> ModelError:
     """The error of a model that calls attention of its own."""
-    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
     return ModelError(
-        f"{config.model_type} ({made}) cannot be served: it computes attention by code of its own, "
-        "not through Transformers' attention interface"
+        f"{config.model_type} ({_class_of(config).__name__}) cannot be served: it computes "
+        "attention by code of its own, not through Transformers' attention interface"
     )
+
+
+def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known: type[PreTrainedModel] = made
+    return known
 
 
 def _rope_types(parameters: Any) -> list[str]:
@@ -121,6 +127,7 @@ def _rope_types(parameters: Any) -> list[str]:
     return [str(entry.get("rope_type", "default")) for entry in nested or [parameters]]
 
 
+@torch.inference_mode()
 def probe_geometry(model: PreTrainedModel) -> Geometry:
     """The geometry as the model's own layers report it in two forward passes of a few tokens.
 
@@ -131,20 +138,20 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
     longest, layers = int(config.max_position_embeddings), int(config.num_hidden_layers)
     with _blaming(f"{config.model_type} ({type(model).__name__}) cannot be served"):
         calls = asked_calls(model)
-        numbers = [getattr(call.module, "layer_idx", None) for call in calls]
-        if sorted(map(str, numbers)) != sorted(map(str, range(layers))):
+        by_layer = {getattr(call.module, "layer_idx", None): call for call in calls}
+        if len(calls) != layers or by_layer.keys() != set(range(layers)):
             raise ModelError(
-                f"{len(set(numbers))} of {layers} layers call Transformers' attention interface, "
+                f"{len(by_layer)} of {layers} layers call Transformers' attention interface, "
                 f"{len(calls)} times in all; each layer must do so once"
             )
-        windows = dict[int, int | None]()
-        for layer, call in zip(numbers, calls, strict=True):
+        windows = list[int | None]()
+        for layer in range(layers):
             with _blaming(f"layer {layer}"):
-                windows[layer] = _check_call(call, longest)
+                windows.append(_check_call(by_layer[layer], longest))
         shapes = {tuple(tuple(part.shape[1:]) for part in call.entries[:2]) for call in calls}
         if len(shapes) != 1:
             raise ModelError("layers differ in their numbers of heads or head dims")
-        check_cache(model.config, [windows[layer] for layer in range(layers)], longest)
+        check_cache(model.config, windows, longest)
         check_rows(model, calls[0], longest)
     ((query, key),), heads = shapes, calls[0].heads
     return Geometry(
@@ -154,7 +161,7 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
         head_dim=key[1],
         vocab_size=int(config.vocab_size),
         max_positions=longest,
-        windows=tuple(windows[layer] for layer in range(layers)),
+        windows=tuple(windows),
         value_dim=None if heads is None else heads.rank,
     )
 

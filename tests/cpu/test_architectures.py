@@ -18,8 +18,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -60,6 +62,19 @@ CONFIGS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=32,
         decoder_sparse_step=1,
     ),
+    "qwen2_moe_sliding": Qwen2MoeConfig(
+        **BASE,
+        use_sliding_window=True,
+        max_window_layers=3,
+        sliding_window=40,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "phimoe_sliding": PhimoeConfig(
+        **BASE, sliding_window=40, num_local_experts=4, num_experts_per_tok=2
+    ),
     "gemma3": Gemma3TextConfig(
         **BASE,
         layer_types=SLIDING,
@@ -74,6 +89,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**MLA),
     "glm4_moe_lite": Glm4MoeLiteConfig(**MLA),
 }
+WINDOWS_ONLY = {"mistral_sliding", "phimoe_sliding"}
 PROMPTS = [[5, 9, 17, 3], list(range(3, 93)), [(7 * i) % 90 + 3 for i in range(150)]]
 
 
@@ -121,7 +137,7 @@ def test_the_tokens_that_fit_count_a_window_once_a_sequence(
     assert stats.capacity_tokens > 1.5 * stats.pages_total * 32 // layout.span_pages
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "mistral_sliding"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WINDOWS_ONLY])
 def test_every_architecture_is_served_compressed(
     name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:

@@ -228,7 +228,10 @@ def _square(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(_quantise, "kv_b_proj is _OtherLinear"), (_square, "layer 1 expands latents by more than")],
+    [
+        (_quantise, "kv_b_proj is _OtherLinear"),
+        (_square, "layer 1: its eager attention computes something else"),
+    ],
 )
 def test_what_decode_could_not_absorb_is_refused(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
