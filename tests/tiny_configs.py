@@ -18,48 +18,48 @@ WINDOW = 40
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 4, 6, 3, 8
 
 
-def _named(value: Any, names: str) -> dict[str, Any]:
+def _fill(value: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
 _SMALL: dict[str, Any] = {
-    **_named(
+    **_fill(
         VOCABULARY,
         "vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size",
     ),
-    **_named(
+    **_fill(
         _HEADS * _HEAD_DIM,
         "hidden_size n_embd d_model emb_dim embedding_size embed_dim "
         "adapter_in_dim adapter_out_dim adapter_input_size",
     ),
-    **_named(
+    **_fill(
         _LAYERS,
         "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks",
     ),
-    **_named(
+    **_fill(
         _HEADS,
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
         "encoder_attention_heads swa_num_attention_heads",
     ),
-    **_named(_KV_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
-    **_named(_HEAD_DIM, "head_dim kv_channels v_head_dim global_head_dim swa_head_dim"),
-    **_named(
+    **_fill(_KV_HEADS, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
+    **_fill(_HEAD_DIM, "head_dim kv_channels v_head_dim global_head_dim swa_head_dim"),
+    **_fill(
         64,
         "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
         "intermediate_size_mlp dense_intermediate_size mlp_dim dff",
     ),
-    **_named(32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
-    **_named(4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
-    **_named(2, "num_experts_per_tok moe_topk top_k num_experts_per_token moe_k"),
-    **_named(1, "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace"),
-    **_named(
+    **_fill(32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
+    **_fill(4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
+    **_fill(2, "num_experts_per_tok moe_topk top_k num_experts_per_token moe_k"),
+    **_fill(1, "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace"),
+    **_fill(
         512,
         "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length "
         "model_max_length",
     ),
-    **_named(WINDOW, "sliding_window attention_window window_size attention_chunk_size"),
-    **_named(16, "qk_nope_head_dim index_topk image_size num_position_embeddings patch_size"),
-    **_named(8, "qk_rope_head_dim hidden_size_per_layer_input laurel_rank index_head_dim"),
+    **_fill(WINDOW, "sliding_window attention_window window_size attention_chunk_size"),
+    **_fill(16, "qk_nope_head_dim index_topk image_size num_position_embeddings patch_size"),
+    **_fill(8, "qk_rope_head_dim hidden_size_per_layer_input laurel_rank index_head_dim"),
     "kv_lora_rank": 32,
     "q_lora_rank": 24,
     "index_n_heads": 2,

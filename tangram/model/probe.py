@@ -27,14 +27,14 @@ IMPLEMENTATION = "tangram-probe"
 _SERVED = {"scaling", "softcap", "s_aux", "sliding_window"}
 _IGNORED = {"position_ids", "use_cache", "logits_to_keep", "is_causal"}
 _TOKENS = 16  # of the comparison with a layer's own attention
-# The standard deviation of their scores: with 8 a softcap of 50 changes weights. Latents have no caps
-# and are compared in the dtype of their matrix: bfloat16 rounds large scores by much.
+# The standard deviation of their scores: with 8 a softcap of 50 changes weights. Latents have no
+# caps and are compared in the dtype of their matrix: bfloat16 rounds large scores by much.
 _SCORES, _LATENT_SCORES = 8.0, 1.0
 _ROUNDING = 1e-3  # of the largest element, and twenty times as much in 16 bits
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of attention: q [T, Q, D], k and v [T, H, D], or of latents as in `latent.py`."""
 
     module: nn.Module
@@ -58,17 +58,17 @@ class Call:
 
 
 @dataclass
-class Listener:
+class AttentionListener:
     """The context of a pass: notes the calls of attention, in which a token sees itself alone."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     decodes_only = False
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See `AttentionContext`."""
-        return self.hear(Call(module, q, k, v, None, options))
+        return self.hear(AttentionCall(module, q, k, v, None, options))
 
-    def hear(self, call: Call) -> Tensor:
+    def hear(self, call: AttentionCall) -> Tensor:
         """Note the call; returns the output [T, Q, V]."""
         self.calls.append(call)
         queries = call.q.shape[1]
@@ -84,7 +84,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tangram: Listener | None = None,
+    tangram: AttentionListener | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     if tangram is None:
@@ -93,7 +93,7 @@ def _attention(
             "told of a step"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return tangram.hear(Call(module, q, k, v, attention_mask, options))[None], None
+    return tangram.hear(AttentionCall(module, q, k, v, attention_mask, options))[None], None
 
 
 def _seen_tokens(
@@ -124,7 +124,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, _seen_tokens)
 
 
-def window_of(call: Call, longest: int) -> int | None:
+def window_of(call: AttentionCall, longest: int) -> int | None:
     """The window of a layer, None if it sees the whole context of `longest` tokens.
 
     The mask that Transformers gives the layer says so: options are for kernels without masks.
@@ -160,7 +160,7 @@ def check_cache(config: PretrainedConfig, windows: Sequence[int | None], longest
             )
 
 
-def check_options(call: Call) -> None:
+def check_options(call: AttentionCall) -> None:
     """Raise `ModelError` if a layer wants of attention what is not served."""
     wanted = {
         name
@@ -179,7 +179,7 @@ def check_options(call: Call) -> None:
                 raise ModelError(f"it has latents and {name}")
 
 
-def check_computation(call: Call) -> None:
+def check_computation(call: AttentionCall) -> None:
     """Compare what attention serves with the layer's own eager attention, on random inputs.
 
     Raises `ModelError` if they differ: its own attention then has a part that no option names.
@@ -210,12 +210,12 @@ def check_computation(call: Call) -> None:
         )[0][0]
     except Exception as error:
         raise ModelError(f"its eager attention cannot be compared with: {error}") from error
-    ours = _served(Call(call.module, q, k, v, None, call.options))
+    ours = _serve(AttentionCall(call.module, q, k, v, None, call.options))
     if not _near(ours, theirs):
         raise ModelError("its eager attention computes something else than its options say")
 
 
-def _served(call: Call) -> Tensor:
+def _serve(call: AttentionCall) -> Tensor:
     """Causal attention of a call [T, Q, V], as this engine computes it."""
     q, k, v = call.entries
     tokens, group = len(q), q.shape[1] // k.shape[1]
@@ -235,7 +235,7 @@ def _near(ours: Tensor, theirs: Tensor) -> bool:
     return not bool((ours - theirs).abs().max() > rounding * theirs.abs().max())
 
 
-def asked_calls(model: PreTrainedModel) -> list[Call]:
+def asked_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """The calls of attention for token 0 and then token 1, each with the mask that it got.
 
     Raises `ModelError` if the model does not run.
@@ -248,7 +248,7 @@ def asked_calls(model: PreTrainedModel) -> list[Call]:
         model.set_attn_implementation(serving)
 
 
-def check_rows(model: PreTrainedModel, alone: Call, longest: int) -> None:
+def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> None:
     """Run the model as a step does: tokens 1, 0, 0, 1 in one pass, those that are equal at the same
     positions.
 
@@ -275,9 +275,9 @@ def check_rows(model: PreTrainedModel, alone: Call, longest: int) -> None:
 
 def _listen(
     model: PreTrainedModel, tokens: list[int], positions: list[int], wanted: list[int]
-) -> tuple[list[Call], Tensor]:
+) -> tuple[list[AttentionCall], Tensor]:
     """The calls of attention and the logits of a pass, as `Passes.forward` runs it."""
-    listener = Listener()
+    listener = AttentionListener()
     ids, places, kept = (
         torch.tensor(numbers, device=model.device) for numbers in (tokens, positions, wanted)
     )

@@ -12,7 +12,7 @@ from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttri
 
 from tangram.errors import ModelError
 from tangram.model.probe import (
-    Call,
+    AttentionCall,
     asked_calls,
     check_cache,
     check_computation,
@@ -175,7 +175,7 @@ def _blaming(subject: str) -> Iterator[None]:
         raise ModelError(f"{subject}: {error}") from error
 
 
-def _check_call(call: Call, longest: int) -> int | None:
+def _check_call(call: AttentionCall, longest: int) -> int | None:
     """The window of a layer. Raises `ModelError` if its attention would be computed wrongly."""
     check_options(call)
     window = window_of(call, longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION
+from tangram.model.load import load_model
 from tangram.model.servable import probe_geometry
 from tangram.size import kv_size
 from tests.families import spread_weights
@@ -50,6 +52,14 @@ def test_the_mask_says_which_window_a_layer_has(
     assert list(probe_geometry(model).windows) == windows
     assert list(kv_size(model.config.to_dict(), 512).shape.windows) == windows
     assert model.config._attn_implementation == IMPLEMENTATION, "it serves without masks"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "gemma2", "qwen3_moe"])
+def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), load_format="dummy", dtype="bfloat16", device="cpu")
+    spread_weights(loaded.model)
+    assert probe_geometry(loaded.model) == loaded.geometry
 
 
 @pytest.mark.parametrize(
