@@ -92,14 +92,14 @@ def kernel_points() -> Iterator[dict[str, Any]]:
 
 def prefill_point() -> dict[str, Any]:
     """64 prompts of 8,192 tokens through a whole model, one output token each."""
-    content = json.loads((RESULTS / "serving_tangram-1.json").read_text())
+    content = json.loads((RESULTS / "ranks-1_tangram-1.json").read_text())
     runs = content["cases"]["prefill"].values()
     model, length = StepModel.of(QWEN), 8192
     flops, read_bytes = model.prefill(length)
     seconds = median(run["seconds"] / run["requests"] for run in runs)
     return {
         "case": f"prefill of {length:,} tokens, shape of Qwen3-4B, ρ 1.0",
-        "source": "bench/results/serving_tangram-1.json",
+        "source": "bench/results/ranks-1_tangram-1.json",
         "intensity": flops / read_bytes,
         "flops_per_s": flops / seconds,
     }
@@ -110,14 +110,14 @@ def decode_point() -> dict[str, Any]:
 
     The time is the median of a token's, so prefill beside the decoding sequences counts.
     """
-    content = json.loads((RESULTS / "serving_tangram-1.json").read_text())
+    content = json.loads((RESULTS / "ranks-1_tangram-1.json").read_text())
     runs = content["cases"]["answers-8k"].values()
     batch, context = 64, 8192 + 256
     flops, read_bytes = StepModel.of(QWEN).decode(batch, context)
     seconds = median(run["tpot_ms"]["p50"] / 1e3 for run in runs)
     return {
         "case": f"decode, batch {batch}, {context:,} tokens each, shape of Qwen3-4B, ρ 1.0",
-        "source": "bench/results/serving_tangram-1.json",
+        "source": "bench/results/ranks-1_tangram-1.json",
         "intensity": flops / read_bytes,
         "flops_per_s": flops / seconds,
     }

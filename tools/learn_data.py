@@ -132,7 +132,7 @@ def _roofline() -> dict[str, Any]:
         "models": [{"name": name} | vars(StepModel.of(name)) for name in names],
         "machine": {"card": "H100 SXM"} | measured_ceiling("kernels_dense"),
         "kernels": list(kernel_points()),
-        "steps": {"card": "H200", "points": [prefill_point(), decode_point()]},
+        "steps": {"card": "H100 SXM", "points": [prefill_point(), decode_point()]},
     }
 
 

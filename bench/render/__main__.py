@@ -2,7 +2,8 @@
 
     python -m bench.render [PAGE...] [--check]
 
-A page is named by its template, bench/render/templates/PAGE.md, and stands at docs/PAGE.md.
+A page is named by its template, bench/render/templates/PAGE.md, and stands at docs/PAGE.md;
+README.md stands beside docs.
 A block without a result file is left as it is.
 """
 
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.render.page import DOCS, RESULTS, Page, page_names, stale, write_blocks
+from bench.render.page import DOCS, RESULTS, Page, page_names, page_path, stale, write_blocks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no template of page {unknown[0]}: pages are {', '.join(known)}")
     old = 0
     for name in options.pages or known:
-        path = options.docs / f"{name}.md"
+        path = page_path(name, options.docs)
         blocks, text = Page(name, options.results).blocks(), path.read_text(encoding="utf-8")
         for block in stale(text, blocks):
             print(f"{path}: {block}{' is not up to date' if options.check else ''}")

@@ -5,6 +5,7 @@ them. A template can use:
 
 - `result(NAME)`: the figures of bench/results/NAME.json.
 - `results`: that folder.
+- `papers`: what the papers say that Tangram follows (bench/papers.json).
 - The statistics of `SUBJECTS`, by subject.
 - The filters of bench/render/template_filters.py.
 """
@@ -33,6 +34,7 @@ from tangram.lab.calibration import calibration_report as calibration
 RESULTS = Path(__file__).parents[1] / "results"
 DOCS = Path(__file__).parents[2] / "docs"
 TEMPLATES = Path(__file__).parent / "templates"
+PAPERS = Path(__file__).parents[1] / "papers.json"
 SUBJECTS = {
     "accuracy": accuracy,
     "calibration": calibration,
@@ -63,7 +65,12 @@ class Page:
             undefined=StrictUndefined,
         )
         self._environment.filters |= FILTERS
-        self._environment.globals |= {**SUBJECTS, "results": results, "result": cache(self._result)}
+        self._environment.globals |= {
+            **SUBJECTS,
+            "papers": json.loads(PAPERS.read_text(encoding="utf-8")),
+            "results": results,
+            "result": cache(self._result),
+        }
 
     def blocks(self) -> dict[str, str]:
         """Every block whose result files exist, by name, in Markdown."""
@@ -95,6 +102,11 @@ def page_names() -> list[str]:
     """The pages that have a template."""
     paths = [path.relative_to(TEMPLATES) for path in TEMPLATES.rglob("*.md")]
     return sorted(path.with_suffix("").as_posix() for path in paths)
+
+
+def page_path(name: str, docs: Path = DOCS) -> Path:
+    """Where a page stands: README beside `docs`, the others in it."""
+    return docs.parent / "README.md" if name == "README" else docs / f"{name}.md"
 
 
 def read_blocks(text: str) -> dict[str, str]:

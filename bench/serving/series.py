@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PEER, PLAIN, FP8 = "vllm", "tangram-0.25", "tangram-0.25-fp8"
-COMPARED = (PEER, "tangram-1", PLAIN)
+COMPARED = (PEER, "tangram-0.5", PLAIN, "tangram-1")
 Result = dict[str, Any]
 Found = dict[str, Result]  # by engine
 Row = Mapping[str, Any]  # a row of a table: `case`, `parts` of it, and a `figure` of them

@@ -26,7 +26,6 @@ HTTP, REPORTS = results("http_"), results("calibration_")
 BLOCKS = Page("performance").blocks()
 KERNELS = {name: result for name, result in results("kernels_").items() if name in BLOCKS}
 SERVING = {f"serving{name}": result for name, result in results("serving").items()}
-SERVING |= {f"trace{name}": result for name, result in results("trace").items()}
 PICTURED = ("keydiff", "fastkvzip", "snapkv")
 
 
