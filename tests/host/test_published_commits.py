@@ -47,7 +47,7 @@ OF_ANSWERS = {
 TO_MEASURE = {
     *("busy_laptop", "cpu_portable", "cpu_portable-2-threads", "cpu_step", "cpu_step-compiled"),
     *("http_fuzz", "http_load", "http_overload", "http_soak", "huge_pages", "page_cost"),
-    *("replicas_overhead", "speculation_acceptance"),
+    *("naive_decoding", "replicas_overhead", "schedules", "speculation_acceptance"),
 }
 
 
