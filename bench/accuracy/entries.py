@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,8 @@ from tangram.lab.accuracy.engines import ask_questions
 from tangram.lab.accuracy.fidelity import compute_expected, fidelity
 from tangram.lab.accuracy.grading import score_reply
 from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.quick import NEEDLES, TEXT
+from tangram.lab.accuracy.quick import NEEDLES as FEW_NEEDLES
+from tangram.lab.accuracy.quick import TEXT
 from tangram.lab.accuracy.results import Score
 from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
 from tangram.lab.baselines.comparison_builder import engine_of
@@ -37,6 +39,7 @@ from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
 
 FILE = "accuracy_entries.json"
+NEEDLES = replace(FEW_NEEDLES, samples=8)
 RETENTIONS = (1.0, 0.5, 0.25)
 # The options of each way to hold entries; the first is the reference.
 ENTRIES: Mapping[str, Mapping[str, Any]] = {

@@ -52,17 +52,19 @@ def speed(values: Sequence[float], row: Row) -> float:
 
 
 def find_series(row: Row, among: Sequence[Found]) -> int | None:
-    """The series that shows a row: that of the peer's last day, and of its best result on that day.
+    """The series that shows a row: that of the peer's last day, of the most engines on that day, and
+    then of the peer's best result.
 
     None if no series has the case. Engines are compared within one lease. (vLLM with host memory
     behind its pool is slower in some cases than without.)
     """
     having = [place for place, results in enumerate(among) if row["case"] in _cases(results)]
 
-    def rank(place: int) -> tuple[str, float]:
+    def rank(place: int) -> tuple[str, int, float]:
         peer = among[place].get(PEER)
         day = peer["environment"]["date"] if peer else ""
-        return day, speed(figures(peer, row), row)
+        engines = sum(row["case"] in result["cases"] for result in among[place].values())
+        return day, engines, speed(figures(peer, row), row)
 
     return max(reversed(having), key=rank, default=None)
 

@@ -53,7 +53,10 @@ def progress(*, counted: bool = True) -> Progress:
         TimeRemainingColumn(),
     ]
     shown = messages()
-    return Progress(*columns, console=shown, disable=not shown.is_terminal)
+    whole_run_s = 24 * 3600.0  # what is left goes by all that was done, not by the last seconds
+    return Progress(
+        *columns, console=shown, disable=not shown.is_terminal, speed_estimate_period=whole_run_s
+    )
 
 
 def is_wrapped() -> bool:

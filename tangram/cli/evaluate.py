@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -141,8 +142,8 @@ def _engine_config(options: EvalOptions) -> EngineConfig:
 
 
 _QUICK = (
-    "12 questions on 8 contexts and 5 passages of real text, with full KV and with the served "
-    "setting at ρ {kept}. A model of 135 M parameters takes less than six minutes on two CPU "
+    "9 questions about 6 long texts and 3 passages of real text: first with everything kept, then "
+    "as served at ρ {kept}. A model of 135 M parameters takes some four minutes on two idle CPU "
     "cores; an estimate for this machine follows once MODEL is loaded."
 )
 
@@ -151,7 +152,10 @@ def _say_how_long(bench: ModelBench, plans: Sequence[PlannedCell]) -> None:
     from tangram.lab.accuracy.grid_duration import minutes
 
     if plans:
-        tell(f"About {minutes(bench, plans):.1f} minutes to go.")
+        tell(
+            f"About {minutes(bench, plans):.1f} minutes to go at the speed of one chunk just now; "
+            "beside other programs it takes longer, and what is left is told as it goes."
+        )
 
 
 def _refuse_settled(context: typer.Context) -> None:
@@ -201,11 +205,16 @@ def _choose_suites(options: EvalOptions) -> list[Asked]:
 
 
 class Bar:
-    """A `tangram.lab.accuracy.run.Watch` in the terminal; elsewhere a line for each part."""
+    """A `tangram.lab.accuracy.run.Watch` in the terminal; elsewhere a line for each part.
+
+    Both say how long is left by the speed so far.
+    """
 
     def __init__(self) -> None:
-        self._progress = progress()
+        self._progress = progress(counted=False)
         self._task = self._progress.add_task("", total=None)
+        self._total = self._done = 0
+        self._begin = time.monotonic()
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -214,19 +223,28 @@ class Bar:
     def __exit__(self, *raised: object) -> None:
         self._progress.stop()
 
-    def expect(self, questions: int) -> None:
+    def expect(self, tokens: int) -> None:
         """See `Watch`."""
-        self._progress.update(self._task, total=questions)
+        self._total, self._begin = tokens, time.monotonic()
+        self._progress.update(self._task, total=tokens)
 
     def turns_to(self, what: str) -> None:
         """See `Watch`."""
         self._progress.update(self._task, description=what)
         if self._progress.disable:
-            tell(what)
+            tell(what + self._left())
 
-    def advance(self, questions: int) -> None:
+    def advance(self, tokens: int) -> None:
         """See `Watch`."""
-        self._progress.advance(self._task, questions)
+        self._done += tokens
+        self._progress.advance(self._task, tokens)
+
+    def _left(self) -> str:
+        """How long is left, once something was measured."""
+        if not self._done:
+            return ""
+        seconds = (time.monotonic() - self._begin) / self._done * (self._total - self._done)
+        return f" (about {seconds / 60:.1f} minutes left)"
 
 
 def _publish(cells: Sequence[AnyCell], report: Path | None, plot: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_it_asks_what_a_server_of_the_model_would_answer(
     for plan in static:
         name = f"smollm2.fastkvzip.model.c512.r{plan.method.kv_retention:g}.json"
         assert plan.basis["profile"] == Profile.load(find_shipped_profiles() / name).fingerprint()
-    assert [plan.questions for plan in seen] == [12, 5] * 3
+    assert [plan.questions for plan in seen] == [9, 3] * 3
 
 
 def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
@@ -72,10 +73,15 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     begin, end = (
-        said.index("with the served setting at ρ 0.5."),
+        said.index("as served at ρ 0.5."),
         said.rindex("ρ 0.5 (static, keydiff) leaves the likeliest next"),
     )
-    assert begin < said.index("minutes to go.") < said.index("full, ρ 1: ruler") < end
+    first = said.index("everything kept: answering questions about long texts (ruler)")
+    assert begin < said.index("minutes to go at the speed of one chunk") < first < end
+    # What is left is told from the second part on, by the work that was done.
+    left = [float(minutes) for minutes in re.findall(r"\(about ([\d.]+) minutes left\)", said)]
+    assert len(left) == 4 and left == sorted(left, reverse=True)
+    assert "ρ 0.5: reading real text (about" in said and "scope model:" not in said
     assert said.count("(static, keydiff)") == 2
     cells = Results.load(kept).cells
     assert [cell.method.name for cell in cells] == ["full", "full", "static", "static"]

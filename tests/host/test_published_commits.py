@@ -45,6 +45,7 @@ OF_ANSWERS = {
 }
 # Wait for an idle machine: `python -m bench.published --commands` prints how each is measured.
 TO_MEASURE = {
+    *("accuracy_entries", "accuracy_integer_scales", "accuracy_lossless"),
     *("busy_laptop", "cpu_portable", "cpu_portable-2-threads", "cpu_step", "cpu_step-compiled"),
     *("http_fuzz", "http_load", "http_overload", "http_soak", "huge_pages", "page_cost"),
     *("naive_decoding", "replicas_overhead", "schedules", "speculation_acceptance"),

@@ -24,8 +24,18 @@ def lease(date: str, seconds: float, engine: str = "vllm") -> dict[str, Any]:
         ([lease("2026-11-28", 2.0), lease("2026-11-28", 1.0), lease("2026-11-28", 3.0)], 1),
         ([lease("2026-11-21", 1.0), lease("2026-11-28", 1.0, "tangram-1")], 0),
         ([{"vllm": {"environment": {"date": "2026-11-28"}, "cases": {}}}], None),
+        (
+            [
+                lease("2026-11-28", 2.0) | lease("2026-11-28", 1.0, "tangram-0.5"),
+                lease("2026-11-28", 1.0),
+            ],
+            0,
+        ),
     ],
-    ids=["the last day", "in any order", "that day's best", "one with the peer", "none has it"],
+    ids=[
+        *("the last day", "in any order", "that day's best", "one with the peer", "none has it"),
+        "that of the most engines",
+    ],
 )
 def test_the_peers_last_day_is_shown_and_its_best_lease(
     leases: list[dict[str, Any]], shown: int | None

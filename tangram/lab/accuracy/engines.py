@@ -40,6 +40,7 @@ from tangram.lab.accuracy.recall import (
 from tangram.lab.accuracy.results import Fidelity
 from tangram.lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
 from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
+from tangram.lab.accuracy.work import count_prompt_work, count_reply_work
 from tangram.lab.baselines.comparison_builder import engine_of
 from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.lab.environment import environment
@@ -139,7 +140,7 @@ class ModelBench:
         for method in methods:
             budgeted = method.budgeted
             if budgeted is not None and budgeted.name == "static":
-                watch.turns_to(f"budgets of {method.title}")
+                watch.turns_to(f"how much each head keeps at ρ {budgeted.kv_retention:g}")
                 self.budgets.profile(budgeted)
 
     def basis(self, method: Method) -> Mapping[str, Any]:
@@ -173,17 +174,22 @@ class ModelBench:
         """See `Bench`."""
 
         def read(passages: Passages, report: Callable[[int], None]) -> tuple[Fidelity, ...]:
+            def expected(of: Method) -> Iterator[Tensor]:
+                for logits in self._read_expected(of, passages):
+                    if of == method:
+                        report(passages.longest_tokens)
+                    yield logits
+
+            full = method if method.name == "full" else Method("full")
             if passages.sha256 not in self.references:
-                self.references[passages.sha256] = list(
-                    self._read_expected(Method("full"), passages)
-                )
+                self.references[passages.sha256] = list(expected(full))
                 self._clear()
-            found, reference = list[Fidelity](), self.references[passages.sha256]
-            kept = reference if method.name == "full" else self._read_expected(method, passages)
-            for tokens, full, logits in zip(passages.pieces, reference, kept, strict=True):
-                found.append(fidelity(full, logits, tokens))
-                report(1)
-            return tuple(found)
+            reference = self.references[passages.sha256]
+            kept = reference if method is full else expected(method)
+            return tuple(
+                fidelity(whole, logits, tokens)
+                for tokens, whole, logits in zip(passages.pieces, reference, kept, strict=True)
+            )
 
         yield read
         self._clear()
@@ -241,10 +247,10 @@ def ask_questions(
 ) -> list[tuple[Reply, ...]]:
     """Greedy replies to all questions at ρ, by sample and question.
 
-    `report` is called with the number of new replies. The first question of a sample computes the
-    context; the others wait for it. No more samples run at once than fit, so the cache still has
-    the context then. Raises `RequestError` if a prompt can never fit, and `TangramError` if the
-    engine gives one up.
+    `report` is called with the work that was done, in prompt tokens. The first question of a sample
+    computes the context; the others wait for it. No more samples run at once than fit, so the cache
+    still has the context then. Raises `RequestError` if a prompt can never fit, and `TangramError`
+    if the engine gives one up.
     """
     longest = max(sample.longest_tokens for sample in samples)
     fit = engine.stats().pages_total // engine.layout.most_pages(longest)
@@ -259,7 +265,7 @@ def ask_questions(
             running.append(waiting.popleft())
             running[-1].ask()
         engine.step()
-        report(sum(one.newly_answered() for one in running))
+        report(sum(one.newly_done() for one in running))
         running = [one for one in running if not one.done]
     return [one.replies() for one in all_samples]
 
@@ -295,10 +301,21 @@ class _RunningSample:
     def _answered(self) -> int:
         return sum(bool(own) and own[-1].finish_reason is not None for own in self.events)
 
-    def newly_answered(self) -> int:
-        """How many questions ended since the last call."""
-        before, self.reported = self.reported, self._answered
+    def newly_done(self) -> int:
+        """The work done since the last call, in prompt tokens (work.py)."""
+        before, self.reported = self.reported, sum(map(self._work, range(len(self.events))))
         return self.reported - before
+
+    def _work(self, place: int) -> int:
+        own, question = self.events[place], self.sample.sample.questions[place]
+        if not own:
+            return 0
+        again = not self.engine.config.enable_prefix_caching
+        ended = own[-1].finish_reason is not None
+        generated = None if ended else sum(len(event.token_ids) for event in own)
+        return count_prompt_work(self.sample, place, again=again) + count_reply_work(
+            question, generated
+        )
 
     def replies(self) -> tuple[Reply, ...]:
         config = self.engine.config

@@ -18,7 +18,7 @@ from tangram.lab.accuracy.methods import Grid, Method, choose_alignment
 from tangram.lab.accuracy.passages import SUITE as FIDELITY
 from tangram.lab.accuracy.passages import TAIL_TOKENS, Passages, RealText
 from tangram.lab.accuracy.results import AnyCell, Results, Setting
-from tangram.lab.accuracy.run import PlannedCell, Watch, plan_cells, run
+from tangram.lab.accuracy.run import SUITES_IN_WORDS, PlannedCell, Watch, plan_cells, run
 from tangram.lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
 
 # Is called before the measurement with the model and the planned cells.
@@ -70,7 +70,7 @@ def compare(
     alignment = None if unit is None else Alignment(unit, filler_token(bench.codec))
     suites = list[tuple[SuitePrompts | Passages, Setting]]()
     for questions in asked:
-        watch.turns_to(f"writing {questions.suite}")
+        watch.turns_to(f"writing {SUITES_IN_WORDS[questions.suite]}")
         prompts = questions.prompts(bench.codec, alignment)
         suites.append((prompts, _setting(bench, questions, prompts, aligned=align)))
     bench = bench.for_prompts([prompts for prompts, _ in suites])
@@ -79,7 +79,7 @@ def compare(
     if before is not None:
         before(bench, missing)
     bench.calibrate(dict.fromkeys(plan.method for plan in missing), watch)
-    watch.expect(sum(plan.questions for plan in missing))
+    watch.expect(sum(plan.work for plan in missing))
     return run(bench, plans, results, output, watch)
 
 

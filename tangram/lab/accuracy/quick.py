@@ -9,7 +9,7 @@ from tangram.lab.accuracy.sample_prompts import Questions
 
 # Two of RULER's tasks that a model of 135 M parameters can answer; contexts of three chunks.
 NEEDLES = Questions(
-    "ruler", ("niah_single_3", "niah_multikey_1"), samples=8, context_tokens=1536, max_questions=2
+    "ruler", ("niah_single_3", "niah_multikey_1"), samples=6, context_tokens=1536, max_questions=2
 )
-TEXT = RealText(samples=5, context_tokens=1536)
+TEXT = RealText(samples=3, context_tokens=1536)
 RETENTIONS = (0.5, 0.25)

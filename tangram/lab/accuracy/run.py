@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from tangram.lab.accuracy.results import (
     Setting,
 )
 from tangram.lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
+from tangram.lab.accuracy.work import count_work
 
+SUITES_IN_WORDS = {
+    "fidelity": "real text",
+    "locomo": "questions about long conversations (locomo)",
+    "multiturn": "several questions about one text (multiturn)",
+    "ruler": "questions about long texts (ruler)",
+}
 _REPLY_CHARACTERS = 240  # of each reply in the file
 
 
@@ -41,10 +49,10 @@ class Reply:
 
 
 # Asks all questions of the samples with a method; replies by sample and question. It reports the
-# number of new answers as they come.
+# work that is done as it goes, in prompt tokens (work.py).
 Ask = Callable[[Method, Sequence[SamplePrompts], Callable[[int], None]], list[tuple[Reply, ...]]]
 
-# Reads passages with a method and reports each; the fidelity by passage.
+# Reads passages with a method and reports the work of each; the fidelity by passage.
 Read = Callable[[Passages, Callable[[int], None]], tuple[Fidelity, ...]]
 
 # The recall of evidence of each question, by sample; None where an answer needs all of the context.
@@ -78,16 +86,16 @@ class MethodBench(Protocol):
 class Watch(Protocol):
     """Whoever looks on."""
 
-    def expect(self, questions: int) -> None:
-        """Set the total number of questions."""
+    def expect(self, tokens: int) -> None:
+        """Set the work of all parts, in prompt tokens."""
         ...
 
     def turns_to(self, what: str) -> None:
         """Show the current work."""
         ...
 
-    def advance(self, questions: int) -> None:
-        """Count this many more questions as answered."""
+    def advance(self, tokens: int) -> None:
+        """Count this much more work as done."""
         ...
 
 
@@ -104,6 +112,11 @@ class PlannedCell:
     def questions(self) -> int:
         """The number of questions or passages."""
         return self.prompts.count
+
+    @property
+    def work(self) -> int:
+        """What it computes, in prompt tokens."""
+        return count_work(self.prompts, again=self.method.name in ("dynamic", "one-shot"))
 
     def find_in(self, results: Results) -> AnyCell | None:
         """The cell in `results`, if it has been measured already."""
@@ -134,12 +147,26 @@ def run(
     """
     missing = [plan for plan in grid if plan.find_in(results) is None]
     recalls = _recalls(bench, missing, watch)
+    names = name_methods([plan.method for plan in grid])
     for _, plans in groupby(missing, key=lambda plan: plan.method.company):
-        for cell in _cells(bench, list(plans), recalls, watch):
+        for cell in _cells(bench, list(plans), recalls, names, watch):
             results.cells.append(cell)
             results.save(path)
     found = [plan.find_in(results) for plan in grid]
     return [cell for cell in found if cell is not None]
+
+
+def name_methods(methods: Sequence[Method]) -> dict[Method, str]:
+    """Each method in words: by its ρ alone, unless another one has the same."""
+    ratios = Counter(method.kv_retention for method in dict.fromkeys(methods))
+    return {
+        method: "everything kept"
+        if method.name == "full"
+        else f"ρ {method.kv_retention:g}"
+        if ratios[method.kv_retention] == 1
+        else method.title
+        for method in methods
+    }
 
 
 def _recalls(
@@ -161,6 +188,7 @@ def _cells(
     bench: MethodBench,
     plans: Sequence[PlannedCell],
     recalls: Mapping[tuple[Method, str], Recalls],
+    names: Mapping[Method, str],
     watch: Watch,
 ) -> Iterator[AnyCell]:
     """The cells of methods that share an engine: first questions, then texts.
@@ -171,10 +199,10 @@ def _cells(
     given = [(plan, plan.prompts) for plan in plans if isinstance(plan.prompts, Passages)]
     if asked:
         methods = list(dict.fromkeys(plan.method for plan, _ in asked))
-        watch.turns_to(f"preparing {'; '.join(method.title for method in methods)}")
+        watch.turns_to(f"{'; '.join(names[method] for method in methods)}: starting an engine")
         with bench.open(methods) as ask:
             for plan, prompts in asked:
-                watch.turns_to(f"{plan.method.title}: {prompts.suite}")
+                watch.turns_to(f"{names[plan.method]}: answering {SUITES_IN_WORDS[prompts.suite]}")
                 begin = time.perf_counter()
                 replies = ask(plan.method, prompts.samples, watch.advance)
                 seconds, known = (
@@ -192,7 +220,7 @@ def _cells(
                 )
     for plan, passages in given:
         with bench.reading(plan.method) as read:
-            watch.turns_to(f"{plan.method.title}: {passages.suite}")
+            watch.turns_to(f"{names[plan.method]}: reading {SUITES_IN_WORDS[passages.suite]}")
             begin = time.perf_counter()
             found = read(passages, watch.advance)
             yield FidelityCell(
