@@ -26,7 +26,7 @@ from tangram.types import Int32, Int64
 
 # Plans are made for so many workers, whatever the number of threads: how a sum is split decides its
 # last bit, and an answer must not depend on the threads that computed it (docs/cpu.md).
-WORKERS = 8
+WORKERS = 4
 BY_BUDGETS = "aot+ctas=1+tasks=4+min=128+tile=128"
 # Rows that share pages read these together.
 SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"

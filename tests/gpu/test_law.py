@@ -1,4 +1,4 @@
-"""The cells of the purity law's table (docs/architecture.md) that name a GPU, of the embedded model.
+"""The cells of the law's table (docs/architecture.md) that name a GPU, of the embedded model.
 
 `python -m bench.law` measures the same and says how much is equal; this says what has to be.
 """
