@@ -105,7 +105,7 @@ class ChatTemplate:
     def _render(
         self, messages: Messages, tools: Tools, options: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        shown = list(tools) or None
+        shown = [dict(tool) for tool in tools] or None
         try:
             template = self._tokenizer.get_chat_template(tools=shown)
         except ValueError as error:  # several templates, and none of them is the default

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 import ray
-from colorama import colorama_text  # Ray brings it
+from colorama import colorama_text  # type: ignore[import-untyped]  # Ray brings it
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
