@@ -422,3 +422,19 @@ def test_a_rank_that_does_not_start_is_named(
     with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) did not start"):
         build_engine(llama.config(2))
     assert not torch.distributed.is_initialized()
+
+
+def test_all_ranks_find_the_profile_that_one_device_has_kept(
+    checkpoint: Callable[..., Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept for a digest of whole weights, of which each rank has a part."""
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path))
+    tiny = checkpoint("qwen3_moe")
+    kept = tiny.loaded.kept_folder / "profiles" / "kept.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(Path(tiny.profile).read_bytes())
+    engine = build_engine(tiny.config(2, profile=()))
+    try:
+        assert [one.kv_retention for one in engine.admission.retentions] == [0.5, 1.0]
+    finally:
+        engine.stop()
