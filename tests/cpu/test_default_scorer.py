@@ -67,7 +67,9 @@ def test_weights_without_a_gate_are_served_by_keydiff(
         engine = build_engine(config)
     assert engine.config.scorer == "keydiff"
     assert "(keydiff, scope model)" in caplog.text
-    assert [".keydiff." in path.name for path in empty_cache.glob("profiles/*.json")] == [True]
+    assert [".keydiff." in path.name for path in empty_cache.glob("weights/*/profiles/*.json")] == [
+        True
+    ]
 
 
 def test_a_profile_says_its_scorer(loaded: LoadedModel) -> None:
