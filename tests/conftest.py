@@ -36,6 +36,7 @@ LONG = (
     "gpu/test_engine.py",
     "wire/test_demo.py",
     "page/test_chat_page.py",
+    "cpu/test_families.py",
     "cpu/test_several_scorers.py",
     "wire/test_clients.py",
     "wire/test_load_tool.py",
