@@ -210,11 +210,12 @@ class Bar:
     Both say how long is left by the speed so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._progress = progress(counted=False)
         self._task = self._progress.add_task("", total=None)
         self._total = self._done = 0
-        self._begin = time.monotonic()
+        self._begin = clock()
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -225,25 +226,25 @@ class Bar:
 
     def expect(self, tokens: int) -> None:
         """See `Watch`."""
-        self._total, self._begin = tokens, time.monotonic()
+        self._total, self._begin = tokens, self._clock()
         self._progress.update(self._task, total=tokens)
 
     def turns_to(self, what: str) -> None:
         """See `Watch`."""
         self._progress.update(self._task, description=what)
         if self._progress.disable:
-            tell(what + self._left())
+            tell(what + self._say_left())
 
     def advance(self, tokens: int) -> None:
         """See `Watch`."""
         self._done += tokens
         self._progress.advance(self._task, tokens)
 
-    def _left(self) -> str:
+    def _say_left(self) -> str:
         """How long is left, once something was measured."""
         if not self._done:
             return ""
-        seconds = (time.monotonic() - self._begin) / self._done * (self._total - self._done)
+        seconds = (self._clock() - self._begin) / self._done * (self._total - self._done)
         return f" (about {seconds / 60:.1f} minutes left)"
 
 

@@ -174,7 +174,7 @@ class ModelBench:
         """See `Bench`."""
 
         def read(passages: Passages, report: Callable[[int], None]) -> tuple[Fidelity, ...]:
-            def expected(of: Method) -> Iterator[Tensor]:
+            def read_each(of: Method) -> Iterator[Tensor]:
                 for logits in self._read_expected(of, passages):
                     if of == method:
                         report(passages.longest_tokens)
@@ -182,10 +182,10 @@ class ModelBench:
 
             full = method if method.name == "full" else Method("full")
             if passages.sha256 not in self.references:
-                self.references[passages.sha256] = list(expected(full))
+                self.references[passages.sha256] = list(read_each(full))
                 self._clear()
             reference = self.references[passages.sha256]
-            kept = reference if method is full else expected(method)
+            kept = reference if method is full else read_each(method)
             return tuple(
                 fidelity(whole, logits, tokens)
                 for tokens, whole, logits in zip(passages.pieces, reference, kept, strict=True)
