@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tangram.engine.templates import ChatTemplate
 from tangram.engine.thinking import thinking_format
+from tangram.engine.token_names import TokenNames
 from tangram.engine.tools import TOOL_MARK, marks, tool_format
 from tangram.errors import RequestError
 from tangram.types import Marks, ThinkingFormat, ToolFormat
@@ -185,7 +186,7 @@ class TextCodec:
         the value: templates look for these marks in its past answers.
         """
         if isinstance(value, str):
-            return self._beginnings[written].sub(rf"\g<0>{mark}", value)
+            return self._hidden[written].hide(value, mark)
         if isinstance(value, Mapping):
             return {
                 self._hide(name, mark, written=written): self._hide(item, mark, written=written)
@@ -198,20 +199,14 @@ class TextCodec:
         )
 
     @cached_property
-    def _structure(self) -> frozenset[str]:
+    def _structure(self) -> TokenNames:
         """The names of all tokens that only the template may write."""
-        return self._controls.union(self.marks.words.values())
+        return TokenNames((*self._controls, *self.marks.words.values()))
 
     @cached_property
-    def _names(self) -> re.Pattern[str]:
-        return re.compile(f"({_any_of(self._structure)})")
-
-    @cached_property
-    def _beginnings(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """The first character of each name in a text: of all that delimit, of control tokens."""
-        names = (self._structure, self._controls)
-        everywhere, written = (re.compile(rf"(?={_any_of(each)}).", re.DOTALL) for each in names)
-        return everywhere, written
+    def _hidden(self) -> tuple[TokenNames, TokenNames]:
+        """The names to hide in values, and in those that the model has written."""
+        return self._structure, TokenNames(self._controls)
 
     def _encode_rendered(self, rendered: str, mark: str) -> Iterator[int]:
         """The tokens of a rendered conversation, in which `mark` hides names of control tokens.
@@ -220,7 +215,7 @@ class TextCodec:
         have its own way to begin each part.
         """
         # Texts are at the odd places, names between them.
-        names = self._names.split(rendered) if mark in rendered else [rendered]
+        names = self._structure.split(rendered) if mark in rendered else [rendered]
         parts = ["", *names, ""]
         for hidden, run in groupby(range(len(parts)), lambda at: mark in parts[at]):
             places = list(run)
@@ -332,11 +327,6 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
         )
 
     return decode
-
-
-def _any_of(names: Iterable[str]) -> str:
-    """A pattern of `names`, the longest first."""
-    return "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or r"(?!)"
 
 
 class TextStream:

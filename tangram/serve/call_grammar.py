@@ -138,8 +138,8 @@ class CallGrammar:
             # An answer by a schema may begin like a call without a mark. llguidance goes on with
             # the longest literal that fits, so that these have to be the same for both.
             shared = not self.form.begin and self.schema is not None
-            written = " ".join(map(_write_json, _JSON.findall(head))) if shared else _quote(head)
-            yield f'{rule}: {written} {json_rule(arguments)} "}}"'
+            begun = " ".join(map(_write_json, _JSON.findall(head))) if shared else _quote(head)
+            yield f'{rule}: {begun} {json_rule(arguments)} "}}"'
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:

@@ -94,8 +94,8 @@ class AnswerForm:
     def write_literal(self, text: str) -> str:
         """`text` as a part of a grammar, its marks as their tokens; empty for none.
 
-        A mark that is a token of ordinary text may be spelled with others, too. Without the token
-        it could only be: where one text must follow, llguidance splits it as ordinary text is.
+        A mark that is an ordinary token may be spelled with others, too. The token is named because
+        llguidance chooses the tokens where only one text may follow, and knows none that are added.
         """
         marks = {name: f"<[{number}]>" for number, name in self.marks.names.items()}
         for number, word in self.marks.words.items():

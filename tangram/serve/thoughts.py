@@ -156,7 +156,7 @@ class ChannelReader:
         self._names = names
         self._held, self._head, self._recipient = "", True, ""
         self._role = ""  # the prompt has it; after `<|start|>` the model writes it
-        self._stops = _ENDS
+        self._stops: tuple[str, ...] = _ENDS
         self._fresh, self._spoken = True, {True: False, False: False}
         self.thinking, self.called = False, False
 
@@ -184,8 +184,9 @@ class ChannelReader:
         first, last = _find_first(held, _MARKS), _find_first(held, (_MESSAGE, *_ENDS))
         begun = self._may_begin(held[: whole if first is None else first[0]])
         if not begun or (whole if last is None else last[0]) > _MOST_HEAD:
-            # Text without a head, up to where one begins.
-            self._held = held.replace(_BEGIN, "", 1) if begun else held
+            # Text without a head, up to where one begins: not at the mark of what is no head.
+            if begun and first is not None and first[1] == _BEGIN and first[0] <= _MOST_HEAD:
+                self._held = held[: first[0]] + held[first[0] + len(_BEGIN) :]
             self._head, self._stops = False, (_BEGIN, _MESSAGE, *_ENDS)
             return True
         if last is None:

@@ -100,8 +100,9 @@ class Served:
         return tokens
 
     def whole(self, text: str) -> list[int]:
-        """`text` in the tokens that the tokenizer gives it, marks as theirs."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        """`text` in the tokens that it has after a control token, marks as theirs."""
+        after = f"{self.tokenizer.eos_token}{text}"
+        tokens: list[int] = self.tokenizer.encode(after, add_special_tokens=False)[1:]
         return tokens
 
     def ask(self, tokens: list[int], **fields: Any) -> list[dict[str, Any]]:
