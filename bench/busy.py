@@ -52,7 +52,7 @@ def serve_measurements() -> None:
                     times.append(time.perf_counter())
 
             most = 1 if what == "prefill" else ANSWER_TOKENS
-            params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            params = SamplingParams.state_all(temperature=0.0, max_tokens=most, ignore_eos=True)
             if what == "prefill":
                 engine.clear_cache()
             asked_s = time.perf_counter()

@@ -66,7 +66,7 @@ def engine_seconds(
     def take(event: Event) -> None:
         answers[event.request_id].extend(event.token_ids)
 
-    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), tuple(prompt), params, take))
     while not all(answers.values()):
@@ -87,7 +87,7 @@ def seal_seconds(loaded: LoadedModel, config: EngineConfig, prompt: list[int]) -
     """
     engine = engine_of(config, loaded)
     length = len(prompt) // config.chunk_tokens * config.chunk_tokens - 1
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=3, ignore_eos=True)
     engine.submit(Request("0", tuple(prompt[:length]), params, lambda event: None))
     slowest, worked = 0.0, True
     while worked:

@@ -38,7 +38,7 @@ def ask(
     def take(event: Event) -> None:
         answers[int(event.request_id)].extend(event.token_ids)
 
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     begin = time.process_time()
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), tuple(prompt), params, take))

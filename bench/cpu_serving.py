@@ -97,7 +97,7 @@ def alone_seconds(loaded: LoadedModel) -> float:
 def engine_prefill_seconds(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     """Seconds from submission to the first token, and the token."""
     events: list[Event] = []
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=1, ignore_eos=True)
     begin = time.perf_counter()
     engine.submit(Request("0", tuple(prompt), params, events.append))
     while engine.busy:

@@ -69,7 +69,7 @@ def run_steps(
     watching: AbstractContextManager[object],
 ) -> list[float]:
     """Milliseconds of the decode steps behind `prompts`, which run while `watching`."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
     begun = set[str]()
     for number, prompt in enumerate(prompts):
         engine.submit(

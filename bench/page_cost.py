@@ -108,7 +108,12 @@ def measure_prefill(pairs: int) -> Figures:
         engine.clear_cache()
         engine._runner.recorder.clear()
         engine.submit(
-            Request("0", prompt, SamplingParams(temperature=0.0, max_tokens=1), lambda event: None)
+            Request(
+                "0",
+                prompt,
+                SamplingParams.state_all(temperature=0.0, max_tokens=1),
+                lambda event: None,
+            )
         )
         begin_s = time.process_time()
         while engine.busy:
@@ -182,7 +187,7 @@ def measure_step(pairs: int) -> Figures:
     watched.watch(collector)
 
     def decode(engine: Engine) -> float:
-        sampling = SamplingParams(temperature=0.0, max_tokens=STEPS + 20, ignore_eos=True)
+        sampling = SamplingParams.state_all(temperature=0.0, max_tokens=STEPS + 20, ignore_eos=True)
         for number in range(STREAMS):
             prompt = tuple(range(3 + number, 60 + number))
             engine.submit(Request(str(number), prompt, sampling, lambda event: None))

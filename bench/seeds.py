@@ -16,7 +16,9 @@ def count_different(llm: LLM, temperature: float) -> int:
         for number in range(PROMPTS)
     ]
     params = [
-        SamplingParams(temperature=temperature, seed=number, max_tokens=TOKENS, ignore_eos=True)
+        SamplingParams.state_all(
+            temperature=temperature, seed=number, max_tokens=TOKENS, ignore_eos=True
+        )
         for number in range(PROMPTS)
     ]
     alone = [

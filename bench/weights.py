@@ -174,7 +174,7 @@ def compare(
 def time_answer(engine: Engine, prompt: tuple[int, ...], tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and the median seconds of the tokens after it."""
     times = [time.perf_counter()]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
     def note(event: Event) -> None:
         times.append(time.perf_counter())

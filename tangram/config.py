@@ -127,6 +127,11 @@ class EngineConfig:
     load_format: LoadFormat = _model(
         "auto", "dummy: random weights in the shapes of config.json, for benchmarks"
     )
+    generation_config: str = _model(
+        "auto",
+        "sampling where a request states nothing; auto: by the model's generation_config.json or "
+        "GGUF file; none: temperature 1, no filters; or a folder with a generation_config.json",
+    )
     device: str = _model("auto", "auto, cpu, or cuda for the first GPU of CUDA_VISIBLE_DEVICES")
     max_model_len: int | None = _model(
         None,

@@ -102,7 +102,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_penalty": Bounds(0.01, 10.0),  # logits are divided by it: float32 has an end
     "presence_penalty": Bounds(-2.0, 2.0),
     "frequency_penalty": Bounds(-2.0, 2.0),
-    "top_k": Bounds(1, 2**31 - 1),
+    "top_k": Bounds(-1, 2**31 - 1),  # -1 and 0 switch the filter off
     "logprobs": Bounds(0, MAX_LOGPROBS),
     "max_tokens": Bounds(1, 2**31 - 1),
     "seed": Bounds(-(2**63), 2**63 - 1),

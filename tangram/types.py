@@ -10,9 +10,9 @@ Shape letters used everywhere:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,21 +70,21 @@ class Geometry:
 class SamplingParams:
     """How the tokens of one request are chosen. Names and meaning as in vLLM and the OpenAI API.
 
-    `temperature` 0 is greedy. `top_k` None, `top_p` 1 and `min_p` 0 switch those filters off.
-    `seed` makes a request reproducible whatever else is in the batch. `logprobs` is the number of
-    alternatives reported beside the sampled token (0 = the sampled token only, None = nothing).
-    `max_tokens` None means "until the context is full"; no end token comes before `min_tokens`.
-    Ranges are checked on construction (`RequestError`).
+    None leaves a value to the model's defaults (`SamplingValues`): temperature, filters,
+    penalties and `max_tokens`. `seed` makes a request reproducible whatever else is in the batch.
+    `logprobs` is the number of alternatives reported beside the sampled token (0 = the sampled
+    token only, None = nothing). No end token comes before `min_tokens`. Ranges are checked on
+    construction (`RequestError`).
     """
 
     n: int = 1
-    temperature: float = 1.0
+    temperature: float | None = None
     top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -102,6 +102,42 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check_sampling(self)
+
+    @classmethod
+    def state_all(cls, **values: Any) -> SamplingParams:
+        """Params that leave nothing to the model: `values`, and what has no effect for the others.
+
+        For measurements, which must not depend on a model's defaults.
+        """
+        neutral = asdict(OPENAI_SAMPLING) | {"max_tokens": cls.max_tokens}
+        return cls(**neutral | values)
+
+
+@dataclass(frozen=True)
+class SamplingValues:
+    """How tokens are chosen: what holds where requests state nothing, or for one request.
+
+    The defaults are OpenAI's, which hold for a model without values of its own. `temperature` 0 is
+    greedy. `top_k` -1 and 0, `top_p` 1 and `min_p` 0 switch those filters off. `max_tokens` None
+    means "until the context is full".
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+
+    def with_stated(self, params: SamplingParams) -> SamplingValues:
+        """The values that hold for a request of `params`: what these state, and the defaults."""
+        values = {entry.name: getattr(params, entry.name) for entry in fields(self)}
+        return replace(self, **{name: own for name, own in values.items() if own is not None})
+
+
+OPENAI_SAMPLING = SamplingValues()
 
 
 class FinishReason(StrEnum):

@@ -125,7 +125,8 @@ class RetentionShape:
 class CacheShape:
     """What never changes while an engine serves. The first of `retentions` is the default.
 
-    `recorded` says whether kept positions are noted.
+    Only their list grows, by those that are derived for requests. `recorded` says whether kept
+    positions are noted.
     """
 
     layers: int

@@ -163,7 +163,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     result.scatter_(1, changed.argmax(dim=-1, keepdim=True), 1.0)
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        weights = weights_of(pick(changed, random), [rows[i].params for i in random])
+        weights = weights_of(pick(changed, random), [rows[i].values for i in random])
         result[random] = weights.double() / weights.sum(dim=-1, keepdim=True)
     return result
 

@@ -25,6 +25,7 @@ SAME = (
     "--dtype",
     "--enable-prefix-caching",
     "--enforce-eager",
+    "--generation-config",
     "--gpu-memory-utilization",
     "--host",
     "--kv-cache-dtype",
@@ -69,12 +70,14 @@ This page is written by `python -m tools.vllm_page`.
 
 """
 OPTIONS_HEAD = """
-These have the meaning that vLLM gives them, with two exceptions:
+These have the meaning that vLLM gives them, with three exceptions:
 
 - `--quantization` rounds weights as it loads a model. vLLM's also names the form in which a
   checkpoint is stored; here the checkpoint says that by itself.
 - `--allowed-origins` is repeated for each origin and has none by default. vLLM's takes a JSON list
   and has all.
+- `--generation-config none` is vLLM's `vllm`. The file's `max_new_tokens` holds where a request has
+  no `max_tokens`; in vLLM no request gets more ([sampling defaults](http.md#sampling-defaults)).
 
 [Options](options.md) lists their values and defaults here, which may differ.
 

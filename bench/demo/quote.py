@@ -16,7 +16,7 @@ from tangram.types import DraftedTokens, Event, FinishReason, Request, SamplingP
 
 METHOD: Mapping[str, str] = MappingProxyType({"method": "suffix"})
 QUESTION = "Repeat this text word for word:"
-ANSWER = SamplingParams(temperature=0.0, max_tokens=64)
+ANSWER = SamplingParams.state_all(temperature=0.0, max_tokens=64)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ MODEL = "smollm2"
 FULL, SMALL = 1.0, 0.25
 DOCUMENT = Path(__file__).parents[1] / "demo_document.md"
 # A model of 135 M parameters answers well in one sentence and badly in the second.
-ANSWER = SamplingParams(temperature=0.0, max_tokens=32, stop=(". ", "\n"))
-ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
+ANSWER = SamplingParams.state_all(temperature=0.0, max_tokens=32, stop=(". ", "\n"))
+ONE_TOKEN = SamplingParams.state_all(temperature=0.0, max_tokens=1)
 
 # Called after each step of the engine with the number of tokens sealed in it.
 Advance = Callable[[int], object]

@@ -52,8 +52,8 @@ def speed(values: Sequence[float], row: Row) -> float:
 
 
 def find_series(row: Row, among: Sequence[Found]) -> int | None:
-    """The series that shows a row: that of the peer's last day, of the most engines on that day, and
-    then of the peer's best result.
+    """The series that shows a row: that of the peer's last day, of the most engines on that day,
+    and then of the peer's best result.
 
     None if no series has the case. Engines are compared within one lease. (vLLM with host memory
     behind its pool is slower in some cases than without.)

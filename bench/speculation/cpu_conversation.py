@@ -41,7 +41,7 @@ METHODS: Mapping[str, Mapping[str, Any] | None] = {
     "suffix": {"method": "suffix"},
     "ngram": {"method": "ngram"},
 }
-SAMPLED = SamplingParams(temperature=0.8, seed=1)
+SAMPLED = SamplingParams.state_all(temperature=0.8, seed=1)
 # A name of the table: a task, and how its tokens are chosen.
 ROWS = {
     "edit this file": ("edit", GREEDY),

@@ -22,7 +22,7 @@ from tangram.types import Event, FinishReason, Request, SamplingParams
 Prompt = tuple[int, ...]
 
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingParams.state_all(temperature=0.0)
 LONGEST_STEPS = 5  # that are kept of each number of drafts
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from tangram.cli import console
-from tangram.cli.options import number, with_config
+from tangram.cli.options import number, with_measured_config
 from tangram.cli.serving import Output, TpotLimit, TtftLimit, percentiles, positive, write_figures
 from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.limits import Bounds
@@ -26,7 +26,7 @@ Figures = Mapping[str, dict[str, Any]]  # by rung
 _ALL = "full-kv, reservation, ragged-paging, clustering, aot, served, dynamic"
 
 
-@with_config
+@with_measured_config
 def ablation(
     config: EngineConfig,
     rungs: Annotated[str, typer.Option(help="engines to compare, comma-separated")] = _ALL,

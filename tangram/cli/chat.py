@@ -34,8 +34,13 @@ def chat(
     config: EngineConfig,
     max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "maximum tokens of an answer")] = 512,
     temperature: Annotated[
-        float, number(BOUNDS["temperature"], "temperature of sampling; 0 takes the likeliest token")
-    ] = 0.0,
+        float | None,
+        number(
+            BOUNDS["temperature"],
+            "temperature of sampling; 0 takes the likeliest token",
+            show_default="the model's own",
+        ),
+    ] = None,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)

@@ -14,6 +14,7 @@ from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home, is_text
 from tangram.limits import Bounds
+from tangram.model.generation import check_option
 from tangram.model.source import check_source
 from tangram.speculative_config import DraftModel
 
@@ -113,7 +114,8 @@ def _paths(name: str, value: Any) -> Iterable[Path]:
 def check_start(config: EngineConfig) -> None:
     """Check what can be checked without torch.
 
-    Raises `ModelError` if a model does not exist, `ConfigError` if the current folder does not.
+    Raises `ModelError` if a model does not exist, `ConfigError` if a folder does not: the current
+    one, or that of --generation-config.
     Prints a warning if the cache cannot be read.
     """
     try:
@@ -125,6 +127,7 @@ def check_start(config: EngineConfig) -> None:
     drafts = config.speculation
     for model in (config.model, *((drafts.model,) if isinstance(drafts, DraftModel) else ())):
         check_source(model, weights=config.load_format != "dummy")
+    check_option(config.generation_config)
     _check_cache_folder()
 
 

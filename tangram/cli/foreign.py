@@ -64,6 +64,11 @@ _INSTEAD = (
     ("--api-key", "or set TANGRAM_API_KEY", "--api-key-file"),
     ("--temperature", "", "--temp"),
     (
+        "--generation-config",
+        "a folder with a generation_config.json of your own",
+        "--override-generation-config",
+    ),
+    (
         "--speculative-config",
         "JSON that has the method and all its numbers",
         "-sc --spec-method --spec-model --spec-tokens --speculative-model "
@@ -288,10 +293,7 @@ _NONE = {
             "sampling has temperature, top_k, top_p and min_p",
             "--mirostat --typical --dry-multiplier --xtc-probability --samplers --use-fp64-gumbel",
         ),
-        (
-            "request fields have the defaults that docs/http.md lists",
-            "--generation-config --override-generation-config --max-logprobs",
-        ),
+        ("at most 20 alternatives a token", "--max-logprobs"),
         (
             "log-probabilities are the model's own, before temperature and penalties",
             "--logprobs-mode",

@@ -42,7 +42,8 @@ def generate(
         float | None,
         number(
             BOUNDS["temperature"],
-            "temperature of sampling; 0, the default, takes the likeliest token",
+            "temperature of sampling; 0 takes the likeliest token",
+            show_default="the model's own",
         ),
     ] = None,
     batch: Annotated[
@@ -77,7 +78,7 @@ def generate(
         )
     asked = _find_text(prompt)
     sampling = SamplingParams(
-        max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature or 0.0
+        max_tokens=128 if max_tokens is None else max_tokens, temperature=temperature
     )
     with warnings_as_text():
         _complete(config, asked, sampling)

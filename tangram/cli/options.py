@@ -231,3 +231,9 @@ def _place(parameter: inspect.Parameter) -> int:
 
 # For commands that build an engine
 with_config = take_options(ENGINE_PARAMETERS, _config, check_start)
+# For those of them whose requests state all sampling: a measurement depends on no model's defaults.
+with_measured_config = take_options(
+    [parameter for parameter in ENGINE_PARAMETERS if parameter.name != "generation_config"],
+    _config,
+    check_start,
+)

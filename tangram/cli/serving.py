@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tangram.cli import console
 from tangram.cli.command import Command, CommandGroup
-from tangram.cli.options import number, with_config
+from tangram.cli.options import number, with_measured_config
 from tangram.config import MOST_TOKENS, EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
@@ -47,7 +47,7 @@ Repeats = Annotated[int, number(Bounds(1, 1000), "number of runs, each with an e
 
 
 @commands.command(cls=Command)
-@with_config
+@with_measured_config
 def throughput(
     config: EngineConfig,
     requests: Annotated[int, number(_NUMBER, "requests, all at once")] = 64,
@@ -80,7 +80,7 @@ def throughput(
 
 
 @commands.command("multi-turn", cls=Command)
-@with_config
+@with_measured_config
 def multi_turn(
     config: EngineConfig,
     sessions: Annotated[int, number(_NUMBER, "conversations; each turn runs in all at once")] = 16,
@@ -113,7 +113,7 @@ def multi_turn(
 
 
 @commands.command(cls=Command)
-@with_config
+@with_measured_config
 def trace(
     config: EngineConfig,
     file: Annotated[Path, typer.Option(help="a Mooncake trace (JSON lines)")],

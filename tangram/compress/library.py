@@ -1,4 +1,4 @@
-"""Find the profile that fits a model and its options in folders of profile files."""
+"""Find the profiles that fit a model and its options in folders of profile files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _log = logging.getLogger(__name__)
 class _Options(TypedDict):
     scorer: str
     scope: str
-    kv_retention: float
     chunk_tokens: int
     parameters: Mapping[str, Parameter] | None
 
@@ -36,7 +35,20 @@ def find_profile(
     chunk_tokens: int,
     parameters: Mapping[str, Parameter] | None = None,
 ) -> Profile | None:
-    """The first `*.json` that fits, or None. Directories are read in order, and files by name.
+    """That of `find_profiles` for ρ = `kv_retention`, or None."""
+    found = find_profiles(directories, fingerprint, scorer, scope, chunk_tokens, parameters)
+    return found.get(float(kv_retention))
+
+
+def find_profiles(
+    directories: Iterable[str | Path],
+    fingerprint: ModelFingerprint,
+    scorer: str,
+    scope: str,
+    chunk_tokens: int,
+    parameters: Mapping[str, Parameter] | None = None,
+) -> dict[float, Profile]:
+    """The first `*.json` that fits, for each ρ. Directories are read in order, and files by name.
 
     A profile of exactly these weights precedes one that names no weights. A file that is no valid
     profile is skipped with a logged warning that says what is wrong with it. Folders that do not
@@ -46,21 +58,18 @@ def find_profile(
     options: _Options = {
         "scorer": scorer,
         "scope": scope,
-        "kv_retention": kv_retention,
         "chunk_tokens": chunk_tokens,
         "parameters": parameters,
     }
-    without_weights: Profile | None = None
+    exact, without_weights = dict[float, Profile](), dict[float, Profile]()
     for path in (
         path for directory in directories for path in sorted(Path(directory).glob("*.json"))
     ):
         profile = _load(path)
-        if profile is None or not _fits(profile, fingerprint, options):
-            continue
-        if profile.model.weights_sha256 is not None:
-            return profile
-        without_weights = without_weights or profile
-    return without_weights
+        if profile is not None and _fits(profile, fingerprint, options):
+            known = without_weights if profile.model.weights_sha256 is None else exact
+            known.setdefault(profile.kv_retention, profile)
+    return without_weights | exact
 
 
 def _load(path: Path) -> Profile | None:
@@ -74,7 +83,7 @@ def _load(path: Path) -> Profile | None:
 def _fits(profile: Profile, fingerprint: ModelFingerprint, options: _Options) -> bool:
     try:
         profile.check_model(fingerprint)
-        profile.check_options(**options)
+        profile.check_options(**options, kv_retention=profile.kv_retention)
     except ProfileError:
         return False
     return True

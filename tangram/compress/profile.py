@@ -195,6 +195,34 @@ class Profile(BaseModel):
         """The same options and `calibration` with other statistics, float [L, H]."""
         return self._derive(mean, std, alpha=alpha)
 
+    def with_shares(
+        self,
+        mean: npt.ArrayLike,
+        std: npt.ArrayLike,
+        *,
+        kv_retention: float,
+        page_tokens: int,
+        heads_per_page: int,
+    ) -> Profile:
+        """The same scorer and `calibration` for another ρ and its statistics, float [L, H].
+
+        Raises `ConfigError` if ρ cannot be met.
+        """
+        return self._derive(
+            mean,
+            std,
+            kv_retention=kv_retention,
+            page_tokens=page_tokens,
+            heads_per_page=heads_per_page,
+        )
+
+    def has_options_of(self, other: Profile) -> bool:
+        """Whether it differs from `other` at most in ρ, in pages, and in what was measured."""
+        free = {"kv_retention", "calibration", "page_tokens", "heads_per_page"}
+        return all(
+            getattr(self, name) == getattr(other, name) for name in _OPTIONS if name not in free
+        )
+
     def with_scales(self, scales: HeadScales | None) -> Profile:
         """The same profile with `scales`, or without."""
         return self.model_copy(update={"scales": scales})

@@ -9,13 +9,15 @@ from reprlib import repr as shortened
 from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
+from tangram.compress.between import STEP
+from tangram.engine.derived import DerivedRetentions
 from tangram.engine.meters import Meters
 from tangram.engine.sampling import check_tokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
 from tangram.metrics import EngineStats, SpeculationStats
-from tangram.types import DraftedTokens, Request, Usage
+from tangram.types import OPENAI_SAMPLING, DraftedTokens, Request, SamplingValues, Usage
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Admission:
 
     The first of `retentions` is the default. `cache_dtype` is the name of the KV cache's dtype,
     `element_bytes` the size of one of its elements, `host_page_bytes` of a page in host memory.
-    `speculates` says whether anything is drafted.
+    `speculates` says whether anything is drafted. `sampling` holds where a request states nothing.
+    `derived`, if set, makes retentions of ratios that are not among them.
     """
 
     retentions: Sequence[Retention]
@@ -34,6 +37,8 @@ class Admission:
     max_model_len: int
     host_page_bytes: int
     speculates: bool = False
+    sampling: SamplingValues = OPENAI_SAMPLING
+    derived: DerivedRetentions | None = None
 
     def check(self, request: Request) -> tuple[Retention, int]:
         """The retention of `request`, and how many tokens it may generate.
@@ -49,7 +54,7 @@ class Admission:
         """The retention that serves `request`.
 
         Without a scorer it is the first of its ρ. Raises `RequestError` if no profile here has its
-        ρ and its scorer.
+        ρ and its scorer, and none can be derived.
         """
         ratio, scorer = request.kv_retention, request.kv_scorer
         if ratio is None:
@@ -60,11 +65,46 @@ class Admission:
         for retention in self.retentions:
             if retention.kv_retention == ratio:
                 return retention
+        if (derived := self._derive(None, ratio)) is not None:
+            return derived
         served = sorted({retention.kv_retention for retention in self.retentions})
         raise RequestError(
-            f"kv_retention is {ratio}, this server has profiles for "
-            f"{', '.join(map(str, served))}: choose one, or start the server with another",
+            f"kv_retention is {ratio}, this server has {', '.join(map(str, served))}"
+            f"{self._say_derivable()}: choose one, or {self._say_calibration(ratio)}",
             "kv_retention",
+        )
+
+    @property
+    def known_retentions(self) -> Sequence[Retention]:
+        """The served retentions, and those that were derived for requests."""
+        return [*self.retentions, *(() if self.derived is None else self.derived.made)]
+
+    def _derive(self, scorer: str | None, ratio: float) -> Retention | None:
+        """The retention of `ratio` for the first profile of `scorer`, or of any; None if none is
+        derived.
+
+        Raises `RequestError` if it cannot be met.
+        """
+        served = self._first_scored(scorer)
+        if served is None or self.derived is None:
+            return None
+        return self.derived.find(served, ratio)
+
+    def _first_scored(self, scorer: str | None) -> Retention | None:
+        scored = (entry for entry in self.retentions if entry.scorer is not None)
+        return next((entry for entry in scored if scorer in (None, entry.scorer)), None)
+
+    def _say_derivable(self) -> str:
+        return "" if self.derived is None else f" and the multiples of {STEP}"
+
+    def _say_calibration(self, ratio: float) -> str:
+        """What makes a profile for `ratio`, in words."""
+        chunk_tokens = self.retentions[0].layout.chunk_tokens
+        served = self._first_scored(None)
+        scorer = "" if served is None else f" --scorer {served.scorer}"
+        return (
+            f"make a profile for it (tangram calibrate MODEL -o FILE --kv-retention {ratio}{scorer}"
+            f" --chunk-tokens {chunk_tokens}) and start the server with --profile FILE"
         )
 
     def _retention_of(self, scorer: str, ratio: float, field: str) -> Retention:
@@ -75,6 +115,8 @@ class Admission:
                 return retention
             if retention.scorer is not None:
                 served.setdefault(retention.scorer, []).append(retention.kv_retention)
+        if scorer in served and (derived := self._derive(scorer, ratio)) is not None:
+            return derived
         shown = shortened(scorer)
         if not served:
             raise RequestError(
@@ -87,8 +129,9 @@ class Admission:
             for name, ratios in served.items()
         )
         raise RequestError(
-            f"kv_scorer is {shown} and kv_retention {ratio}, this server has {listed}: choose one "
-            "of these, leave kv_scorer out, or start the server with another --profile",
+            f"kv_scorer is {shown} and kv_retention {ratio}, this server has {listed}"
+            f"{self._say_derivable()}: choose one of these, leave kv_scorer out, or start the "
+            "server with another --profile",
             field if scorer in served else "kv_scorer",
         )
 
@@ -129,17 +172,18 @@ class Admission:
                 ),
                 "prompt",
             )
-        wanted = request.sampling.max_tokens
-        if wanted is not None and wanted > most_tokens:
+        stated = request.sampling.max_tokens
+        if stated is not None and stated > most_tokens:
             raise RequestError(
                 lambda field: (
-                    f"{field} is {wanted}, but after {len(prompt)} prompt tokens {most_tokens} "
+                    f"{field} is {stated}, but after {len(prompt)} prompt tokens {most_tokens} "
                     f"of max_model_len {self.max_model_len} are left: lower {field} or shorten the "
                     "prompt"
                 ),
                 "max_tokens",
             )
-        granted = most_tokens if wanted is None else wanted
+        wanted = self.sampling.with_stated(request.sampling).max_tokens
+        granted = most_tokens if wanted is None else min(wanted, most_tokens)
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig, cache_folder
 from tangram.engine.admission import Admission
+from tangram.engine.derived import DerivedRetentions
 from tangram.engine.draft_model import (
     PoolShape,
     check_vocabulary,
@@ -125,6 +126,18 @@ def engine_of(
     return EngineBuilder(config, loaded, kernels, records=records).engine()
 
 
+@dataclass(frozen=True)
+class Served:
+    """The `retentions` of an engine, the `scorers` they need by name, and `bases`.
+
+    From these profiles, retentions of other ratios are derived.
+    """
+
+    scorers: Mapping[str, Scorer]
+    retentions: list[Retention]
+    bases: Sequence[Profile] = ()
+
+
 class EngineBuilder:
     """Builds the parts of an engine of `config`, each in a method of its own.
 
@@ -170,9 +183,11 @@ class EngineBuilder:
                 "where all heads of a layer read the same entries: set it to 1"
             )
         check_ranks(geometry.kv_heads, size)
-        scorers, whole = self.retentions()
-        shares = share_retentions(whole, geometry, rank, size)
-        self._rank_scorers = {name: one.of_heads(shares.heads) for name, one in scorers.items()}
+        served = self.find_served()
+        shares = share_retentions(served.retentions, geometry, rank, size)
+        self._rank_scorers = {
+            name: one.of_heads(shares.heads) for name, one in served.scorers.items()
+        }
         local = take_share(self.loaded.model, geometry, shares.order, rank, size)
         self.loaded = replace(self.loaded, geometry=local)
         self._shares = shares
@@ -202,7 +217,8 @@ class EngineBuilder:
         config, loaded = self.config, self.loaded
         # Before a calibration, which takes a minute.
         kernels = self._kernels()
-        scorers, retentions = self.retentions()
+        served = self.find_served()
+        scorers, retentions = served.scorers, served.retentions
         check_scales(config, retentions)
         default, layouts = retentions[0], [retention.layout for retention in retentions]
         dtype = cache_dtype(config, loaded)
@@ -229,6 +245,12 @@ class EngineBuilder:
             max_model_len,
             host_bytes,
             speculates=config.speculation is not None,
+            sampling=loaded.defaults.sampling,
+            derived=DerivedRetentions(
+                served.bases, page_tokens=config.page_tokens, heads_per_page=config.heads_per_page
+            )
+            if served.bases
+            else None,
         )
         announce(config, loaded, admission, cache.host.total)
         return admission, Scheduler(config, cache, passes_apart=runner.passes_apart), runner
@@ -297,7 +319,7 @@ class EngineBuilder:
         """The drafter of draft_model, which shares the meters of `runner`."""
         if self.drafting is None:
             return None
-        _, retentions = self.drafting.retentions()
+        retentions = self.drafting.find_served().retentions
         layout, length = admission.retentions[0].layout, self.most_tokens
         served = PoolShape(layout, layout.page_bytes(admission.element_bytes), length)
         shape = self.drafting.uncompressed_pool(length)
@@ -348,15 +370,15 @@ class EngineBuilder:
             passes.graphs.run_first()
         return RankDrafter(passes, cache.drafts, runner)
 
-    def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
-        """The scorers that are needed, by name, and the retentions: the default, 1.0, then others.
+    def find_served(self) -> Served:
+        """The ways to keep entries that are served: the default, ρ = 1.0, then others.
 
         Of these, those of the default scorer come first. All have pages of one shape. Raises
         `ConfigError` if the model has no entries to choose among and an option asks for it, and
         `ProfileError` if a profile does not fit or cannot be made.
         """
         if self._shares is not None:
-            return self._rank_scorers, list(self._shares.common)
+            return Served(self._rank_scorers, list(self._shares.common))
         config, drafts = self.config, self.config.speculation
         full = Retention(1.0, self.lay_out_uncompressed(), self._full_fingerprint())
         if not self.loaded.geometry.full_layers:
@@ -369,24 +391,26 @@ class EngineBuilder:
             _log.warning(
                 "%s has sliding-window layers only: there is nothing to compress", config.model
             )
-            return {}, [full]
+            return Served({}, [full])
         if (
             config.kv_retention == 1.0
             and not config.profile
             and not isinstance(drafts, CompressedKv)
         ):
-            return {}, [full]
+            return Served({}, [full])
         compression, own = self.compression, (config.kv_retention, config.scorer)
         scorers = compression.make_scorers(self.loaded.fingerprint)
-        profiles = compression.find_served_profiles(self.loaded, scorers)
+        profiles, bases = compression.find_served_profiles(self.loaded, scorers)
         if isinstance(drafts, CompressedKv):
+            bases = []  # every entry is kept
             profile = compression.find_draft_profile(self.loaded, scorers)
             full = self.lossless(profile, scorers[profile.scorer.name])
         found = [self.retention(profile, scorers[profile.scorer.name]) for profile in profiles]
         found.sort(key=lambda entry: entry.scorer != config.scorer)
         defaults = [entry for entry in found if (entry.kv_retention, entry.scorer) == own]
         default = defaults[0] if defaults else full
-        return scorers, [default, *(entry for entry in (full, *found) if entry is not default)]
+        others = [entry for entry in (full, *found) if entry is not default]
+        return Served(scorers, [default, *others], bases)
 
     def lossless(self, profile: Profile, scorer: Scorer) -> Retention:
         """ρ = 1.0 in chunks that begin with what `profile` keeps, which drafts read."""

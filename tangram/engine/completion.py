@@ -23,6 +23,7 @@ from tangram.types import (
     FinishReason,
     Request,
     SamplingParams,
+    SamplingValues,
     Usage,
 )
 
@@ -174,12 +175,22 @@ def refuse(request: Request, index: int, error: str) -> Event:
 
 
 class Answers:
-    """All completions in progress, by request. `seed` seeds the requests without a seed."""
+    """All completions in progress, by request. `seed` seeds the requests without a seed.
+
+    `defaults` hold where a request states nothing.
+    """
 
     def __init__(
-        self, codec: TextCodec, *, vocab_size: int, device: torch.device, seed: int
+        self,
+        codec: TextCodec,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        defaults: SamplingValues,
     ) -> None:
         self._codec, self._vocab_size, self._device = codec, vocab_size, device
+        self._defaults = defaults
         self._seeds = random.Random(seed)
         self._arrivals = 0
         self._all: dict[tuple[str, int], Completion] = {}
@@ -265,6 +276,7 @@ class Answers:
             device=self._device,
             matcher=None if request.grammar is None else request.grammar.begin(),
             end_token_ids=ends,
+            defaults=self._defaults,
         )
         return sampler, TextStream(
             self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.transfer import place
-from tangram.types import SamplingParams
+from tangram.types import SamplingValues
 
 ONE = 2**40  # weight of the likeliest token: 2**22 of them still fit in an int64
 # Top-p looks at this many of the likeliest tokens before it sorts the vocabulary.
 _NUCLEUS_WIDTHS = (128, 2048)
 
 
-def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """[R, V] int64 weights after temperature, min-p, top-k and top-p.
+def weights_of(logits: Tensor, rows: Sequence[SamplingValues]) -> Tensor:
+    """[R, V] int64 weights after temperature, min-p, top-k and top-p, the values of each row.
 
     Tokens that tie with the last token kept stay.
     """
@@ -36,7 +36,7 @@ def weights_of(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
         _min_p_floor,
     )
     top_k = [row.top_k for row in rows]
-    _keep(weights, [k if k is not None and k < vocab_size else None for k in top_k], _top_k_floor)
+    _keep(weights, [k if 0 < k < vocab_size else None for k in top_k], _top_k_floor)
     _keep(weights, [row.top_p if row.top_p < 1.0 else None for row in rows], _top_p_floor)
     return weights
 

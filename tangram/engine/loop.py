@@ -39,7 +39,7 @@ from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import ChosenToken, FinishReason, Geometry, Request, Usage
+from tangram.types import ChosenToken, FinishReason, Geometry, Request, SamplingValues, Usage
 from tangram.watch import Observer, Watched
 
 STATS_EVERY_S = 0.05
@@ -85,7 +85,11 @@ class Engine:
             loaded.tokenizer, self.geometry.vocab_size, self.codec.eos_token_ids
         )
         self._answers = Answers(
-            self.codec, vocab_size=self.geometry.vocab_size, device=loaded.device, seed=config.seed
+            self.codec,
+            vocab_size=self.geometry.vocab_size,
+            device=loaded.device,
+            seed=config.seed,
+            defaults=admission.sampling,
         )
         self._flight: Flight | None = None
         self._parcels: list[Parcel] = []
@@ -116,6 +120,11 @@ class Engine:
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
         return self.admission.max_model_len
+
+    @property
+    def sampling(self) -> SamplingValues:
+        """What holds where a request states nothing."""
+        return self.admission.sampling
 
     # -- from any thread ---------------------------------------------------------------------------
 

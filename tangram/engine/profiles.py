@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
-from tangram.compress.library import find_profile, find_shipped_profiles
+from tangram.compress.library import find_profiles, find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import (
@@ -102,8 +102,8 @@ class Compression:
 
     def find_served_profiles(
         self, loaded: LoadedModel, scorers: Mapping[str, Scorer]
-    ) -> list[Profile]:
-        """The profiles that are served beside ρ = 1.0, cut to pages.
+    ) -> tuple[list[Profile], list[Profile]]:
+        """The profiles that are served beside ρ = 1.0, cut to pages, and those to derive others of.
 
         If none is configured and ρ is less, one is found or made. Raises `ProfileError` if those of
         the default scorer have no such ρ.
@@ -112,15 +112,19 @@ class Compression:
         profiles = [self._check(profile, loaded, scorers) for profile in self.named]
         own = [profile.kv_retention for profile in profiles if profile.scorer.name == default]
         if config.kv_retention in (1.0, *own):
-            return profiles
+            return profiles, profiles
         if profiles:
-            raise explain_missing_retention(config, default, own)
-        return [find_or_make_profile(config, loaded, scorers[default], self.choice.scope)]
+            raise explain_missing_retention(config, default, self.scopes[default], own)
+        scorer, scope = scorers[default], self.choice.scope
+        kept = find_kept_profiles(config, loaded, scorer, scope)
+        profile = kept.get(config.kv_retention) or make_profile(config, loaded, scorer, scope)
+        served = profile.with_pages(config.page_tokens, config.heads_per_page)
+        return [served], list((kept | {config.kv_retention: profile}).values())
 
     def find_draft_profile(self, loaded: LoadedModel, scorers: Mapping[str, Scorer]) -> Profile:
         """The profile of what drafts read: configured, shipped, kept, or made.
 
-        Raises `ConfigError` if drafts read none, and `ProfileError` as `find_or_make_profile`.
+        Raises `ConfigError` if drafts read none, and `ProfileError` as `make_profile`.
         """
         drafts, default = self.config.speculation, self.choice.scorer
         if not isinstance(drafts, CompressedKv):
@@ -129,7 +133,10 @@ class Compression:
             if (profile.scorer.name, profile.kv_retention) == (default, drafts.kv_retention):
                 return self._check(profile, loaded, scorers)
         config = replace(self.config, speculative_config=None, kv_retention=drafts.kv_retention)
-        return find_or_make_profile(config, loaded, scorers[default], self.choice.scope)
+        scorer, scope = scorers[default], self.choice.scope
+        kept = find_kept_profiles(config, loaded, scorer, scope)
+        profile = kept.get(drafts.kv_retention) or make_profile(config, loaded, scorer, scope)
+        return profile.with_pages(config.page_tokens, config.heads_per_page)
 
     def _check(
         self, profile: Profile, loaded: LoadedModel, scorers: Mapping[str, Scorer]
@@ -150,25 +157,32 @@ class Compression:
         return profile.with_pages(config.page_tokens, config.heads_per_page)
 
 
-def find_or_make_profile(
-    config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope
-) -> Profile:
-    """A shipped or kept profile that fits, or a short calibration, which is kept.
+def _kept_folder(loaded: LoadedModel) -> Path:
+    return loaded.kept_folder / "profiles"
 
-    Raises `ProfileError` if there is none for several ranks, which make none.
-    """
-    kept = loaded.kept_folder / "profiles"
-    profile = find_profile(
-        [find_shipped_profiles(), kept],
+
+def find_kept_profiles(
+    config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope
+) -> dict[float, Profile]:
+    """The shipped and kept profiles that fit, by their ρ."""
+    return find_profiles(
+        [find_shipped_profiles(), _kept_folder(loaded)],
         loaded.fingerprint,
         scorer=scorer.name,
         scope=scope,
-        kv_retention=config.kv_retention,
         chunk_tokens=config.chunk_tokens,
         parameters=scorer.parameters(),
     )
-    if profile is not None:
-        return profile.with_pages(config.page_tokens, config.heads_per_page)
+
+
+def make_profile(
+    config: EngineConfig, loaded: LoadedModel, scorer: Scorer, scope: Scope
+) -> Profile:
+    """The profile of a short calibration, which is kept.
+
+    Raises `ProfileError` for several ranks, which make none.
+    """
+    kept = _kept_folder(loaded)
     if config.tensor_parallel_size > 1:
         raise ProfileError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, and there is no profile for "

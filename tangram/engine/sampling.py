@@ -33,7 +33,14 @@ from tangram.engine.draw import draw, row_key
 from tangram.engine.filters import on_device, pick, weights_of
 from tangram.errors import RequestError
 from tangram.kernels.transfer import HostCopies, place
-from tangram.types import ChosenToken, Matcher, SamplingParams, TokenLogprob
+from tangram.types import (
+    OPENAI_SAMPLING,
+    ChosenToken,
+    Matcher,
+    SamplingParams,
+    SamplingValues,
+    TokenLogprob,
+)
 
 BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for the model's dtype"
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
@@ -45,8 +52,8 @@ class SampleRow:
     `seed` is the request's own or, without one, chosen by the engine. `sample_index` counts the `n`
     completions of a request. `step` is the number of tokens generated so far. `device` is that of
     the logits. `matcher` says which tokens may come next; None allows any. `end_token_ids` end the
-    completion, so none of them comes before `min_tokens`. Raises `RequestError` if `params` name a
-    token outside the vocabulary.
+    completion, so none of them comes before `min_tokens`. `values` are what `params` state and, for
+    the rest, `defaults`. Raises `RequestError` if `params` name a token outside the vocabulary.
     """
 
     def __init__(
@@ -60,16 +67,17 @@ class SampleRow:
         device: torch.device | str = "cpu",
         matcher: Matcher | None = None,
         end_token_ids: Collection[int] = (),
+        defaults: SamplingValues = OPENAI_SAMPLING,
     ) -> None:
         check_tokens(params, vocab_size)
-        self.params = params
+        self.params, self.values = params, defaults.with_stated(params)
         self.matcher = matcher
         self.seed = seed
         self.sample_index = sample_index
         self.step = 0
         self._bias = _bias(params, device)
         self._history = (
-            _History(prompt_token_ids, vocab_size, device) if _penalises(params) else None
+            _History(prompt_token_ids, vocab_size, device) if _penalises(self.values) else None
         )
         ends = (
             [token for token in sorted(end_token_ids) if token < vocab_size]
@@ -81,7 +89,7 @@ class SampleRow:
     @property
     def greedy(self) -> bool:
         """True when the likeliest token is taken and nothing is drawn."""
-        return self.params.temperature < _GREEDY_BELOW
+        return self.values.temperature < _GREEDY_BELOW
 
     @property
     def remembers(self) -> bool:
@@ -139,7 +147,7 @@ class SampleRow:
         if self._ends is not None and self._must_go_on:
             logits.index_fill_(0, self._ends, -math.inf)
         if self._history is not None:
-            self._history.penalise(logits, self.params)
+            self._history.penalise(logits, self.values)
 
 
 class _History:
@@ -166,20 +174,20 @@ class _History:
         later.add(tokens)
         return later
 
-    def penalise(self, logits: Tensor, params: SamplingParams) -> None:
+    def penalise(self, logits: Tensor, values: SamplingValues) -> None:
         """Apply the penalties in place.
 
         Repetition over prompt and output (CTRL, section 4.1); frequency and presence over the
         output (OpenAI).
         """
         output_seen = self.output_counts > 0
-        if params.repetition_penalty != 1.0:
+        if values.repetition_penalty != 1.0:
             penalised = torch.where(
-                logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+                logits > 0, logits / values.repetition_penalty, logits * values.repetition_penalty
             )
             logits.copy_(torch.where(self.prompt_seen | output_seen, penalised, logits))
-        logits.sub_(self.output_counts, alpha=params.frequency_penalty)
-        logits.sub_(output_seen.float(), alpha=params.presence_penalty)
+        logits.sub_(self.output_counts, alpha=values.frequency_penalty)
+        logits.sub_(output_seen.float(), alpha=values.presence_penalty)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +253,7 @@ def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
         largest = raw.amax(dim=-1)  # a mask may hide a NaN
     random = [index for index, row in enumerate(rows) if not row.greedy]
     if random:
-        weights = weights_of(pick(changed, random), [rows[i].params for i in random])
+        weights = weights_of(pick(changed, random), [rows[i].values for i in random])
         keys = [row_key(rows[i].seed, rows[i].sample_index, rows[i].step) for i in random]
         tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
     return tokens, largest
@@ -265,11 +273,11 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
                 raise RequestError(message, field)
 
 
-def _penalises(params: SamplingParams) -> bool:
+def _penalises(values: SamplingValues) -> bool:
     return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
+        values.repetition_penalty != 1.0
+        or values.presence_penalty != 0.0
+        or values.frequency_penalty != 0.0
     )
 
 

@@ -50,7 +50,8 @@ def announce(
 ) -> None:
     """Log how many tokens fit, and how many would without compression (`Layout.tokens_in`).
 
-    Sequences are as long as `max_model_len`. `config` names scorer and scope.
+    It also logs what holds where requests state nothing. Sequences are as long as `max_model_len`.
+    `config` names scorer and scope.
     """
     default = admission.retentions[0]
     pages, length = admission.total_pages, admission.max_model_len
@@ -75,6 +76,10 @@ def announce(
         f"{uncompressed:,}",
         admission.max_model_len,
         default.layout.chunk_tokens,
+    )
+    _log.info(
+        "where a request states nothing: %s; --generation-config changes that",
+        loaded.defaults.describe(),
     )
     if host_pages:
         _log.info(

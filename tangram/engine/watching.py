@@ -52,14 +52,19 @@ class Watching:
         records: KeptStore | None,
     ) -> None:
         self.observers: list[Observer] = []
-        self.shape = _describe_cache(config, admission, scheduler.cache, records is not None)
-        self._records = records
+        self._config, self._records = config, records
         self._admission, self._scheduler, self._speculation = admission, scheduler, speculation
         self._tokenless: dict[TokenSequence, None] = {}
         self._ended: list[SequenceChange] = []
         self._drafts = 0, 0
         scheduler.changes = []
         scheduler.cache.note_changes()
+
+    @property
+    def shape(self) -> CacheShape:
+        """See `Watched`."""
+        cache, recorded = self._scheduler.cache, self._records is not None
+        return _describe_cache(self._config, self._admission, cache, recorded)
 
     def tell_admissions(self) -> None:
         """A step is scheduled and will run."""
@@ -210,7 +215,7 @@ def _describe_cache(
                 entry.layout.head_kept_tokens,
                 drafted=_is_drafted(entry, drafts),
             )
-            for entry in admission.retentions
+            for entry in admission.known_retentions
         ],
         drafts_by=None if drafts is None else drafts.method,
         most_drafted=0 if drafts is None else drafts.num_speculative_tokens,

@@ -69,7 +69,7 @@ def decode_with_cache(
     def take(event: Event) -> None:
         found.extend(event.token_ids)
 
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams.state_all(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     with _counting(loaded) as count:
         begin = time.perf_counter()
         engine.submit(Request("0", tuple(prompt), params, take))

@@ -6,7 +6,7 @@ Models that the engine would serve wrongly are refused here.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,18 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tangram.compress.profile import ModelFingerprint
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
-from tangram.model import probe
+from tangram.model import embedded, probe
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.auto_classes import read_config, read_model, read_tokenizer
 from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
+from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.latent import latent_heads, pass_latents
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
-from tangram.model.source import find_folder, gguf_file, is_gguf
+from tangram.model.source import EMBEDDED, find_folder, gguf_file, is_gguf
 from tangram.model.weight_files import check_safetensors
 from tangram.model.widened import widen
 from tangram.types import Geometry
@@ -41,7 +42,7 @@ class LoadedModel:
     """A model ready to serve.
 
     `eos_token_ids` end an answer; `model` is in eval mode on its device. `weights_digest` is that
-    of samples of all its weights.
+    of samples of all its weights. `defaults` hold where a request states nothing.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LoadedModel:
     fingerprint: ModelFingerprint
     eos_token_ids: tuple[int, ...]
     weights_digest: str
+    defaults: ModelDefaults = NO_ADVICE
 
     @property
     def kept_folder(self) -> Path:
@@ -91,12 +93,14 @@ def load_model(
     load_format: str = "auto",
     quantization: str | None = None,
     ranks: int = 1,
+    generation_config: str = "none",
 ) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
     file's quantised weights. `load_format` dummy reads the config alone and makes random weights;
     without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8).
+    `generation_config` says whose sampling defaults hold (`read_defaults`).
     With several `ranks` each of their processes calls this, and has its part of the weights. Raises
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
@@ -106,6 +110,7 @@ def load_model(
     if quantization is not None:
         check_quantization(quantization, place)
     config = _read_config(folder, name)
+    defaults = read_defaults(name, folder, generation_config)
     own: Any = None if is_gguf(name) else config.dtype
     chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
     try:
@@ -124,7 +129,11 @@ def load_model(
         if error.args == (IMPLEMENTATION,):  # its classes of attention have no such key
             raise own_attention(config) from error
         raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+    if name == EMBEDDED:
+        tokenizer.chat_template = embedded.TEMPLATE
     loaded = adopt(name, model, tokenizer)
+    ends = {*loaded.eos_token_ids, *defaults.eos_token_ids}
+    loaded = replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
     if quantization is not None:
         quantize(model, quantization)  # last: the fingerprint is that of the weights as given
     return loaded
@@ -157,6 +166,7 @@ def load_configured(config: EngineConfig) -> LoadedModel:
         load_format=config.load_format,
         quantization=config.quantization,
         ranks=config.tensor_parallel_size,
+        generation_config=config.generation_config,
     )
 
 

@@ -16,8 +16,10 @@ from tangram.errors import ModelError
 from tangram.model.folder import report_damage
 
 _GGUF_MAGIC = b"GGUF"
-# Bytes of a GGUF header's values, by kind; arrays hold these or texts.
-_BYTES_OF_KIND = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# Forms of a GGUF header's numbers, by kind (`struct`); arrays hold these or texts.
+_FORM_OF_KIND = {
+    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+}
 _TEXT, _ARRAY = 8, 9
 # What parsers raise for garbage.
 _ASTRAY = (
@@ -57,14 +59,31 @@ def gguf_tensor_names(path: Path) -> list[str]:
         return _Header(file, path.stat().st_size).tensor_names()
 
 
+def gguf_numbers(path: Path, prefix: str) -> dict[str, float]:
+    """The numbers of a GGUF file whose keys begin with `prefix`.
+
+    Raises `ModelError` if the header cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            header = _Header(file, path.stat().st_size)
+            header.tensor_names()
+    except _ASTRAY as error:
+        raise report_damage(path) from error
+    return {key: number for key, number in header.numbers.items() if key.startswith(prefix)}
+
+
 class _Header:
     """A GGUF header, read without building anything. Its lengths are checked against the file.
+
+    `numbers` are those of its keys, once `tensor_names` has read them.
 
     GGUFReader trusts the length of an array, and calls itself for arrays in arrays.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._left, self._order = file, size, "<"
+        self.numbers = dict[str, float]()
 
     def tensor_names(self) -> list[str]:
         """The names. Raises `ValueError` at a length beyond the file's end or an unknown kind."""
@@ -74,8 +93,10 @@ class _Header:
             self._order = ">"
         tensors, pairs = self._number("Q"), self._number("Q")
         for _ in range(pairs):
-            self._text()
-            self._value(self._number("I"))
+            key = self._read(self._number("Q")).decode()
+            number = self._value(self._number("I"))
+            if number is not None:
+                self.numbers[key] = number
         names = []
         for _ in range(tensors):
             names.append(self._read(self._number("Q")).decode())
@@ -83,25 +104,31 @@ class _Header:
             self._skip(8 * dimensions + struct.calcsize("<IQ"))
         return names
 
-    def _value(self, kind: int) -> None:
+    def _value(self, kind: int) -> float | None:
+        """A number; None for a text or an array, which are skipped."""
         if kind == _ARRAY:
             kind, count = self._number("I"), self._number("Q")
             if kind == _TEXT:
                 for _ in range(count):
                     self._text()
             else:
-                self._skip(_BYTES_OF_KIND[kind] * count)
+                self._skip(struct.calcsize(_FORM_OF_KIND[kind]) * count)
         elif kind == _TEXT:
             self._text()
         else:
-            self._skip(_BYTES_OF_KIND[kind])
+            return self._scalar(_FORM_OF_KIND[kind])
+        return None
 
     def _text(self) -> None:
         self._skip(self._number("Q"))
 
     def _number(self, form: str) -> int:
+        return int(self._scalar(form))
+
+    def _scalar(self, form: str) -> float:
+        number: float
         (number,) = struct.unpack(self._order + form, self._read(struct.calcsize(f"<{form}")))
-        return int(number)
+        return round(number, 6) if form == "f" else number
 
     def _read(self, count: int) -> bytes:
         self._take(count)

@@ -27,7 +27,7 @@ from tangram.engine.text import TextCodec
 from tangram.metrics import EngineStats
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
-from tangram.types import Event, FinishReason, Request, Usage
+from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
 REPORT_EVERY_S = 1.0
 # A request that had no token yet is sent once more if its replica dies.
@@ -84,6 +84,11 @@ class ReplicatedEngine:
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
         return self._admission.max_model_len
+
+    @property
+    def sampling(self) -> SamplingValues:
+        """What holds where a request states nothing."""
+        return self._admission.sampling
 
     @property
     def waiting(self) -> int:

@@ -16,6 +16,7 @@ from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
 Json = dict[str, Any]  # a JSON object
 
 _MAX_FIELDS = 128
+MODELS_OWN = "default: the model's own"
 # Tags of alternatives begin with this. No field does, so paths of fields can leave them out.
 ALTERNATIVE = "alternative "
 _MAX_LABEL_CHARACTERS, _MAX_NAME_CHARACTERS = 1024, 64

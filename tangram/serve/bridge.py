@@ -27,6 +27,7 @@ from tangram.types import (
     Marks,
     Request,
     SamplingParams,
+    SamplingValues,
     ThinkingFormat,
     ToolFormat,
 )
@@ -159,6 +160,10 @@ class ServedEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
+
+    @property
+    def sampling(self) -> SamplingValues:
+        """What holds where a request states nothing."""
 
     @property
     def waiting(self) -> int:

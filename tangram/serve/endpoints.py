@@ -22,7 +22,7 @@ from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.thoughts import Reader, TextReader
-from tangram.types import Grammar, Marks
+from tangram.types import Grammar, Marks, SamplingValues
 
 AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest
 
@@ -38,10 +38,14 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Prepares the requests of the three endpoints that answer, for one `model`."""
+    """Prepares the requests of the three endpoints that answer, for one `model`.
+
+    `sampling` holds where they state nothing.
+    """
 
     prompts: Prompts
     model: str
+    sampling: SamplingValues
 
     async def prepare(self, body: AnswerRequest, record: Record | None) -> PreparedRequest:
         """`body` ready for the engine. Raises `RequestError` and `ApiError`."""
@@ -105,7 +109,8 @@ class Endpoints:
         chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
         response_id = f"resp_{uuid.uuid4().hex}"
         job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
-        writer = ResponsesWriter(body, response_id, self.model)
+        values = self.sampling.with_stated(job.sampling)
+        writer = ResponsesWriter(body, response_id, self.model, values)
         return PreparedRequest(job, chat.form.reader(as_chat.offered), writer)
 
     def _make_head(self, prefix: str) -> Json:

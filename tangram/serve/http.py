@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -262,6 +262,7 @@ def _model_card(service: Service) -> Json:
         "created": service.created_s,
         "owned_by": "tangram",
         "max_model_len": service.max_model_len,
+        "default_sampling": asdict(service.sampling),
     }
 
 

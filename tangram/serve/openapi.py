@@ -187,7 +187,6 @@ _FORMS: dict[str, Json] = {
 }
 _RANGES = {
     **BOUNDS,
-    "top_k": Bounds(-1, BOUNDS["top_k"].high),
     "min_tokens": Bounds(0, BOUNDS["max_tokens"].high),
     "max_completion_tokens": BOUNDS["max_tokens"],
     "max_output_tokens": BOUNDS["max_tokens"],

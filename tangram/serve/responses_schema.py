@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Json, Label, Metadata, Salt, ScorerName, Text, encodable
+from tangram.serve.body import (
+    MODELS_OWN,
+    Body,
+    Json,
+    Label,
+    Metadata,
+    Salt,
+    ScorerName,
+    Text,
+    encodable,
+)
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
@@ -98,8 +108,8 @@ class ResponsesRequest(Body):
     ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
     max_output_tokens: PositiveInt | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = Field(default=None, description=MODELS_OWN)
+    top_p: float | None = Field(default=None, description=MODELS_OWN)
     stream: bool = False
     tools: Annotated[
         list[FunctionTool],

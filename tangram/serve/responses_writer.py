@@ -10,6 +10,7 @@ from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure,
 from tangram.serve.body import Json, texts_in
 from tangram.serve.outputs import Output, OutputEvent
 from tangram.serve.responses_schema import ResponsesRequest
+from tangram.types import SamplingValues
 
 # The first events of a stream leave out what is longer. The last event has it.
 _LONG_CHARACTERS = 16_384
@@ -17,10 +18,12 @@ _LEFT_OUT: Json = {"instructions": None, "tools": []}
 
 
 class ResponsesWriter(Writer):
-    """Spells the answer `response_id` of `model` to `body`."""
+    """Spells the answer `response_id` of `model` to `body`, for which `values` hold."""
 
-    def __init__(self, body: ResponsesRequest, response_id: str, model: str) -> None:
-        self._body, self._id, self._model = body, response_id, model
+    def __init__(
+        self, body: ResponsesRequest, response_id: str, model: str, values: SamplingValues
+    ) -> None:
+        self._body, self._id, self._model, self._values = body, response_id, model, values
         self._created_s = int(time.time())
         self._output = Output()
         self._finish: Finish | None = None
@@ -82,8 +85,8 @@ class ResponsesWriter(Writer):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "output": self._output.items,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
+            "temperature": self._values.temperature,
+            "top_p": self._values.top_p,
             "text": _write_text_options(body),
             "tools": [tool.model_dump() for tool in body.tools],
             "tool_choice": _write_tool_choice(body),

@@ -17,7 +17,7 @@ from pydantic import (
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from tangram.serve.body import Body, Label, Metadata, Salt, ScorerName, Text, encodable
+from tangram.serve.body import MODELS_OWN, Body, Label, Metadata, Salt, ScorerName, Text, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
@@ -54,13 +54,16 @@ class _SamplingFields(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = Field(default=-1, description="-1 and 0 switch the filter off")
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    # Without a value the model's own holds: `default_sampling` of GET /v1/models.
+    temperature: float | None = Field(default=None, description=MODELS_OWN)
+    top_p: float | None = Field(default=None, description=MODELS_OWN)
+    top_k: int | None = Field(
+        default=None, description=f"-1 and 0 switch the filter off; {MODELS_OWN}"
+    )
+    min_p: float | None = Field(default=None, description=MODELS_OWN)
+    repetition_penalty: float | None = Field(default=None, description=MODELS_OWN)
+    presence_penalty: float | None = Field(default=None, description=MODELS_OWN)
+    frequency_penalty: float | None = Field(default=None, description=MODELS_OWN)
     logit_bias: dict[str, float] = Field(
         default={}, max_length=MAX_BIASES, description="token id, as a string, to bias"
     )
@@ -146,7 +149,7 @@ class _SamplingFields(Body):
         return SamplingParams(
             n=self.n,
             temperature=self.temperature,
-            top_k=None if self.top_k in (-1, 0) else self.top_k,
+            top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -166,7 +169,7 @@ class _SamplingFields(Body):
 class ChatRequest(_SamplingFields):
     """The body of POST /v1/chat/completions.
 
-    Without a token limit an answer may fill the context.
+    Without a token limit the model's own holds, or an answer may fill the context.
     """
 
     refused = CHAT

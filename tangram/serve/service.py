@@ -26,6 +26,7 @@ from tangram.serve.record import record_of
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
+from tangram.types import SamplingValues
 
 # A step takes seconds at most; the first may compile. After this time its device hangs.
 MOST_STEP_S = 600
@@ -61,7 +62,7 @@ class Service:
         self._stopping: threading.Thread | None = None
         self.preparation = Preparation(engine, self._limits)
         self.prompts = Prompts(engine, self.preparation, self.template)
-        self._endpoints = Endpoints(self.prompts, served_model_name)
+        self._endpoints = Endpoints(self.prompts, served_model_name, engine.sampling)
 
     @property
     def healthy(self) -> bool:
@@ -77,6 +78,11 @@ class Service:
     def max_model_len(self) -> int:
         """The most tokens, prompt and answer, of one sequence."""
         return self._engine.max_model_len
+
+    @property
+    def sampling(self) -> SamplingValues:
+        """What holds where a request states nothing."""
+        return self._engine.sampling
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -170,7 +176,7 @@ class Service:
             raise ApiError(
                 503, "the server is shutting down: send the request to another, or again in a while"
             )
-        check_answer_size(prepared.job, self.max_model_len)
+        check_answer_size(prepared.job, self.max_model_len, self.sampling)
         for tell in self.job_sinks:
             tell(prepared.job)
         stream = EventStream(self._engine, prepared.job, self.metrics, self._limits)

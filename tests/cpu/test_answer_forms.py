@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -13,10 +14,11 @@ from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.text import TextCodec, TextStream
 from tangram.errors import RequestError
+from tangram.model import embedded
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
-from tangram.types import CallStyle
+from tangram.types import CallStyle, ToolFormat
 from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 USER = {"role": "user", "content": "Weather?"}
@@ -316,3 +318,21 @@ def test_what_bare_text_cannot_be_held_to_is_refused_where_it_must_hold(
     assert caught.value.field == "tools[0].function.parameters.properties.city.pattern"
     free = CallGrammar(tools, form.tools, False, True, None, (), form).source()
     assert may_end(codec, free, TAGGED.format(""))
+
+
+def test_the_embedded_models_template_adds_tools_and_changes_nothing_else() -> None:
+    own = load_tokenizer("smollm2")
+    ours = copy.deepcopy(own)
+    ours.chat_template = embedded.TEMPLATE
+    system, answer = {"role": "system", "content": "Be brief. "}, {"role": "assistant"}
+    turn = [USER, answer | {"content": " yes\n"}, USER]
+    for messages in ([USER], turn, [system, *turn], [system], [*turn, system, USER]):
+        for opened in (True, False):
+            rendered = [
+                one.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
+                for one in (own, ours)
+            ]
+            assert rendered[0] == rendered[1]
+    assert TextCodec(own).tool_format is None
+    assert TextCodec(ours).tool_format == ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+    assert not TextCodec(ours).template_options, "it reads no variables, as before"

@@ -26,7 +26,7 @@ from tangram.engine.draw import exponentials, row_key
 from tangram.engine.filters import find_threshold_by_halving, find_threshold_by_sorting
 from tangram.engine.sampling import SampleRow, choose
 from tangram.errors import RequestError
-from tangram.types import SamplingParams
+from tangram.types import OPENAI_SAMPLING, SamplingParams
 from tests.cpu.token_choice import sample
 from tests.small_engines import probabilities
 
@@ -64,12 +64,13 @@ def row_of(
     return row
 
 
-def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def transformers_probabilities(logits: torch.Tensor, stated: SamplingParams) -> torch.Tensor:
+    params = OPENAI_SAMPLING.with_stated(stated)
     unused = torch.zeros(len(logits), 1, dtype=torch.int64)
     scores = TemperatureLogitsWarper(params.temperature)(unused, logits.clone())
     if params.min_p > 0:
         scores = MinPLogitsWarper(params.min_p)(unused, scores)
-    if params.top_k is not None:
+    if params.top_k > 0:
         scores = TopKLogitsWarper(params.top_k)(unused, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(unused, scores)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
+from tangram.compress.between import derive_profile
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
@@ -24,6 +25,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import ProfileError, RequestError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
+from tangram.watch import News, Readings
 from tests.cpu.test_purity import ANSWER, PROPERTY, TINY, sealed_state
 from tests.small_engines import drain, profile_file, run, small_engine
 
@@ -167,6 +169,46 @@ def test_demand_is_counted_by_scorer_with_its_own_scope(mixed: Mixed) -> None:
     assert [line for line in budgets if line.kv_scorer == "tova"] == list(alone.stats().overflow)
 
 
+# -- ratios of which there is no profile ---------------------------------------------------------
+
+
+def test_a_derived_ratio_serves_as_an_engine_does_that_is_started_with_its_profile(
+    mixed: Mixed, tmp_path: Path
+) -> None:
+    """The same answers and the same bits under the same prefix keys, whatever else is served."""
+    prompt = tuple(3 + at * at % 10 for at in range(2 * C + 7))
+    engine = mixed.engine()
+    ways: list[Way] = [("keydiff", 0.3), ("tova", 0.5), WHOLE, ("keydiff", 0.3)]
+    answers = answer(engine, [(prompt, way) for way in ways])
+    assert answers[0] == answers[3]
+    state = sealed_state(engine)
+    for way, own_answer in zip(ways[:2], answers, strict=False):
+        served = engine.check(request(kv_scorer=way[0], kv_retention=way[1]))[0]
+        own = [Profile.load(file) for (scorer, _), file in mixed.files.items() if scorer == way[0]]
+        shape = {"page_tokens": own[0].page_tokens, "heads_per_page": own[0].heads_per_page}
+        profile = derive_profile(own, way[1], **shape)
+        profile.save(tmp_path / "derived.json")
+        started = mixed.engine(profile=(str(tmp_path / "derived.json"),), kv_retention=way[1])
+        assert answer(started, [(prompt, (None, way[1]))]) == [own_answer]
+        assert served.fingerprint == profile.fingerprint()
+        assert check_common(state, sealed_state(started)) == len(sealed_state(started)) > 0
+
+
+def test_a_derived_ratio_is_made_once_and_shown(mixed: Mixed) -> None:
+    engine = mixed.engine()
+    shape = engine.watch(_Deaf()).shape
+    first = engine.check(request(kv_retention=0.3))[0]
+    assert engine.check(request(kv_retention=0.3))[0] is first
+    assert (first.scorer, first.kv_retention) == ("keydiff", 0.3)
+    known = engine.watch(_Deaf()).shape.retentions
+    assert len(known) == len(shape.retentions) + 1
+    assert (known[-1].budgets == first.layout.head_kept_tokens).all()
+
+
+class _Deaf:
+    def observe(self, news: News, readings: Readings) -> None: ...
+
+
 # -- which profile serves a request ----------------------------------------------------------------
 
 
@@ -196,14 +238,15 @@ def test_a_request_chooses_by_ratio_and_scorer(
     [
         (("snap", None), "kv_scorer is 'snap' and kv_retention 0.5, .* has keydiff", "kv_scorer"),
         (("snap", 0.25), "kv_scorer is 'snap' and kv_retention 0.25", "kv_scorer"),
-        (("tova", None), r"'tova' and kv_retention 0\.5, .*tova at .* 0\.25", "kv_scorer"),
-        (("tova", 0.5), r"'tova' and kv_retention 0\.5, .*tova at .* 0\.25", "kv_retention"),
+        (("tova", 0.33), r"'tova' and kv_retention 0\.33, .*tova at .* 0\.25", "kv_retention"),
+        ((None, 0.33), r"0\.5, 1\.0 and the multiples of 0\.05: .*calibrate MODEL", "kv_retention"),
+        ((None, 1.5), "kv_retention is 1.5", "kv_retention"),
         (("kvzip", 1.0), "kv_retention 1.0, .* leave kv_scorer out", "kv_retention"),
         (("x" * 5000, None), "xxx.{0,60}xxx", "kv_scorer"),
     ],
 )
 def test_what_no_profile_has_is_refused(
-    mixed: Mixed, fields: tuple[str, float | None], words: str, blamed: str
+    mixed: Mixed, fields: tuple[str | None, float | None], words: str, blamed: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         mixed.engine().check(request(kv_scorer=fields[0], kv_retention=fields[1]))

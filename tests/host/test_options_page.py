@@ -26,7 +26,7 @@ _POOL = {"kv_cache_gib", "gpu_memory_utilization", "kv_cache_dtype"}
 _OF_SERVING = {
     *("profile", "scheduling", "prompt_patience", "decode_policy", "max_model_len"),
     *("enable_prefix_caching", "kv_offload_dtype", "kv_offload_gib", "speculative_config"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "generation_config"),
 }
 # The options of the engine that a command does not take, and why. `serve` and `deploy` take all.
 LEFT_OUT = {
@@ -34,7 +34,7 @@ LEFT_OUT = {
     "generate": _QUEUE,
     **dict.fromkeys(
         (f"bench serving {load}" for load in ("throughput", "multi-turn", "trace", "ablation")),
-        _QUEUE,
+        _QUEUE | {"generation_config"},  # its requests state all sampling
     ),
     # It makes its profiles and engines by method, and asks for scores, not for speed.
     "eval": _QUEUE | _OF_SERVING | {"compile_decode"},

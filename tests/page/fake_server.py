@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tangram.page.files import add_files
+from tangram.types import SamplingValues
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
     DEFAULT_RETENTION,
@@ -36,6 +37,7 @@ from tests.page.fake_cache import (
 from tests.running import run_app
 
 MODEL = "fake-model"
+SAMPLING = SamplingValues(temperature=0.2, top_p=0.9)
 HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned = 2</script>
 
 [a link](javascript:window.pwned=3) and ![a picture](https://evil.example/x.png)
@@ -119,7 +121,8 @@ def make_app(server: FakeServer) -> FastAPI:
 def _add_chat(app: FastAPI, server: FakeServer) -> None:
     @app.get("/v1/models")
     def models() -> Any:
-        return {"object": "list", "data": [{"id": server.model, "object": "model"}]}
+        card = {"id": server.model, "object": "model", "default_sampling": asdict(SAMPLING)}
+        return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

@@ -165,6 +165,19 @@ def test_settings_are_sent_and_kept_with_the_conversation(page: Any, fake: FakeS
     expect(page.get_by_label("KV retention")).to_have_value("0.3")
 
 
+def test_an_empty_setting_shows_what_the_server_takes(page: Any) -> None:
+    page.get_by_text("Settings of this conversation").click()
+    shown = {
+        "Temperature": "0.2; 0 is greedy",
+        "Top p": "0.9",
+        "Top k": "off",
+        "Most tokens of an answer": "the context's rest",
+        "Seed": "none",
+    }
+    for label, text in shown.items():
+        expect(page.get_by_label(label)).to_have_attribute("placeholder", text)
+
+
 def test_a_setting_out_of_range_is_not_sent(page: Any, fake: FakeServer) -> None:
     page.get_by_text("Settings of this conversation").click()
     page.get_by_label("Temperature").fill("7")

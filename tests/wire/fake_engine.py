@@ -20,11 +20,13 @@ from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.serve.http import build_app, serve_on
 from tangram.serve.listening import Listener
 from tangram.types import (
+    OPENAI_SAMPLING,
     DraftedTokens,
     Event,
     FinishReason,
     Marks,
     Request,
+    SamplingValues,
     ThinkingFormat,
     TokenLogprob,
     ToolFormat,
@@ -119,6 +121,7 @@ class FakeEngine:
     codec: FakeCodec = field(default_factory=FakeCodec)
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     max_model_len: int = CONTEXT_TOKENS
+    sampling: SamplingValues = OPENAI_SAMPLING
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

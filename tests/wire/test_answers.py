@@ -173,7 +173,19 @@ def test_completion_logprobs(fake_server: EngineServer) -> None:
 def test_models(fake_server: EngineServer) -> None:
     client = fake_server.openai()
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).model_extra == {"max_model_len": 512}
+    assert client.models.retrieve(MODEL).model_extra == {
+        "max_model_len": 512,
+        "default_sampling": {
+            "temperature": 1.0,
+            "top_k": -1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tokens": None,
+        },
+    }
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
 

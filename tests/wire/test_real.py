@@ -4,6 +4,7 @@ can never fit.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,74 @@ def test_the_same_seed_gives_the_same_answer(client: Any) -> None:
     }
     assert len(texts) == 1
     assert others != texts
+
+
+def test_the_models_sampling_holds_where_a_request_states_nothing(
+    client: Any, http: httpx.Client
+) -> None:
+    (card,) = http.get("/v1/models").json()["data"]
+    held = card["default_sampling"]
+    assert (held["temperature"], held["top_p"]) != (1.0, 1.0)
+    question: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [user("What is the capital of France?")],
+        "max_tokens": 24,
+        "seed": 5,
+    }
+    bare = client.chat.completions.create(**question)
+    null = client.chat.completions.create(**question, temperature=None, top_p=None)
+    values = {"temperature": held["temperature"], "top_p": held["top_p"]}
+    stated = client.chat.completions.create(**question, **values)
+    hot = client.chat.completions.create(**question, temperature=2.0, top_p=1.0)
+    answers = [each.choices[0].message.content for each in (bare, null, stated, hot)]
+    assert answers[0] == answers[1] == answers[2] != answers[3]
+    assert "Paris" in answers[0]
+
+
+def test_tools_can_be_tried(client: Any) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    history: list[Any] = [user("What is the weather in Paris?")]
+    asked = chat(
+        client,
+        history,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=80,
+    )
+    (call,) = asked.choices[0].message.tool_calls
+    assert asked.choices[0].finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "get_weather",
+        {"city": "Paris"},
+    )
+    history += [
+        asked.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"},
+    ]
+    told = chat(client, history, tools=[tool], tool_choice="auto", max_tokens=40)
+    assert told.choices[0].message.content
+
+
+def test_a_ratio_without_a_profile_is_served_without_a_restart(client: Any) -> None:
+    """The server has a profile of 0.5; its shares, and those that ship, make others."""
+    question = [user(long_text(900))]
+    fields = {"max_tokens": 4}
+    kept = {
+        ratio: chat(client, question, extra_body={"kv_retention": ratio}, **fields).usage.kv_bytes
+        for ratio in (0.2, 0.3, 0.5)
+    }
+    assert kept[0.2] < kept[0.3] < kept[0.5]
+    with pytest.raises(openai.BadRequestError, match=r"multiples of 0\.05: .*tangram calibrate"):
+        chat(client, question, extra_body={"kv_retention": 0.31}, **fields)

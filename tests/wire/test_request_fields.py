@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body
+from tangram.types import SamplingValues
+
+from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body, run_fake_server
+from .fake_engine import FakeEngine
 
 HUGE = 10**399
 SCHEMA = "response_format.json_schema.schema"
@@ -52,20 +55,42 @@ def test_every_sampling_field_reaches_the_engine(fake_server: EngineServer) -> N
     assert (request.kv_scorer, request.speculative) == ("tova", False)
 
 
+LEFT_TO_THE_MODEL = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+@pytest.mark.parametrize("nothing", [{}, dict.fromkeys(LEFT_TO_THE_MODEL)], ids=["unset", "null"])
+def test_what_a_request_leaves_unset_or_null_is_left_to_the_model(
+    fake_server: EngineServer, nothing: dict[str, None]
+) -> None:
+    fake_server.chat(extra_body=nothing)
+    fake_server.complete(prompt="a", extra_body=nothing)
+    chat, completion = (request.sampling for request in fake_server.engine.submitted)
+    for sampling in (chat, completion):
+        assert [getattr(sampling, name) for name in LEFT_TO_THE_MODEL] == [None] * 7
+    assert (chat.max_tokens, completion.max_tokens) == (None, 16)
+
+
+def test_responses_say_which_values_hold() -> None:
+    engine = FakeEngine(sampling=SamplingValues(temperature=0.2, top_p=0.9))
+    url, body = "/v1/responses", {"model": MODEL, "input": "abc", "top_p": None}
+    with run_fake_server(engine=engine) as server, server.http() as client:
+        bare = client.post(url, json=body).json()
+        stated = client.post(url, json=body | {"temperature": 0.7}).json()
+    assert (bare["temperature"], bare["top_p"]) == (0.2, 0.9)
+    assert (stated["temperature"], stated["top_p"]) == (0.7, 0.9)
+
+
 def test_defaults_are_those_of_the_api(fake_server: EngineServer) -> None:
     fake_server.chat()
     fake_server.chat(stop="q", max_completion_tokens=3)
     fake_server.complete(prompt="a", extra_body={"top_k": -1})
     bare, chat, completion = (request.sampling for request in fake_server.engine.submitted)
-    assert (bare.max_tokens, bare.temperature, bare.top_p, bare.logprobs, bare.stop) == (
-        None,
-        1.0,
-        1.0,
-        None,
-        (),
-    )
+    assert (bare.max_tokens, bare.logprobs, bare.stop) == (None, None, ())
     assert (chat.max_tokens, chat.stop) == (3, ("q",))
-    assert (completion.max_tokens, completion.top_k) == (16, None)
+    assert (completion.max_tokens, completion.top_k) == (16, -1)
     assert [request.kv_retention for request in fake_server.engine.submitted] == [None] * 3
     assert [request.kv_scorer for request in fake_server.engine.submitted] == [None] * 3
     assert [request.speculative for request in fake_server.engine.submitted] == [None] * 3

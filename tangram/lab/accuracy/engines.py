@@ -287,7 +287,7 @@ class _RunningSample:
             zip(self.sample.prompts, self.sample.sample.questions, strict=True)
         ):
             self.events.append([])
-            sampling = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
+            sampling = SamplingParams.state_all(temperature=0.0, max_tokens=question.max_tokens)
             take, name = self.events[index].append, f"{self.number}/{index}"
             self.engine.submit(
                 Request(name, prompt, sampling, take, kv_retention=self.kv_retention)

@@ -12,7 +12,7 @@ from tangram.cache.retention import Retention
 from tangram.compress.profile import SINK_TOKENS, Profile
 from tangram.compress.scorers import Scorer
 from tangram.config import EngineConfig
-from tangram.engine.build import EngineBuilder
+from tangram.engine.build import EngineBuilder, Served
 from tangram.engine.loop import Engine
 from tangram.engine.runner import Runner
 from tangram.errors import ConfigError
@@ -49,10 +49,10 @@ class ComparisonBuilder(EngineBuilder):
 
     config: ComparisonConfig
 
-    def retentions(self) -> tuple[Mapping[str, Scorer], list[Retention]]:
+    def find_served(self) -> Served:
         """See `EngineBuilder`. By input there is one retention, which drops nothing unscored."""
         if self.config.reclamation != "by-input":
-            return super().retentions()
+            return super().find_served()
         scorer = self.compression.make_scorer(self.loaded.fingerprint)
         by_input = Retention(
             self.config.kv_retention,
@@ -63,7 +63,7 @@ class ComparisonBuilder(EngineBuilder):
             window_tokens=self.config.chunk_tokens // 64,
             one_chunk_a_step=True,
         )
-        return {scorer.name: scorer}, [by_input]
+        return Served({scorer.name: scorer}, [by_input])
 
     def retention(self, profile: Profile, scorer: Scorer) -> Retention:
         """See `EngineBuilder`."""

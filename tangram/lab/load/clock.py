@@ -146,7 +146,9 @@ class _Run:
             Request(
                 str(number),
                 ask.tokens,
-                SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True),
+                SamplingParams.state_all(
+                    temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True
+                ),
                 partial(self._take, answer),
             )
             for number, (ask, answer) in enumerate(zip(asks, self.answers, strict=True))

@@ -25,7 +25,8 @@ const NO_TOKENS = 1_000_000;
 
 /**
  * The store has `conversations` (id to Conversation), `currentId`, `running` (ids of conversations
- * whose answer is being written), `modelName`, `needsKey` and `notice` (a sentence, or null).
+ * whose answer is being written), `modelName`, `sampling` (what holds where a request states
+ * nothing, or null), `needsKey` and `notice` (a sentence, or null).
  */
 export class App {
   watch = new CacheWatch();
@@ -46,6 +47,7 @@ export class App {
       currentId: null,
       running: [],
       modelName: null,
+      sampling: null,
       needsKey: false,
       notice: database === null ? "This browser keeps no conversations: export them." : null,
     });
@@ -55,7 +57,8 @@ export class App {
   /** The server may have restarted with another model. */
   #takeModel(described) {
     const name = described?.model ?? null;
-    if (name !== null && name !== this.store.value.modelName) this.store.set({ modelName: name });
+    if (name === null || name === this.store.value.modelName) return;
+    this.store.set({ modelName: name, sampling: null });
   }
 
   /** Read what is kept, and ask the server what it serves. */
@@ -72,7 +75,8 @@ export class App {
   async connect() {
     try {
       const { data } = await api.models();
-      this.store.set({ modelName: data[0].id, needsKey: false });
+      const { id, default_sampling: sampling } = data[0];
+      this.store.set({ modelName: id, sampling, needsKey: false });
     } catch (error) {
       this.#meet(error);
       return;

@@ -3,18 +3,29 @@
  * `kv_retention` and `kv_scorer` are chosen among those that the server has profiles for.
  */
 
-/** Numbers: field, label, least, most, step, and what holds without a value. */
+/** Numbers: field, label, least, most and step. */
 export const NUMBERS = [
-  ["temperature", "Temperature", 0, 2, "any", "1; 0 is greedy"],
-  ["top_p", "Top p", 0, 1, "any", "1"],
-  ["top_k", "Top k", 0, 1000, 1, "off"],
-  ["min_p", "Min p", 0, 1, "any", "0"],
-  ["presence_penalty", "Presence penalty", -2, 2, "any", "0"],
-  ["frequency_penalty", "Frequency penalty", -2, 2, "any", "0"],
-  ["repetition_penalty", "Repetition penalty", 0.01, 10, "any", "1"],
-  ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1, "the context's rest"],
-  ["seed", "Seed", 0, 2 ** 53 - 1, 1, "none"],
+  ["temperature", "Temperature", 0, 2, "any"],
+  ["top_p", "Top p", 0, 1, "any"],
+  ["top_k", "Top k", 0, 1000, 1],
+  ["min_p", "Min p", 0, 1, "any"],
+  ["presence_penalty", "Presence penalty", -2, 2, "any"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, "any"],
+  ["repetition_penalty", "Repetition penalty", 0.01, 10, "any"],
+  ["max_tokens", "Most tokens of an answer", 1, 1_000_000, 1],
+  ["seed", "Seed", 0, 2 ** 53 - 1, 1],
 ];
+
+/** What holds without a value; `sampling` has the server's defaults, or is null. */
+export function describeDefault(name, sampling) {
+  if (name === "seed") return "none";
+  if (sampling === null) return "the server's";
+  const value = sampling[name];
+  if (name === "temperature") return value === 0 ? "0: greedy" : `${value}; 0 is greedy`;
+  if (name === "top_k") return value > 0 ? String(value) : "off";
+  if (name === "max_tokens") return value === null ? "the context's rest" : String(value);
+  return String(value);
+}
 const MOST_STOPS = 16;
 
 /** A conversation's settings before anyone changes them. */

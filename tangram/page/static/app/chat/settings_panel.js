@@ -2,17 +2,18 @@
 import { html } from "../preact.js";
 import { fieldsOf, nameRetention } from "../retentions.js";
 import { useStore } from "../store.js";
-import { NUMBERS } from "./settings.js";
+import { NUMBERS, describeDefault } from "./settings.js";
 
 export function SettingsPanel({ app, conversation }) {
   const { id, settings } = conversation;
+  const sampling = useStore(app.store, (state) => state.sampling);
   const set = (name, value) => app.setSettings(id, { [name]: value });
   return html`<details class="settings">
     <summary>Settings of this conversation</summary>
     <div class="fields">
       <${Retention} app=${app} settings=${settings} onSet=${(changes) => app.setSettings(id, changes)} />
       ${NUMBERS.map(
-        ([name, label, least, most, step, fallback]) => html`<label key=${name}>
+        ([name, label, least, most, step]) => html`<label key=${name}>
           ${label}
           <input
             type="number"
@@ -20,7 +21,7 @@ export function SettingsPanel({ app, conversation }) {
             min=${least}
             max=${most}
             step=${step}
-            placeholder=${fallback}
+            placeholder=${describeDefault(name, sampling)}
             defaultValue=${settings[name] ?? ""}
             onInput=${({ target }) => set(name, numberOf(target))}
           />
