@@ -1,9 +1,9 @@
-"""Copies the libraries of the page and the site from npm packages: `python -m tools.vendor_page`.
+"""Copies the libraries of the pages and the site from npm: `python -m tools.vendor_page`.
 
-`PAGE` and `SITE` name each package, its version, and the files that are taken. All of them are
-published as a browser reads them, so nothing is built here. One line is edited: Preact's hooks name
-their package, which a browser cannot find, so `EDITS` puts the path of the file there. Languages of
-highlight.js come from its package for browsers, because the other one has no ES modules.
+`PAGE`, `DOCS` and `SITE` name each package, its version, and the files that are taken. All of them
+are published as a browser reads them, so nothing is built here. One line is edited: Preact's hooks
+name their package, which a browser cannot find, so `edits` puts the path of the file there.
+Languages of highlight.js come from its package for browsers: the other one has no ES modules.
 
 To renew a library, change its version and run the script. `--check` downloads the same packages,
 writes nothing, and says which files differ. Both need `npm`.
@@ -73,9 +73,26 @@ PAGE = (
         | {f"es/languages/{name}.min.js": f"languages/{name}.js" for name in LANGUAGES},
     ),
 )
+DOCS = (
+    Package(
+        "swagger-ui-dist",
+        "5.35.0",
+        "swagger-ui",
+        {
+            "swagger-ui-bundle.js": "swagger-ui-bundle.js",
+            "swagger-ui-bundle.js.LICENSE.txt": "swagger-ui-bundle.js.LICENSE.txt",
+            "swagger-ui.css": "swagger-ui.css",
+            "NOTICE": "NOTICE",
+        },
+    ),
+)
 # The site's theme would load it from another host.
 SITE = (Package("mermaid", "11.17.2", "mermaid", {"dist/mermaid.min.js": "mermaid.min.js"}),)
-PLACES = {ROOT / "tangram" / "page" / "static" / "vendor": PAGE, ROOT / "docs" / "vendor": SITE}
+PLACES = {
+    ROOT / "tangram" / "page" / "static" / "vendor": PAGE,
+    ROOT / "tangram" / "serve" / "docs" / "vendor": DOCS,
+    ROOT / "docs" / "vendor": SITE,
+}
 
 
 def main() -> None:

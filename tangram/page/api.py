@@ -17,7 +17,7 @@ from tangram.metrics import EngineStats
 from tangram.page.access import Access
 from tangram.page.collector import Collector
 from tangram.page.details import Details, encode
-from tangram.page.files import add_files, is_file
+from tangram.page.files import FILES
 from tangram.page.history import MOST_S, STEP_S, History
 from tangram.page.requests import Announcement, ShownCompletion
 from tangram.page.watchers import Watcher
@@ -65,13 +65,13 @@ class CachePage:
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """See `Extension`."""
         self._access = self._access.on(locked=locked)
-        add_files(app, self._check)
+        FILES.mount(app, self._check)
         self._add_endpoints(app)
         self._add_stream(app)
 
     def is_open(self, path: bytes) -> bool:
         """See `Extension`: files hold no data."""
-        return is_file(path)
+        return FILES.has(path)
 
     def start(self) -> None:
         """See `Extension`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from tangram.page.files import add_files, is_file
+from tangram.page.files import FILES
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Job
@@ -19,7 +19,7 @@ class ChatPage:
 
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """See `Extension`."""
-        add_files(app, lambda request: None)
+        FILES.mount(app)
 
         @app.get("/v1/kv", include_in_schema=False)
         @app.get("/v1/kv/{rest:path}", include_in_schema=False)
@@ -33,7 +33,7 @@ class ChatPage:
 
     def is_open(self, path: bytes) -> bool:
         """See `Extension`."""
-        return is_file(path)
+        return FILES.has(path)
 
     def start(self) -> None:
         """See `Extension`."""

@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
@@ -25,7 +26,6 @@ from tangram.serve.activity import tell_activity
 from tangram.serve.api_errors import ApiError, install_handlers
 from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
-from tangram.serve.docs import PAGE_HEADERS, page
 from tangram.serve.extension import Extension
 from tangram.serve.guard import (
     MAX_HEADER_BYTES,
@@ -44,6 +44,7 @@ from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
+from tangram.serve.static_files import StaticPages
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces
 from tangram.serve.unknown import LetUnknownFieldsBy
@@ -52,6 +53,8 @@ from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 _CUT_AFTER_GRACE_S = 10
+# A viewer of /openapi.json. Its files hold no data, so they need no key.
+_DOCS = StaticPages(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
 # What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
@@ -82,9 +85,9 @@ def build_app(
     """The application that serves `engine` as `served_model_name`; `state.service` is its
     `Service`.
 
-    With API keys in `protection`, every path but /health and /ready requires one. With
-    `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused. `page`
-    adds routes of its own.
+    With API keys in `protection`, every path requires one but /health, /ready and files of pages.
+    With `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused.
+    `page` adds routes of its own.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
     check_served_name(served_model_name)
@@ -169,8 +172,11 @@ def _add_layers(
         app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
-        open_paths = {} if page is None else {"is_open": page.is_open}
-        app.add_middleware(RequireKeys, api_keys=protection.api_keys, **open_paths)
+
+        def is_open(path: bytes) -> bool:
+            return _DOCS.has(path) or (page is not None and page.is_open(path))
+
+        app.add_middleware(RequireKeys, api_keys=protection.api_keys, is_open=is_open)
     app.add_middleware(NameRequests)
     if protection.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
@@ -180,10 +186,7 @@ def _add_layers(
 def _add_docs(app: FastAPI, model: str, *, locked: bool) -> None:
     described = partial(document, app, version=__version__, model=model, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
-
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        return HTMLResponse(page(app.openapi()), headers=PAGE_HEADERS)
+    _DOCS.mount(app)
 
 
 def _add_completion_routes(app: FastAPI, service: Service) -> None:

@@ -2,7 +2,7 @@
 
 FastAPI describes the types of the fields. This adds what other modules decide: the ranges of
 `tangram/limits.py`, the forms that validators accept, the fields that must ask for nothing, the
-errors, the key.
+errors, the key, and example requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.items import ITEMS
 from tangram.serve.kv_answers import KV_ANSWERS
 from tangram.serve.messages import MAX_MESSAGES
+from tangram.serve.sample_requests import EXAMPLES, SUMMARIES
 from tangram.serve.schema import MAX_PROMPTS
 from tangram.serve.template import MOST_OPTIONS
 
+_DESCRIPTION = (
+    "The OpenAI API, and what the KV cache holds. Open an endpoint, choose an example, and execute "
+    "it. Tools read [openapi.json](/openapi.json)."
+)
 _NULL: Json = {"type": "null"}
 _ERROR = {"$ref": "#/components/schemas/Error"}
 _NO_SERVICE = "the engine has stopped, or the server is shutting down"
@@ -196,7 +201,9 @@ _RANGES = {
 
 def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
     """The OpenAPI document of `app`, which serves `model`; `locked` if it requires API keys."""
-    found = get_openapi(title=app.title, version=version, routes=app.routes)
+    found = get_openapi(
+        title=app.title, version=version, description=_DESCRIPTION, routes=app.routes
+    )
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
@@ -207,6 +214,10 @@ def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
     for path, methods in found["paths"].items():
         for operation in methods.values():
             operation["responses"] = _responses(path, operation, locked)
+            operation["tags"], operation["summary"] = [SUMMARIES[path].tag], SUMMARIES[path].text
+            if "requestBody" in operation:
+                content = operation["requestBody"]["content"]["application/json"]
+                content["examples"] = _examples(path, model)
             for parameter in operation.get("parameters", []):
                 parameter["schema"] = _field("", parameter["name"], parameter["schema"], model)
             if path.encode() in OPEN_PATHS:
@@ -215,6 +226,14 @@ def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
     return found
+
+
+def _examples(path: str, model: str) -> Json:
+    """The example requests of an endpoint, by number."""
+    return {
+        str(number): {"summary": title, "value": {"model": model, **body}}
+        for number, (title, body) in enumerate(EXAMPLES[path].items(), 1)
+    }
 
 
 def _bodies(base: type[Body]) -> Iterator[type[Body]]:

@@ -18,7 +18,7 @@ import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tangram.page.files import add_files
+from tangram.page.files import FILES
 from tangram.types import SamplingValues
 from tests.page.fake_cache import (
     CHUNK_TOKENS,
@@ -112,7 +112,7 @@ def make_app(server: FakeServer) -> FastAPI:
         response: Response = await go_on(request)
         return response
 
-    add_files(app, check=lambda request: None)
+    FILES.mount(app)
     _add_chat(app, server)
     _add_cache(app, server)
     return app

@@ -26,7 +26,8 @@ from playwright.sync_api import expect
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
 from tangram.lab.naive import count_naive_positions
-from tangram.page.files import HEADERS, add_files
+from tangram.page.files import FILES
+from tangram.serve.static_files import HEADERS
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weight_size import Weights
@@ -427,7 +428,7 @@ def test_the_contents_lead_to_the_chapters(page: Any) -> None:
 def own_server() -> Iterator[str]:
     """The engine's own files and headers, without an engine."""
     app = FastAPI(docs_url=None, redoc_url=None)
-    add_files(app, lambda request: None)
+    FILES.mount(app)
     with run_app(app) as running:
         yield f"{running.url}/learn"
 

@@ -16,13 +16,19 @@ from tests.page.browser import ROOT, STATIC
 
 VENDOR = STATIC / "vendor"
 SITE_VENDOR = ROOT / "docs" / "vendor"
+DOCS = ROOT / "tangram" / "serve" / "docs"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "network")
 MODULES = sorted(
-    path for path in STATIC.rglob("*.js") if VENDOR not in path.parents and path.is_file()
+    path
+    for folder in (STATIC, DOCS)
+    for path in folder.rglob("*.js")
+    if folder / "vendor" not in path.parents and path.is_file()
 )
 
 
-@pytest.mark.parametrize("vendor", [VENDOR, SITE_VENDOR], ids=["page", "site"])
+@pytest.mark.parametrize(
+    "vendor", [VENDOR, DOCS / "vendor", SITE_VENDOR], ids=["page", "docs", "site"]
+)
 def test_vendored_files_are_those_of_the_list_with_their_licences(vendor: Path) -> None:
     listed = json.loads((vendor / "packages.json").read_text())
     wanted = {name: digest for package in listed for name, digest in package["files"].items()}
@@ -49,7 +55,7 @@ def test_vendored_files_equal_their_packages() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here to parse modules")
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(STATIC).as_posix())
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_modules_can_be_parsed(module) -> None:
     ended = subprocess.run(
         ["node", "--check", "--input-type=module"],
@@ -62,7 +68,7 @@ def test_modules_can_be_parsed(module) -> None:
 
 
 def test_pages_name_no_other_host_and_have_nothing_inline() -> None:
-    for page in STATIC.glob("**/*.html"):
+    for page in (*STATIC.glob("**/*.html"), *DOCS.glob("*.html")):
         text = page.read_text()
         assert not re.search(r"(src|href)=\"(https?:)?//", text), page
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text), page

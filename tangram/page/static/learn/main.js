@@ -1,9 +1,11 @@
 /** Starts the widgets of /learn. The text of the chapters is in the page itself. */
 import { html, render } from "../app/preact.js";
 import { followTheme, switchTheme } from "../app/theme.js";
+import { keepChapterInSight } from "./address.js";
 import { showSources } from "./sources.js";
 
 followTheme();
+keepChapterInSight();
 document.getElementById("theme").addEventListener("click", switchTheme);
 showSources();
 // A running server has the other page; the static site has a folder with a slash at its end.
