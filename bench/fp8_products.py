@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from bench.logbook import LOGBOOK
 from bench.render.page import RESULTS
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
@@ -35,7 +36,6 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.types import FP8_MAX
 
 FILE = "fp8_products.json"
-TEXT = Path(__file__).parent / "demo_document.md"
 PROFILE = "smollm2.keydiff.model.c512.r0.5.json"  # all of the model have the same scales
 E4M3 = torch.float8_e4m3fn
 # A weight is at most 1, where E4M3 has half of its range above.
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, default=TEXT, help="what the model reads")
+    parser.add_argument("--text", type=Path, default=LOGBOOK, help="what the model reads")
     parser.add_argument("--tokens", type=int, default=8192, help="the most of it")
     parser.add_argument("--last", type=int, default=512, help="tokens that attend as in decode")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the figures")

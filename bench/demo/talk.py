@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.demo.kept_tokens import KeptEntries
+from bench.logbook import LOGBOOK
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
@@ -18,7 +18,6 @@ from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
 
 MODEL = "smollm2"
 FULL, SMALL = 1.0, 0.25
-DOCUMENT = Path(__file__).parents[1] / "demo_document.md"
 # A model of 135 M parameters answers well in one sentence and badly in the second.
 ANSWER = SamplingParams.state_all(temperature=0.0, max_tokens=32, stop=(". ", "\n"))
 ONE_TOKEN = SamplingParams.state_all(temperature=0.0, max_tokens=1)
@@ -93,7 +92,7 @@ class DemoConversation:
         )
         self.kept = KeptEntries()
         self.engine: Engine = engine_of(config, self.loaded, self.kept.kernels)
-        self.document = DOCUMENT.read_text()
+        self.document = LOGBOOK.read_text()
 
     def prompt(self, question: DemoQuestion) -> tuple[int, ...]:
         """The tokens of the document and `question`."""

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.logbook import LOGBOOK
 from bench.speculation.engines import (
     FixedPace,
     MeasuredEngine,
@@ -61,7 +62,7 @@ def _source(characters: int) -> str:
 
 def _story(characters: int) -> str:
     """The demo's document, and behind its end other prose."""
-    story = (ROOT / "bench" / "demo_document.md").read_text(encoding="utf-8")
+    story = LOGBOOK.read_text(encoding="utf-8")
     return story + "\n\n" + CALIBRATION_KINDS["facts"](random.Random(SEED), characters)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from bench.logbook import LOGBOOK
 from bench.speculation.runs import Prompt
 from tangram.engine.text import TextCodec
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "bench" / "demo_document.md"
 _SMALLEST, _LARGEST = 900, 2200  # characters of a file to edit
 _TOPICS = (
     "Write a story about a lighthouse and a storm.",
@@ -51,7 +51,7 @@ def edit_file(codec: TextCodec, number: int, most_tokens: int) -> WritingTask:
 
 def quote_document(codec: TextCodec, number: int, most_tokens: int) -> WritingTask:
     """Quote a section of a document of 3,000 tokens."""
-    document = DOCUMENT.read_text(encoding="utf-8")
+    document = LOGBOOK.read_text(encoding="utf-8")
     sections = re.split(r"^## ", document, flags=re.MULTILINE)[1:]
     title, body = sections[number % len(sections)].split("\n", 1)
     ask = f'{document}\n\nQuote the section "{title}" of the document above, word for word.'

@@ -8,16 +8,16 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 
+from bench.logbook import LOGBOOK
 from bench.stress.server import MODEL
 
 PATH = "/v1/chat/completions"
-WORDS = (Path(__file__).parents[1] / "demo_document.md").read_text().split()
+WORDS = LOGBOOK.read_text().split()
 MOST_TURNS = 4
 TURN_WORDS = (30, 250)
 ANSWER_TOKENS = (8, 32)

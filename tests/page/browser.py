@@ -72,6 +72,13 @@ def open_view(page: Any, name: str) -> None:
     page.get_by_text("Waiting for the server.").wait_for(state="hidden")
 
 
+def open_compare(page: Any) -> None:
+    """Open Compare for the first time, and take away the sample that it begins with."""
+    open_view(page, "Compare")
+    page.get_by_role("button", name="Remove A winter's logbook").click()
+    page.get_by_label("Question").fill("")
+
+
 def ask(page: Any, question: str) -> None:
     """Send a question and wait until its answer has ended."""
     send(page, question)

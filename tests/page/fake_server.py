@@ -83,8 +83,8 @@ class FakeServer:
 
 
 def answer_to(body: dict[str, Any]) -> list[str]:
-    question = body["messages"][-1]["content"]
-    words = question.split()
+    asked = body["messages"][-1]["content"]
+    words = asked.rpartition("\n\n")[2].split()  # documents stand before it
     if "endless" in words:
         return [" again"] * 100_000
     if "long" in words:
@@ -97,7 +97,9 @@ def answer_to(body: dict[str, Any]) -> list[str]:
     turn = sum(message["role"] == "user" for message in body["messages"])
     kept = body.get("kv_retention", DEFAULT_RETENTION)
     scorer = f" of {body['kv_scorer']}" if "kv_scorer" in body else ""
-    return tokens_of(f"Answer {turn} to: {' '.join(words[-8:])}, with retention {kept}{scorer}.")
+    return tokens_of(
+        f"Answer {turn} to: {' '.join(asked.split()[-8:])}, with retention {kept}{scorer}."
+    )
 
 
 def make_app(server: FakeServer) -> FastAPI:

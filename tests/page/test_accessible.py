@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser import PHONE, ask, faults, open_page, open_view, paste
+from tests.page.browser import PHONE, ask, faults, open_compare, open_page, open_view, paste
 from tests.page.fake_server import FakeServer
 
 pytestmark = pytest.mark.browser
@@ -36,7 +36,7 @@ def test_every_view_is_accessible(browser: Any, fake: FakeServer, theme: str) ->
         page.get_by_role("button", name="API key").click()
         assert faults(page) == []
         page.keyboard.press("Escape")
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("What is dropped?")
         page.get_by_role("button", name="Compare").click()
         page.get_by_text("They differ first").wait_for()

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tangram.compress.library import find_shipped_profiles
-from tests.page.browser import ROOT, open_page, open_view
+from tests.page.browser import ROOT, open_compare, open_page
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser
@@ -38,7 +38,7 @@ def page(browser: Any, url: str, tmp_path_factory: pytest.TempPathFactory) -> It
     with open_page(browser, url) as watched:
         page = watched.page
         page.context.set_default_timeout(120_000)
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("What is this text about?")
         page.get_by_label("Text files").set_input_files(document)
         page.get_by_label("Most tokens").fill("16")
@@ -129,7 +129,7 @@ def test_what_the_server_refuses_stands_in_its_column(
         page = watched.page
         page.context.set_default_timeout(120_000)
         page.route("**/v1/kv/model", add_former)
-        open_view(page, "Compare")
+        open_compare(page)
         page.reload()
         page.get_by_label("Question").fill("Who?")
         page.get_by_label("Most tokens").fill("4")

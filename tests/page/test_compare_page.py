@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import ask, open_page, open_view, paste
+from tests.page.browser import ask, open_compare, open_page, open_view, paste
 from tests.page.fake_cache import RETENTIONS
 from tests.page.fake_server import FakeServer, run_fake_page
 
@@ -22,7 +22,7 @@ def side(page: Any, name: str) -> Any:
 
 
 def test_two_settings_are_compared(page: Any, fake: FakeServer) -> None:
-    open_view(page, "Compare")
+    open_compare(page)
     page.get_by_label("Left").select_option(label="1 – nothing dropped")
     page.get_by_label("Right").select_option(label="0.3 – keydiff")
     page.get_by_label("Question").fill("What is dropped?")
@@ -53,7 +53,7 @@ def test_two_scorers_of_one_ratio_are_compared(browser: Any) -> None:
     ways = ((0.5, "keydiff"), (1.0, None), (0.5, "fastkvzip"), (0.3, "fastkvzip"))
     with run_fake_page(ways=ways) as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         named = ["0.5 – keydiff", "1 – nothing dropped", "0.5 – fastkvzip", "0.3 – fastkvzip"]
         assert options_of(page, "Left") == options_of(page, "Right") == named
         compare(page, named[0], named[2], "They differ first at word 9.")
@@ -82,7 +82,7 @@ def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> 
         open_page(browser, fake.url, viewport=phone) as watched,
     ):
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         whole = "1 – nothing dropped"
         plain, drafted = f"{whole}, without drafts", f"{whole}, with drafts"
         assert options_of(page, "Left") == [drafted, plain, "0.5 – keydiff"]
@@ -102,7 +102,7 @@ def test_a_lossless_server_is_compared_with_and_without_drafts(browser: Any) -> 
 def test_the_fields_stand_on_one_line(browser: Any, fake: FakeServer, theme: str) -> None:
     with open_page(browser, fake.url, color_scheme=theme) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         fields = page.locator(".compare .row :is(button, input, select):visible")
         expect(fields).to_have_count(5)
         boxes = [field.bounding_box() for field in fields.all()]
@@ -112,7 +112,7 @@ def test_the_fields_stand_on_one_line(browser: Any, fake: FakeServer, theme: str
 def test_documents_are_given_as_in_the_chat(page: Any, fake: FakeServer, tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("A note.")
-    open_view(page, "Compare")
+    open_compare(page)
     paste(page, WORDS)
     page.get_by_text("pasted text 1").wait_for()
     expect(page.get_by_label("Question")).to_have_value("")
@@ -134,7 +134,7 @@ def test_documents_are_given_as_in_the_chat(page: Any, fake: FakeServer, tmp_pat
 
 
 def test_the_answers_stay_when_the_view_is_left(page: Any, fake: FakeServer) -> None:
-    open_view(page, "Compare")
+    open_compare(page)
     page.get_by_label("Most tokens").fill("150")
     paste(page, WORDS)
     compare(page, SMALL, WHOLE, "They differ first at word 14.")
@@ -156,7 +156,7 @@ def test_the_answers_stay_when_the_view_is_left(page: Any, fake: FakeServer) -> 
 def test_the_answers_grow_while_the_view_is_left(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("This is slow")
         page.get_by_role("button", name="Compare").click()
         page.get_by_role("button", name="Stop").wait_for()
@@ -171,7 +171,7 @@ def test_the_answers_grow_while_the_view_is_left(browser: Any) -> None:
 def test_stop_stops_both(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("an endless answer")
         page.get_by_label("Most tokens").fill("4096")
         page.get_by_role("button", name="Compare").click()
@@ -188,7 +188,7 @@ def test_stop_stops_both(browser: Any) -> None:
 def test_escape_stops_the_second_and_the_first_stays(browser: Any) -> None:
     with run_fake_page(token_s=0.1) as fake, open_page(browser, fake.url) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("an endless answer")
         page.get_by_label("Most tokens").fill("12")
         page.get_by_role("button", name="Compare").click()
@@ -213,7 +213,7 @@ def test_a_setting_that_is_served_no_more(browser: Any) -> None:
     """The page may not know yet that the server was started with other profiles."""
     with run_fake_page() as fake, open_page(browser, fake.url, ignores=("400",)) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         compare(page, SMALL, WHOLE, "They differ first at word 9.")
         fake.cache.ways = ((1.0, None), (0.5, "keydiff"))
         page.get_by_role("button", name="Compare").click()
@@ -232,7 +232,7 @@ def test_a_setting_that_is_served_no_more(browser: Any) -> None:
 def test_a_key_that_is_wanted_is_asked_for(browser: Any) -> None:
     with run_fake_page() as fake, open_page(browser, fake.url, ignores=("401",)) as watched:
         page = watched.page
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("What is dropped?")
         fake.key = "sesame"
         page.get_by_role("button", name="Compare").click()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import answers, ask, open_page, open_view, send
+from tests.page.browser import answers, ask, open_compare, open_page, open_view, send
 from tests.page.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
@@ -117,7 +117,7 @@ def test_names_and_texts_of_documents(page: Any, fake: FakeServer) -> None:
     chip.locator("summary").click()
     assert chip.locator("pre").inner_text() == HOSTILE
     assert f'Document "{HOSTILE}":\n{HOSTILE}' in fake.bodies[-1]["messages"][0]["content"]
-    open_view(page, "Compare")
+    open_compare(page)
     page.get_by_label("Text files").set_input_files(given_file(b"A note."))
     page.locator(".compare .chips summary", has_text=HOSTILE).wait_for()
     check_harmless(page)
@@ -142,7 +142,7 @@ def test_errors_of_the_server(browser: Any, fake: FakeServer, form: str) -> None
         page.route(CHAT, lambda one: one.fulfill(status=status, body=body, content_type=kind))
         send(page, "Anyone?")
         page.get_by_role("alert").get_by_text(shown).wait_for()
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Question").fill("Anyone?")
         page.get_by_role("button", name="Compare").click()
         page.get_by_role("alert").get_by_text(shown).nth(1).wait_for()
@@ -239,7 +239,7 @@ def test_ids_of_a_file_that_mean_something_to_browsers(
     assert len(answers(page)) == 2
     empty = write_export(tmp_path / "empty.json", chosen={"": name})
     import_file(page, empty)
-    page.get_by_text("Ask something, or paste a long text").wait_for()
+    page.get_by_text("Which words does a model have to remember?").wait_for()
     check_harmless(page)
 
 
@@ -252,7 +252,7 @@ def test_names_of_models_and_scorers(browser: Any) -> None:
         page.get_by_label("KV retention").select_option(label=f"0.5 – {HOSTILE}")
         ask(page, "Who are you?")
         assert (fake.bodies[-1]["model"], fake.bodies[-1]["kv_scorer"]) == (HOSTILE, HOSTILE)
-        open_view(page, "Compare")
+        open_compare(page)
         page.get_by_label("Right").select_option(label=f"0.5 – {HOSTILE}")
         page.get_by_label("Question").fill("Who scores?")
         page.get_by_role("button", name="Compare").click()

@@ -424,6 +424,44 @@ def test_the_contents_lead_to_the_chapters(page: Any) -> None:
         expect(page.locator(str(link.get_attribute("href")))).to_have_count(1)
 
 
+@pytest.mark.parametrize("view", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("name", ["wall", "compression"])
+def test_a_link_to_a_chapter_lands_there(
+    browser: Any, site: str, view: dict[str, Any], name: str
+) -> None:
+    """Widgets above it are loaded later, and they are thousands of pixels high."""
+    with open_page(browser, f"{site}#{name}", **view) as watched:
+        wait_for_widgets(watched.page)
+        wait_until_at_top(watched.page, name)
+
+
+def wait_until_at_top(page: Any, name: str) -> None:
+    """Wait until the chapter begins at the top of the window."""
+    page.wait_for_function(
+        "(name) => Math.abs(document.getElementById(name).getBoundingClientRect().top) < 40",
+        arg=name,
+    )
+
+
+def test_the_reader_is_not_drawn_back_to_the_chapter_of_the_address(
+    browser: Any, site: str
+) -> None:
+    with open_page(browser, f"{site}#paging") as watched:
+        page = watched.page
+        wait_for_widgets(page)
+        wait_until_at_top(page, "paging")
+        page.mouse.wheel(0, -3000)
+        page.wait_for_function(
+            "() => document.getElementById('paging').getBoundingClientRect().top > 2000"
+        )
+        page.locator("#kernels details summary").first.click()  # the page grows
+        page.locator("#kernels details pre").first.wait_for()
+        place = "() => document.getElementById('paging').getBoundingClientRect().top"
+        assert page.evaluate(place) > 100
+        page.get_by_role("link", name="The memory wall").click()
+        wait_until_at_top(page, "wall")
+
+
 @contextmanager
 def own_server() -> Iterator[str]:
     """The engine's own files and headers, without an engine."""

@@ -1,6 +1,6 @@
-"""A conversation over a pasted document with the embedded model, as the page shows it.
+"""A conversation over a document with the embedded model, as the page shows it.
 
-`--pictures` writes what the page looks like to docs/pictures.
+`--pictures` writes what the page looks like to docs/pictures, and what /learn begins with.
 """
 
 from __future__ import annotations
@@ -17,15 +17,32 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import ROOT, answers, ask, open_page, open_view, paste, send
+from tests.page.browser import (
+    ROOT,
+    STATIC,
+    answers,
+    ask,
+    open_compare,
+    open_page,
+    open_view,
+    paste,
+    send,
+)
 from tests.page.painted import SCRIPT, check_scale, painted_tokens
 from tests.wire.conftest import run_real_server, wait_until
 
 pytestmark = pytest.mark.browser
-TEXT = (ROOT / "docs" / "compression.md").read_text()
-# Characters of the pasted document, which fill one chunk or three, and the least of its tokens.
-SHORT, LONG = (3000, 600), (6000, 1000)
-QUESTIONS = ("What is this text about?", "What is a chunk?", "And a budget?")
+TEXT = (STATIC / "demo_document.md").read_text()
+# Characters of the document that is pasted, which fill one chunk. The sample is the whole document.
+PASTED = 3000
+LEAST_TOKENS = {"pasted": 600, "sample": 2800}
+# What the page proposes to ask of its sample, and what is in a right answer.
+RIGHT = {
+    "Who is the head keeper?": "Ingrid Solheim",
+    "How often does the comet come back?": "eighty-four years",
+    "How high is the hill?": "640 metres",
+}
+QUESTIONS = tuple(RIGHT)
 KEY = "sesame"
 PICTURE = {"width": 1280, "height": 1340}
 README_PICTURE = {"width": 1280, "height": 640}
@@ -51,8 +68,7 @@ class ShownTurns:
 
     page: Any
     url: str
-    document: str
-    least_tokens: int
+    kind: str
     ids: list[str] = field(default_factory=list)
     usages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -72,17 +88,13 @@ class ShownTurns:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(SHORT, id="short"),
-        pytest.param(LONG, marks=pytest.mark.nightly, id="long"),
-    ],
+    scope="module", params=["pasted", pytest.param("sample", marks=pytest.mark.nightly)]
 )
 def talked(
     browser: Any, python: Sequence[str], request: pytest.FixtureRequest
 ) -> Iterator[ShownTurns]:
-    # Three chunks look better on pictures.
-    characters, tokens = LONG if request.config.getoption("pictures") else request.param
+    # More chunks look better on pictures.
+    kind = "sample" if request.config.getoption("pictures") else request.param
     with (
         run_real_server("--api-key", KEY, "--kv-cache-gib", "0.25", python=python) as url,
         open_page(browser, url, ignores=("401",)) as watched,
@@ -95,16 +107,26 @@ def talked(
         give_key(page)
         page.get_by_text("Settings of this conversation").click()
         page.get_by_label("Temperature").fill("0")
-        page.get_by_label("Repetition penalty").fill("1.1")
         page.get_by_label("Most tokens of an answer").fill("24")
         page.get_by_text("Settings of this conversation").click()
-        talked = ShownTurns(page, url, TEXT[:characters], tokens)
-        paste(page, talked.document)
+        talked = ShownTurns(page, url, kind)
+        if kind == "pasted":
+            paste(page, TEXT[:PASTED])
         for question in QUESTIONS:
-            ask(page, question)
+            if kind == "pasted":
+                ask(page, question)
+            else:
+                choose_sample(page, question)
         for stream in page.evaluate("() => window.copies.splice(0)"):
             talked.note(stream)
         yield talked
+
+
+def choose_sample(page: Any, question: str) -> None:
+    """Ask what the page proposes, and wait until the answer has ended."""
+    page.get_by_role("button", name=question).click()
+    page.get_by_role("article", name="You").filter(has_text=question).wait_for()
+    page.get_by_role("button", name="Send").wait_for(timeout=300_000)
 
 
 def give_key(page: Any) -> None:
@@ -112,6 +134,36 @@ def give_key(page: Any) -> None:
     dialog.get_by_label("Key", exact=True).fill(KEY)
     dialog.get_by_role("button", name="Use this key").click()
     page.get_by_text(", connected").wait_for(state="attached")
+
+
+def test_pictures(talked: ShownTurns, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of the page in light and dark, of its top, and of a passage of the text in the cache."""
+    page, window = talked.page, talked.page.viewport_size
+    made = request.config.getoption("pictures")
+    folder = ROOT / "docs" / "pictures" if made else tmp_path
+    page.set_viewport_size(PICTURE)
+    page.wait_for_timeout(1000)
+    for theme in ("dark", "light"):
+        if page.evaluate("() => document.documentElement.dataset.theme") != theme:
+            page.get_by_role("button", name="Switch between dark and light").click()
+        page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
+        page.wait_for_timeout(500)
+        page.screenshot(path=folder / f"page_{theme}.png")
+        assert (folder / f"page_{theme}.png").stat().st_size > 50_000
+        text = page.locator(".text-map")
+        text.evaluate("(e) => (e.scrollTop = 390)")
+        page.wait_for_timeout(500)
+        text.screenshot(path=(STATIC / "learn" if made else tmp_path) / f"kept_{theme}.png")
+    page.screenshot(path=folder / "page_top.png", clip={"x": 0, "y": 0, **README_PICTURE})
+    page.set_viewport_size(window)
+
+
+def test_the_model_answers_what_the_page_proposes(talked: ShownTurns) -> None:
+    given = dict(zip(QUESTIONS, answers(talked.page), strict=True))
+    text = TEXT if talked.kind == "sample" else TEXT[:PASTED]
+    asked = {question: right for question, right in RIGHT.items() if right in text}
+    assert len(asked) >= 2
+    assert [question for question, right in asked.items() if right not in given[question]] == []
 
 
 def test_reuse_shown_equals_usage(talked: ShownTurns) -> None:
@@ -132,7 +184,7 @@ def test_reuse_shown_equals_usage(talked: ShownTurns) -> None:
         assert shown["sealed"] == told["sealed_chunks"] - reused // chunk_tokens
     first, *later = (usage["prompt_tokens_details"]["cached_tokens"] for usage in talked.usages)
     # The document is reused.
-    assert first == 0 and all(reused > talked.least_tokens for reused in later)
+    assert first == 0 and all(reused > LEAST_TOKENS[talked.kind] for reused in later)
 
 
 def test_time_and_memory_of_a_turn_are_shown(talked: ShownTurns) -> None:
@@ -169,7 +221,7 @@ def test_painted_tokens_are_those_that_heads_keep(talked: ShownTurns) -> None:
     talked.page.wait_for_timeout(500)
     shares = kept_shares(talked, name, told)
     painted = painted_tokens(talked.page, tokens)
-    assert len(painted) == len(tokens) and len(shares) > talked.least_tokens
+    assert len(painted) == len(tokens) and len(shares) > LEAST_TOKENS[talked.kind]
     assert min(shares.values()) < 0.5, "some tokens are dropped by most heads"
     check_scale(shares, painted)
     assert all(painted[at] is None for at in range(len(tokens)) if at not in shares)
@@ -246,24 +298,6 @@ def streaming(talked: ShownTurns) -> Any:
     return page
 
 
-def test_pictures(streaming: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of the page in light and dark, with all of the cache's panel, and the top of it."""
-    page, window = streaming, streaming.viewport_size
-    made = request.config.getoption("pictures")
-    folder = ROOT / "docs" / "pictures" if made else tmp_path
-    page.set_viewport_size(PICTURE)
-    page.wait_for_timeout(1000)
-    page.locator(".text-map").evaluate("(e) => (e.scrollTop = 0)")
-    for theme in ("dark", "light"):
-        if page.evaluate("() => document.documentElement.dataset.theme") != theme:
-            page.get_by_role("button", name="Switch between dark and light").click()
-        page.wait_for_timeout(500)
-        page.screenshot(path=folder / f"page_{theme}.png")
-        assert (folder / f"page_{theme}.png").stat().st_size > 50_000
-    page.screenshot(path=folder / "page_top.png", clip={"x": 0, "y": 0, **README_PICTURE})
-    page.set_viewport_size(window)
-
-
 def test_stop_ends_the_request(streaming: Any) -> None:
     page = streaming
     page.keyboard.press("Escape")
@@ -274,9 +308,9 @@ def test_stop_ends_the_request(streaming: Any) -> None:
 
 def test_two_retentions_are_compared(talked: ShownTurns, tmp_path: Path) -> None:
     page = talked.page
-    open_view(page, "Compare")
+    open_compare(page)
     document = tmp_path / "document.md"
-    document.write_text(talked.document)
+    document.write_text(TEXT[:PASTED])
     page.get_by_label("Text files").set_input_files(document)
     page.get_by_label("Question").fill("What is this text about?")
     page.get_by_label("Most tokens").fill("24")

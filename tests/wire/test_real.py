@@ -19,7 +19,9 @@ from .conftest import CHAT, scrape, wait_until
 MODEL = "smollm2"
 CHUNK_TOKENS = 512
 CONTEXT_TOKENS = 8192
-DOCUMENT = Path(__file__).parents[2].joinpath("bench", "demo_document.md").read_text()
+DOCUMENT = (
+    Path(__file__).parents[2].joinpath("tangram", "page", "static", "demo_document.md").read_text()
+)
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ const nameRequest = (id) => `/v1/kv/requests/${encodeURIComponent(id)}`;
 
 export const api = {
   models: () => getJson("/v1/models"),
+  logbook: async () => (await ask("/page/demo_document.md")).text(),
   kvModel: () => getJson("/v1/kv/model"),
   pool: () => getJson("/v1/kv/pool"),
   history: (seconds) => getJson(`/v1/kv/history?seconds=${seconds}`),

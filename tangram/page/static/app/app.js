@@ -26,7 +26,8 @@ const NO_TOKENS = 1_000_000;
 /**
  * The store has `conversations` (id to Conversation), `currentId`, `running` (ids of conversations
  * whose answer is being written), `modelName`, `sampling` (what holds where a request states
- * nothing, or null), `needsKey` and `notice` (a sentence, or null).
+ * nothing, or null), `needsKey`, `notice` (a sentence, or null), and `drawer`: "list" or "cache"
+ * where a narrow page shows it instead of the conversation, or null.
  */
 export class App {
   watch = new CacheWatch();
@@ -49,6 +50,7 @@ export class App {
       modelName: null,
       sampling: null,
       needsKey: false,
+      drawer: null,
       notice: database === null ? "This browser keeps no conversations: export them." : null,
     });
     this.watch.status.subscribe(({ model }) => this.#takeModel(model));
@@ -314,6 +316,10 @@ export class App {
   }
 
   // --- the cache ---
+
+  openDrawer(drawer) {
+    this.store.set({ drawer });
+  }
 
   /** Show the cache of an answer. */
   watchAnswer({ run }) {

@@ -28,16 +28,16 @@ function useView() {
 
 export function Page({ app }) {
   const view = useView();
-  const [drawer, openDrawer] = useState(null);
+  const drawer = useStore(app.store, (value) => value.drawer);
   const [help, showHelp] = useState(false);
   useKeys(app, view, showHelp);
-  const toggle = (name) => openDrawer(drawer === name ? null : name);
+  const toggle = (name) => app.openDrawer(drawer === name ? null : name);
   return html`
     <${Bar} app=${app} view=${view} drawer=${drawer} toggle=${toggle} showHelp=${showHelp} />
     <${Notice} app=${app} />
     ${view === "chat" &&
     html`<main class="talk" data-drawer=${drawer ?? ""}>
-      <${ConversationList} app=${app} onOpen=${() => openDrawer(null)} />
+      <${ConversationList} app=${app} onOpen=${() => app.openDrawer(null)} />
       <${Chat} app=${app} />
       <${CachePanel} app=${app} />
     </main>`}
@@ -59,6 +59,7 @@ function Bar({ app, view, drawer, toggle, showHelp }) {
           html`<a href=${`#${name}`} aria-current=${view === name ? "page" : undefined}>${label}</a>`,
       )}
       <a href="/learn">Learn</a>
+      <a href="/docs">API</a>
     </nav>
     <span class="served" title="The served model, and whether the page follows the engine">
       <span class="lamp" data-on=${connected} aria-hidden="true"></span>

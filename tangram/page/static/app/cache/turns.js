@@ -19,6 +19,7 @@ export function TurnsTable({ app, messages }) {
     return html`<p class="caption">No turn has ended yet.</p>`;
   }
   const drafts = turns.some(({ run }) => draftsOf(run) !== null);
+  const more = turns.some(({ run: { usage } }) => usage.kv_bytes > usage.kv_bytes_uncompressed);
   return html`<div class="table-frame" tabindex="0">
     <table class="turns">
       <thead>
@@ -34,6 +35,7 @@ export function TurnsTable({ app, messages }) {
         )}
       </tbody>
     </table>
+    ${more && html`<p class="caption">Where a turn holds more than the whole, its pages are not full.</p>`}
   </div>`;
 }
 

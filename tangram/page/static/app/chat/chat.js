@@ -4,7 +4,9 @@ import { html, useLayoutEffect, useMemo, useRef } from "../preact.js";
 import { useStore } from "../store.js";
 import { Composer } from "./composer.js";
 import { MessageView } from "./message.js";
+import { questionsLeft } from "./sample.js";
 import { SettingsPanel } from "./settings_panel.js";
+import { Questions, Welcome } from "./welcome.js";
 
 const NEAR_END_PX = 60;
 
@@ -23,7 +25,7 @@ function Messages({ app, conversation, running }) {
   const frame = useFollowedEnd(conversation);
   const shown = shownMessages(conversation);
   return html`<div class="messages" ref=${frame} tabindex="0" role="region" aria-label="Messages">
-    ${shown.length === 0 && html`<${Welcome} />`}
+    ${shown.length === 0 && html`<${Welcome} app=${app} />`}
     ${shown.map(
       (message, at) =>
         html`<${Remembered}
@@ -35,6 +37,7 @@ function Messages({ app, conversation, running }) {
           locked=${running}
         />`,
     )}
+    ${!running && html`<${Questions} questions=${questionsLeft(shown)} onAsk=${(text) => app.send(text, [])} />`}
   </div>`;
 }
 
@@ -59,13 +62,6 @@ function Remembered({ app, message, branches, grows, locked }) {
     [message, branches, grows, locked],
   );
 }
-
-const Welcome = () => html`<div class="welcome">
-  <p>Ask something, or paste a long text: it becomes a document of the conversation.</p>
-  <p class="soft">
-    The panel beside shows what the engine's KV cache holds of it, token by token and head by head.
-  </p>
-</div>`;
 
 /** Keeps the end in sight while an answer grows, unless the reader has scrolled away from it. */
 function useFollowedEnd(conversation) {

@@ -13,7 +13,7 @@ export function MessageView({ app, message, branches, grows, locked }) {
     ${message.thought && html`<${Thought} text=${message.thought} open=${grows && !message.content} />`}
     ${edits
       ? html`<${Editor} app=${app} message=${message} done=${() => edit(false)} />`
-      : html`<${Content} message=${message} grows=${grows} />`}
+      : html`<${Content} app=${app} message=${message} grows=${grows} />`}
     ${message.fault && html`<p class="fault" role="alert">${message.fault}</p>`}
     <footer>
       <${Branches} app=${app} message=${message} branches=${branches} locked=${locked} />
@@ -25,12 +25,26 @@ export function MessageView({ app, message, branches, grows, locked }) {
   </article>`;
 }
 
-function Content({ message, grows }) {
+function Content({ app, message, grows }) {
   if (message.role === "user") return html`<div class="words">${message.content}</div>`;
   return html`<${Fragment}>
     <${Markdown} text=${message.content} grows=${grows} />
     ${grows && html`<span class="cursor" role="status" aria-label="The answer is being written"></span>`}
+    ${grows && !message.content && !message.thought && html`<${Reading} watch=${app.watch} />`}
   <//>`;
+}
+
+/** How much of the question is in the cache, before the answer's first token. */
+function Reading({ watch }) {
+  // Until the server has told of this request, the cache is that of the answer before.
+  const readNow = () =>
+    watch.cache?.view?.state === "running" ? [watch.cache.cachedTokens, watch.cache.tokens] : null;
+  const [progress, setProgress] = useState(readNow);
+  useEffect(() => watch.on("request", () => setProgress(readNow())), [watch]);
+  return (
+    progress &&
+    html`<span class="soft"> reading: ${count(progress[0])} of ${count(progress[1])} tokens</span>`
+  );
 }
 
 // While an answer grows, at most this share of the time is spent on its Markdown.
@@ -117,13 +131,17 @@ function Branches({ app, message, branches, locked }) {
 }
 
 function Tools({ app, message, locked, onEdit }) {
+  const showCache = () => {
+    app.watchAnswer(message);
+    app.openDrawer("cache");
+  };
   return html`<span class="message-tools">
     <button onClick=${() => copyText(message.content)}>Copy</button>
     ${onEdit && html`<button disabled=${locked} onClick=${onEdit}>Edit</button>`}
     ${!onEdit &&
     html`<button disabled=${locked} onClick=${() => app.regenerate(message)}>Regenerate</button>
       ${message.run?.requestId &&
-      html`<button onClick=${() => app.watchAnswer(message)}>Show its cache</button>`}`}
+      html`<button onClick=${showCache}>Show its cache</button>`}`}
   </span>`;
 }
 

@@ -2,7 +2,7 @@
 import { draftsOf } from "../cache/turns.js";
 import { QuestionForm, SubmitOrStop } from "../chat/question_form.js";
 import { bytes, count, percentHeld, rate, seconds } from "../format.js";
-import { html } from "../preact.js";
+import { html, useEffect } from "../preact.js";
 import { fieldsOf, nameRetention } from "../retentions.js";
 import { useStore } from "../store.js";
 import { SIDES } from "./comparison.js";
@@ -37,6 +37,9 @@ function choicesOf(retentions) {
 function Comparing({ app, choices }) {
   const { comparison } = app;
   const { store } = comparison;
+  useEffect(() => {
+    comparison.begin();
+  }, [comparison]);
   const { question, documents, tokens, names, asked, answers, running } = useStore(store);
   // What is not served any more gives way to the first, and on the right to the last.
   const sides = SIDES.map(
@@ -56,7 +59,8 @@ function Comparing({ app, choices }) {
   return html`<section class="compare" aria-label="Compare">
     <h2>One question, two settings</h2>
     <p class="caption">
-      Both answers are greedy, one after the other, and reuse nothing, so that their times compare.
+      Ask about the logbook, or about a text of your own. Both answers are greedy, one after the
+      other, and reuse nothing, so that their times compare.
     </p>
     <${QuestionForm} ...${{ app, documents, change, area }} onSubmit=${compare}>
       <label>
@@ -95,8 +99,9 @@ function Answers({ answers, sides, running }) {
   return html`<div>
     ${done &&
     html`<p role="status" class="verdict">
-      ${at === null ? spellEqual(...sides) : `They differ first at word ${at}.`}
-    </p>`}
+        ${at === null ? spellEqual(...sides) : `They differ first at word ${at}.`}
+      </p>
+      <p class="caption">${spellRatios(...answers.map(({ run }) => run))}</p>`}
     <div class="sides">
       ${SIDES.map(
         (side) =>
@@ -115,6 +120,17 @@ const spellEqual = (left, right) =>
   left.retention === right.retention && left.fields.speculative !== right.fields.speculative
     ? "Both answers are equal: drafts change the speed, and no word."
     : "Both answers are equal.";
+
+/** The left answer's figures as multiples of the right one's. */
+function spellRatios(left, right) {
+  const ratios = [
+    ["KV cache", left.usage.kv_bytes / right.usage.kv_bytes],
+    ["time to the first token", left.firstTokenS / right.firstTokenS],
+    ["speed", left.tokensPerS / right.tokensPerS],
+  ];
+  const known = ratios.filter(([, ratio]) => Number.isFinite(ratio));
+  return `Left beside right: ${known.map(([name, ratio]) => `${ratio.toFixed(2)} × the ${name}`).join(", ")}.`;
+}
 
 const Side = ({ answer, parts, name }) => html`<article aria-label=${`Answer with ${name}`}>
   <h3>${name}</h3>

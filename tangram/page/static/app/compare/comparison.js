@@ -1,5 +1,6 @@
 /** One question to two settings; it lives as long as the tab, whichever view is shown. */
 import { streamAnswer } from "../chat/answer.js";
+import { SAMPLE_QUESTIONS, readSample } from "../chat/sample.js";
 import { requestMessages } from "../chat/settings.js";
 import { newId } from "../conversations/tree.js";
 import { Store } from "../store.js";
@@ -31,9 +32,20 @@ export class Comparison {
   });
   #app;
   #abort = null;
+  #begun = false;
 
   constructor(app) {
     this.#app = app;
+  }
+
+  /** Fill the form with the sample, when it is shown for the first time. */
+  async begin() {
+    if (this.#begun) return;
+    this.#begun = true;
+    const sample = await readSample().catch(({ message }) => this.#app.say(message));
+    const { question, documents } = this.store.value;
+    if (!sample || question !== "" || documents.length > 0) return;
+    this.store.set({ question: SAMPLE_QUESTIONS[1], documents: [sample] });
   }
 
   /** Ask one side after the other. @param {Setting[]} sides */
