@@ -109,7 +109,7 @@ def test_a_cache_larger_than_the_whole_has_its_reason_beside_it(
     page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = lambda request: len(request.tokens) * TOKEN_BYTES  # noqa: E731
-    reason = "because its pages are not full"
+    reason = "as pages and chunks of windows are held whole"
     monkeypatch.setattr(FakeRequest, "held_bytes", whole)
     choose(page, QUESTIONS[0])
     expect(page.locator(".run")).to_contain_text("100 %")

@@ -1,5 +1,5 @@
 /** The painted text and the heads grid, which answer each other. */
-import { bytes, count, percent, share } from "../format.js";
+import { bytes, count, percent, percentHeld } from "../format.js";
 import { html, useEffect, useRef, useState } from "../preact.js";
 import { HeadsGrid } from "./heads_grid.js";
 import { shareGround } from "./palette.js";
@@ -107,7 +107,7 @@ function showCache({ text, heads }, parts, { cache, forgotten }, model, drafts) 
 }
 
 const spellMemory = (view) =>
-  `${bytes(view.kv_bytes)} held${view.state === "ended" ? " at the end" : ""}, ${bytes(view.kv_bytes_uncompressed)} without compression: ${share(view)}.`;
+  `${bytes(view.kv_bytes)} held${view.state === "ended" ? " at the end" : ""}, ${bytes(view.kv_bytes_uncompressed)} without compression: ${percentHeld(view)}.`;
 
 function spellLower(token, drafts) {
   if (token === null) return drafts ? "what drafts read of each." : "what each holds now.";
