@@ -14,6 +14,7 @@ from ray.serve import Application
 
 from tangram.compress.scorers import check_retention
 from tangram.config import EngineConfig
+from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import SERVED_QUEUE
@@ -88,7 +89,7 @@ def check_application(config: EngineConfig, options: FleetOptions) -> None:
 
     Raises `ConfigError` for a wrong name of the model, keys or origins that are wrong, GPUs that do
     not fit, or KV events and traces that cannot be sent. Raises `ProfileError` if profiles are
-    unreadable or lack the default ρ.
+    unreadable, made for other options, or lack the default ρ.
     """
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
@@ -102,6 +103,7 @@ def check_application(config: EngineConfig, options: FleetOptions) -> None:
             f"gpus_per_replica is {given:g}, and a replica with tensor_parallel_size {ranks} "
             f"computes on {ranks}: set {ranks}, or leave it out"
         )
+    Compression.of(config, None).check_without_model()
     check_retention(config)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -56,22 +55,26 @@ def test_the_same_requests_again_give_the_same_bits(form: str, eager: bool) -> N
             assert row["same_bits"] == row["chunks"] == len(first.entries) > 0
 
 
-def check(rows: Sequence[tuple[str, dict[str, Any]]], dtype: str) -> None:
-    for way, row in rows:
-        assert row["chunks"] > 0, way
-        assert row["apart"] <= APART[dtype], way
-        if dtype == "float32":
-            assert row["answers"] == row["prompts"], way
-            assert row["same_positions"] == row["chunks"], way
-        else:
-            assert row["same_positions"] >= row["chunks"] // 4, way
+def check(way: str, row: dict[str, Any], dtype: str) -> None:
+    """What the table says of `way`, with prompts that are answered alone in steps of few chunks."""
+    assert row["chunks"] > 0
+    if way == "alone, without graphs":
+        # Compiled layers sum in another order: in 16 bits that decides which entries stay.
+        assert dtype != "float32" or row["answers"] == row["prompts"]
+        return
+    if way == "together, steps of 8,192 tokens":
+        assert row["apart"] <= APART[dtype]
+    else:
+        assert row["same_bits"] == row["chunks"]
+    assert dtype != "float32" or row["answers"] == row["prompts"]
 
 
 @pytest.mark.parametrize("dtype", APART)
-def test_chunks_differ_by_roundings_alone_whatever_else_runs(dtype: str) -> None:
-    """All ways of `bench.law` against each prompt alone: at once, reversed, in small and large
-    steps, behind a cached prefix, without graphs.
+def test_chunks_have_the_same_bits_whatever_else_runs(dtype: str) -> None:
+    """All ways of `bench.law` against each prompt alone. In large steps, and without graphs,
+    chunks are equal but for rounding.
     """
     loaded = load(dtype)
     prompts = make_prompts(loaded, CHARACTERS)
-    check(list(measure_form(lambda: load(dtype), dtype, prompts, TOKENS)), dtype)
+    for way, row in measure_form(lambda: load(dtype), dtype, prompts, TOKENS):
+        check(way, row, dtype)

@@ -67,7 +67,7 @@ def changelog_sentences() -> list[str]:
     """The sentences of the changelog that have figures, with those of the raw files."""
     one, two = "ranks-1_tangram-1", "ranks-2_tangram-1"
     fits = raw(two)["options"]["fits_tokens"] / raw(one)["options"]["fits_tokens"]
-    ours, peer = "serving-6_tangram-1", "serving-6_vllm"
+    ours, peer = "serving-8_tangram-1", "serving-8_vllm"
     fp8 = sorted(decode_over_fp8(case) for case in ("decode-64x16k", "decode-4x128k"))
     gpt = {card: f"gpt-oss-20b-{card}" for card in (2, 3)}
     least, most = products()

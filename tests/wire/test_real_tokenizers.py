@@ -29,7 +29,7 @@ ON_CHANNEL = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
 
 
 @dataclass(frozen=True)
-class Family:
+class TokenizerFamily:
     """A tokenizer and a template, and how such a model writes.
 
     `before` says "I look." before a call, `answer` is the beginning of an answer without one,
@@ -46,22 +46,22 @@ class Family:
 
 
 FAMILIES = {
-    "Qwen2.5": Family("qwen2_5", real_template("qwen2_5"), HERMES),
-    "Qwen3": Family("qwen3", real_template("qwen3"), HERMES, thought=THOUGHT),
+    "Qwen2.5": TokenizerFamily("qwen2_5", real_template("qwen2_5"), HERMES),
+    "Qwen3": TokenizerFamily("qwen3", real_template("qwen3"), HERMES, thought=THOUGHT),
     # Qwen3-Coder has Qwen3's tokens. Here the prompt opens the thought.
-    "tags": Family(
+    "tags": TokenizerFamily(
         "qwen3", real_template("qwen3_5_think"), TAGS, thought=THOUGHT.removeprefix("<think>\n")
     ),
-    "Llama 3.1": Family(
+    "Llama 3.1": TokenizerFamily(
         "llama3_1", real_template("llama3_1"), LOOK.replace("arguments", "parameters"), before=""
     ),
-    "Mistral": Family(
+    "Mistral": TokenizerFamily(
         "mistral_v3",
         MISTRAL_LISTS["mistral-7b-instruct-v0.3"],
         f"[TOOL_CALLS] [{LOOK}]",
         ordinary=False,
     ),
-    "GPT-OSS": Family(
+    "GPT-OSS": TokenizerFamily(
         "gptoss",
         real_template("gptoss"),
         '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}',
@@ -83,8 +83,8 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 
 
 @dataclass(frozen=True)
-class Served:
-    family: Family
+class ServedFamily:
+    family: TokenizerFamily
     server: ScriptedServer
 
     @property
@@ -146,7 +146,7 @@ ROME = {"name": "look", "arguments": '{"city": "Rome"}'}
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+) -> Iterator[ServedFamily]:
     family = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("family")
     add_tokenizer(family.tokenizer, folder)
@@ -156,11 +156,11 @@ def served(
     tiny_folder(folder, vocabulary=vocabulary)
     (folder / "chat_template.jinja").write_text(family.template, encoding="utf-8")
     with run_scripted_server(folder, vocabulary) as server:
-        yield Served(family, server)
+        yield ServedFamily(family, server)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
-def test_a_call_in_the_tokens_of_the_model(served: Served, choice: Any) -> None:
+def test_a_call_in_the_tokens_of_the_model(served: ServedFamily, choice: Any) -> None:
     family = served.family
     fields = {"tools": [TOOL, OTHER], "tool_choice": choice}
     for thought in {family.thought, "" if not family.thought.startswith("Hm.") else family.thought}:
@@ -175,7 +175,7 @@ def test_a_call_in_the_tokens_of_the_model(served: Served, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_marks_that_ordinary_tokens_spell(served: Served, choice: str) -> None:
+def test_marks_that_ordinary_tokens_spell(served: ServedFamily, choice: str) -> None:
     family = served.family
     if family.answer or (choice == "required" and not family.ordinary):
         pytest.skip("the form has the tokens only")
@@ -187,7 +187,7 @@ def test_marks_that_ordinary_tokens_spell(served: Served, choice: str) -> None:
         assert found == expect(ROME, thought=thought, content=content)
 
 
-def test_several_calls(served: Served) -> None:
+def test_several_calls(served: ServedFamily) -> None:
     family = served.family
     second = ', {"name": "stop", "arguments": {}}]'
     several = {
@@ -202,7 +202,7 @@ def test_several_calls(served: Served) -> None:
             assert found == expect(ROME, {"name": "stop", "arguments": "{}"})
 
 
-def test_a_thought_and_an_answer_without_a_call(served: Served) -> None:
+def test_a_thought_and_an_answer_without_a_call(served: ServedFamily) -> None:
     family = served.family
     said = f"{family.thought}{family.answer}No need, 2 < 3."
     thought = "Hm." if family.thought else ""
@@ -211,7 +211,7 @@ def test_a_thought_and_an_answer_without_a_call(served: Served) -> None:
             assert found == expect(thought=thought, content="No need, 2 < 3.")
 
 
-def test_a_schema_and_a_thought_before_it(served: Served) -> None:
+def test_a_schema_and_a_thought_before_it(served: ServedFamily) -> None:
     family = served.family
     schema = {"name": "a", "schema": PARAMETERS}
     said = f'{family.thought}{family.answer}{{"city": "Rome"}}'
@@ -222,7 +222,7 @@ def test_a_schema_and_a_thought_before_it(served: Served) -> None:
             assert found == expect(thought=thought, content='{"city": "Rome"}')
 
 
-def test_what_a_thought_says_of_calls_is_a_thought(served: Served) -> None:
+def test_what_a_thought_says_of_calls_is_a_thought(served: ServedFamily) -> None:
     family = served.family
     if not family.thought:
         pytest.skip("such a model does not think")

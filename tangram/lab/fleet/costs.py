@@ -25,8 +25,8 @@ class EngineCosts(BaseModel):
 
     The defaults are those of the shape of Qwen3-4B in bfloat16 at ρ 0.25 on one H200, as it was on
     2026-11-22 to 24, with contexts of 16,384 tokens where 40 and 96 run. They are kept so that
-    fleets compare over time; `serving-6_tangram-0.25.json` has 69,500 tokens of prefill a second
-    and 10.3 ms for 40.
+    fleets compare over time; `serving-8_tangram-0.25.json` has 69,300 tokens of prefill a second
+    and 10.4 ms for 40.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
