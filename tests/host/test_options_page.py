@@ -66,7 +66,6 @@ OWN_DEFAULTS = {
     ("eval", "kv_retention"): None,  # a list of several, which depends on --quick
     ("eval", "chunk_tokens"): "512",  # a list
     ("size", "model"): None,  # no size without a model
-    ("size", "kv_retention"): 1.0,  # what a model needs before anything is dropped
     ("bench calibrate-policy", "heads_per_page"): None,  # all of a layer that fit
     ("bench calibrate-policy", "dtype"): "bfloat16",  # random entries have no checkpoint
     ("bench naive", "dtype"): "float32",  # 16 bits may change a token

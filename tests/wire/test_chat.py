@@ -163,7 +163,13 @@ def pipe(
 
 def test_a_conversation_in_a_pipe(python: list[str]) -> None:
     ended = pipe(
-        python, "chat", "--max-tokens", "4", given=b"/system Be brief.\nHello\n/exit\nnever asked\n"
+        python,
+        "chat",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+        given=b"/system Be brief.\nHello\n/exit\nnever asked\n",
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(b"\n") == 1 and b"you" not in ended.stdout
