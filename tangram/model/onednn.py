@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tangram.model.latent import is_absorbed
 
-# Above so many inputs oneDNN adds up a single row in another order than one of several. There a
-# single row is computed twice.
+# Above so many inputs oneDNN adds up a single row in another order than one of several, and on a
+# processor without bfloat16 products with any number. There a single row is computed twice.
 _ONE_SUM = 1024
 # With AMX the order of a row's sums depends on the number of rows where there are more than these.
 _AMX_ROWS = 32
@@ -35,7 +35,8 @@ class PackedLinear(nn.Linear):
         return torch.cat(products).view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        alone = self.in_features > _ONE_SUM and len(rows) == 1
+        one_sum = self.in_features <= _ONE_SUM and torch.cpu._is_avx512_bf16_supported()
+        alone = len(rows) == 1 and not one_sum
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             torch.cat([rows] * 2) if alone else rows, self.weight, self.bias, "none", [], ""
         )
