@@ -55,7 +55,7 @@ def ablation(
     """
     from tangram.engine.option_checks import longest_sequence
     from tangram.lab.accuracy.plot import check_plot
-    from tangram.lab.load.ablation import choose_rungs
+    from tangram.lab.load.ablation import check_comparable, choose_rungs
     from tangram.lab.load.clock import LatencyLimits
 
     if plot is not None:
@@ -63,6 +63,7 @@ def ablation(
     per_second = [positive("rates", text) for text in rates.split(",")]
     load = _AblationLoad(batch_requests, requests, input_tokens, output_tokens, per_second)
     chosen = choose_rungs(rungs)
+    check_comparable(config)
     load.check(longest_sequence(config))
     title = (
         f"{input_tokens} in, {output_tokens} out; batch of {batch_requests}; {requests} at {rates} "

@@ -6,6 +6,7 @@ Without an explicit `trust_remote_code` Transformers asks on standard input whet
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,18 @@ from tangram.errors import ModelError
 from tangram.model.source import is_on_hub
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Hold back what Transformers advises to whoever calls a model in code of their own."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read_config(folder: Path, name: str) -> PretrainedConfig:
@@ -58,6 +71,7 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+@without_advice()
 def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder, with `options` of Transformers, and its report on the tensors.
 
@@ -75,6 +89,7 @@ def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str,
     return model, report
 
 
+@without_advice()
 def make_model(
     config: PretrainedConfig, attention: str, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -98,8 +113,13 @@ def _refuse_code(name: str) -> Iterator[None]:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ModelError(
-            f"model {name!r}: its auto_map names code, of a config, model or tokenizer that "
-            "Transformers does not know itself. Code of a model's folder is never run: take a "
-            "model of a type that Transformers has"
-        ) from error
+        raise foreign_code(name) from error
+
+
+def foreign_code(name: str) -> ModelError:
+    """The error of model `name`, of which only code of its folder knows a part."""
+    return ModelError(
+        f"model {name!r}: its auto_map names code, of a config, model or tokenizer that "
+        "Transformers does not know itself. Code of a model's folder is never run: take a "
+        "model of a type that Transformers has"
+    )

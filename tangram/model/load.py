@@ -19,7 +19,7 @@ from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
 from tangram.model import embedded, probe
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
-from tangram.model.auto_classes import read_config, read_model, read_tokenizer
+from tangram.model.auto_classes import read_config, read_model, read_tokenizer, without_advice
 from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
@@ -186,6 +186,7 @@ def _weights(
     return model
 
 
+@without_advice()
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Use a model that is already in memory, made with `attn_implementation="tangram"`, as `name`.
 

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
 from tangram.errors import ModelError
+from tangram.model.auto_classes import foreign_code
 from tangram.model.probe import (
     AttentionCall,
     asked_calls,
@@ -99,6 +100,8 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
 def refuse_class(config: PretrainedConfig) -> None:
     """Raise `ModelError` if Transformers has no class that would call the registered attention."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if getattr(config, "auto_map", None):
+            raise foreign_code(str(config.name_or_path))
         raise ModelError(
             f"{config.model_type}: Transformers has no causal language model of this type"
         )

@@ -82,14 +82,8 @@ def choose_rungs(names: str) -> list[Rung]:
     return [rung for rung in RUNGS if rung.name in wanted]
 
 
-def for_each(
-    config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Rung, Engine], None]
-) -> None:
-    """`measure` the engine of each rung in turn, with one model and equal bytes of KV pages.
-
-    Engines are warmed up. Each is freed before the next is built, so `measure` must not keep it.
-    Raises `ConfigError` for a config without compression, or with a decode policy of its own.
-    """
+def check_comparable(config: EngineConfig) -> None:
+    """Raise `ConfigError` for a config without compression, or with a decode policy of its own."""
     if config.kv_retention == 1.0:
         raise ConfigError(
             "kv_retention is 1.0, an ablation needs less: it compares with 1.0 by itself"
@@ -99,6 +93,16 @@ def for_each(
             f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it "
             "out"
         )
+
+
+def for_each(
+    config: EngineConfig, rungs: Sequence[Rung], measure: Callable[[Rung, Engine], None]
+) -> None:
+    """`measure` the engine of each rung in turn, with one model and equal bytes of KV pages.
+
+    `config` has passed `check_comparable`. Engines are warmed up. Each is freed before the next is
+    built, so `measure` must not keep it.
+    """
     loaded = load_checked(config)
     # Set here, since a rung may leave out the profiles that define them.
     config = Compression.of(config, loaded.fingerprint).config
