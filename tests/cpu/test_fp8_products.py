@@ -12,6 +12,7 @@ import torch
 
 from bench import fp8_products
 from bench.fp8_products import REFERENCE, VARIANTS, attend_last, measure, round_queries
+from bench.logbook import LOGBOOK
 from tangram.model.load import LoadedModel
 
 LAST = 24
@@ -19,7 +20,7 @@ LAST = 24
 
 @pytest.fixture(scope="module")
 def found(loaded: LoadedModel) -> dict[str, Any]:
-    text = fp8_products.TEXT.read_text(encoding="utf-8")
+    text = LOGBOOK.read_text(encoding="utf-8")
     return measure(loaded, loaded.tokenizer.encode(text)[:200], LAST)
 
 

@@ -65,7 +65,7 @@ def answer(llm: LLM, **stated: Any) -> tuple[int, ...]:
 
 
 def values(path: Path, name: str = "m", option: str = "auto") -> SamplingValues:
-    return read_defaults(name, str(path), option).sampling
+    return read_defaults(name, path, option).sampling
 
 
 def test_the_files_values_hold_and_a_request_wins_field_by_field(

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "calibrate FOLDER -o profile.json",
             marks=pytest.mark.nightly,
         ),
-        ("tangram.engine.build load_checked", "generate FOLDER -p hello"),
+        ("tangram.engine.build load_checked", "generate FOLDER --load-format dummy -p hello"),
         ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
         pytest.param(
             "tangram.kernels.cpu warm_up",
