@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers.normalizers import ByteLevel
 
 from tangram.engine import grammar_trial
-from tangram.engine.grammar_trial import BEGUN, LIMITS, MOST_S
+from tangram.engine.grammar_trial import BEGUN, LIMITS, MOST_CPU_S, MOST_S
 from tangram.errors import MachineError, RequestError
 from tangram.types import UInt8
 
@@ -68,7 +68,7 @@ class GrammarCompiler:
     Safe to share between threads.
     """
 
-    most_trial_s = MOST_S
+    most_trial_s = MOST_CPU_S
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]
@@ -157,8 +157,8 @@ def _try(source: str, field: str) -> None:
         )
         code, begun = ended.returncode, ended.stdout == BEGUN
         reason = f"code {code}, {ended.stderr[-_MOST_REASON_CHARACTERS:]!r}"
-    except subprocess.TimeoutExpired as slow:
-        code, begun, reason = None, slow.stdout == BEGUN, f"it has not begun in {MOST_S} s"
+    except subprocess.TimeoutExpired:
+        code, begun, reason = None, False, f"it has not ended in {MOST_S} s, and not used as much"
     except OSError as error:
         code, begun, reason = None, False, str(error)
     if code == 0:
@@ -170,7 +170,7 @@ def _try(source: str, field: str) -> None:
             "while"
         )
     raise RequestError(
-        f"{field} takes more than {MOST_S} s or too much memory to make a grammar of: make it "
+        f"{field} takes more than {MOST_CPU_S} s or too much memory to make a grammar of: make it "
         "simpler",
         field,
     )

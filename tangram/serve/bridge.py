@@ -121,14 +121,11 @@ class Codec(Protocol):
 
 
 class Grammars(Protocol):
-    """The part of `tangram.engine.grammar.GrammarCompiler` that the server sees.
-
-    `compile` ends within `most_trial_s`, or soon after.
-    """
+    """The part of `tangram.engine.grammar.GrammarCompiler` that the server sees."""
 
     @property
     def most_trial_s(self) -> int:
-        """The seconds that a new grammar may be tried."""
+        """The seconds of a processor that a new grammar may be tried."""
 
     def warm(self) -> None:
         """Do in advance what the first grammar would wait for."""

@@ -25,7 +25,7 @@ from tangram.types import Grammar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MOST_COMPILING_S = 10
+_MOST_COMPILING_S = 40  # its trial has ended, unless the machine is stuck
 # Each may take seconds, and they run one after the other, so their number bounds the wait.
 _MOST_NEW_GRAMMARS = 32
 # Preparation takes little time. The engine's queue says how long it takes itself.
@@ -149,7 +149,7 @@ class Preparation:
                 f"{self._awaiting} requests wait for {len(self._trials)} new grammars, at most "
                 f"{most} (max_queue) may wait, for at most {_MOST_NEW_GRAMMARS}: try again later; "
                 "requests without a grammar, or with a cached one, are accepted",
-                self._engine.grammars.most_trial_s,  # the one that is tried has ended by then
+                self._engine.grammars.most_trial_s,  # then the one that is tried has ended
                 "grammar_queue_full",
             )
 

@@ -89,7 +89,7 @@ class FakeGrammars:
 
     sources: list[tuple[str, str]] = field(default_factory=list)
     remembered: dict[str, Any] = field(default_factory=dict)
-    most_trial_s: int = 5
+    most_trial_s: int = 2
 
     def warm(self) -> None:
         pass

@@ -156,10 +156,11 @@ BEGINS = f"{ENDS}os.write(1, {grammar_trial.BEGUN!r})\n"
         (None, "No such file"),
         ("import secret_module", "No module named"),
         (f"{ENDS}os.kill(os.getpid(), signal.SIGKILL)", "code -9"),
-        (f"{ENDS}time.sleep(60)", "has not begun"),
+        (f"{ENDS}time.sleep(60)", "has not ended"),
+        (f"{BEGINS}time.sleep(60)", "has not ended in"),
         (f"{BEGINS}os.kill(os.getpid(), signal.SIGTERM)", "code -15"),
     ],
-    ids=["no process", "no module", "killed", "no start", "shut down"],
+    ids=["no process", "no module", "killed", "no start", "busy", "shut down"],
 )
 def test_a_trial_that_could_not_be_held_says_nothing_about_the_grammar(
     client: httpx.Client,
@@ -189,7 +190,13 @@ def test_a_trial_that_could_not_be_held_says_nothing_about_the_grammar(
 
 
 @pytest.mark.parametrize(
-    "end", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(1)", "time.sleep(60)"]
+    "end",
+    [
+        "os.abort()",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "sys.exit(1)",
+        "signal.raise_signal(signal.SIGXCPU)",
+    ],
 )
 def test_a_trial_that_the_grammar_has_ended_is_about_the_grammar(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
