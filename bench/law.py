@@ -212,7 +212,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="bench/results/law-{cpu,gpu}.json")
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    threads, rows = torch.get_num_threads(), list[dict[str, Any]]()
+    path = options.output or RESULTS / f"law-{'cpu' if device == 'cpu' else 'gpu'}.json"
+    threads, rows, where = torch.get_num_threads(), list[dict[str, Any]](), environment()
     for form in options.forms:
         dtype = parse_form(form)[0]
 
@@ -224,16 +225,14 @@ def main() -> None:
         for way, row in measure_form(load, form, prompts, options.tokens):
             rows.append({"form": form, "way": way, **row})
             print(spell(form, way, row), flush=True)
-    content = {
-        "command": " ".join(["python -m bench.law", *sys.argv[1:]]),
-        "environment": environment(),
-        "prompt_tokens": [len(prompt) for prompt in prompts],
-        "answer_tokens": options.tokens,
-        "rows": rows,
-    }
-    kind = "cpu" if device == "cpu" else "gpu"
-    path = options.output or RESULTS / f"law-{kind}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+            content = {
+                "command": " ".join(["python -m bench.law", *sys.argv[1:]]),
+                "environment": where,
+                "prompt_tokens": [len(prompt) for prompt in prompts],
+                "answer_tokens": options.tokens,
+                "rows": rows,
+            }
+            path.write_text(json.dumps(content, indent=1) + "\n")  # a later one may fail
 
 
 if __name__ == "__main__":
