@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.engine.llm import LLM
 from tangram.errors import ModelError
 from tangram.model.load import load_model
-from tests.cpu.test_model_files import write_llama
+from tests.cpu.test_model_files import save_llama, write_llama
 
 ROOT = Path(__file__).parents[2]
 AGREEING = "y\n1\nyes\nY\n" * 1000
@@ -49,24 +46,7 @@ def generate(model, **options):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with its tokenizer."""
-    path = tmp_path_factory.mktemp("plain")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("plain"), positions=2048)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -25,10 +26,8 @@ from tangram.model.load import load_model
 from tangram.model.weight_files import check_gguf, check_safetensors
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as safetensors."""
-    path = tmp_path_factory.mktemp("whole")
+def save_llama(path: Path, positions: int) -> Path:
+    """A tiny Llama in safetensors, and a tokenizer of words w0 to w63."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -36,15 +35,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    words = WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as safetensors."""
+    return save_llama(tmp_path_factory.mktemp("whole"), positions=64)
 
 
 @pytest.fixture
