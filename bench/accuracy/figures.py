@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,6 +35,16 @@ KEPT, CONTROL, EVIDENCE = "accuracy.json", "accuracy_kvpress.json", "accuracy_ev
 def thin(results: Path) -> Thin:
     """All results of `tangram eval`. Raises `FileNotFoundError` if there are none."""
     return Thin.load(results / KEPT)
+
+
+def whole(results: Path) -> Sequence[AnyCell]:
+    """The cells of `thin`. Several pages show them, so they are made once."""
+    return _make_cells((results / KEPT).read_text(encoding="utf-8"))
+
+
+@cache
+def _make_cells(text: str) -> Sequence[AnyCell]:
+    return Thin.model_validate_json(text).whole()
 
 
 def control(results: Path) -> Control | None:
