@@ -42,7 +42,7 @@ test: check
 	$(MAKE) --no-print-directory laws
 
 laws: $(DEV_READY)
-	$(PYTEST) $(PARALLEL) -m "not nightly and not serial"
+	$(PYTEST) $(PARALLEL) --durations=25 -m "not nightly and not serial"
 	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests)
 
 # About a minute: the tests that need no torch.
