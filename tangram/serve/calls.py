@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.serve.tagged import read_tagged_arguments
+from tangram.serve.json_text import JsonStrings
+from tangram.serve.tagged import is_unfinished, read_tagged_arguments
 from tangram.types import CallStyle, ToolFormat
 
 # Mistral's templates accept only ids of nine letters and digits.
@@ -52,6 +53,8 @@ class CallReader:
         self._form, self._names, self._parameters = form, names, parameters or {}
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held, self._inside, self._searched, self._plain = "", False, 0, False
+        self._gap = ""  # the spaces before the mark that has opened a call
+        self._strings, self._read = JsonStrings(), 0  # read up to here
         self.called = False
 
     def push(self, text: str) -> Iterator[str | Call]:
@@ -61,7 +64,10 @@ class CallReader:
             yield from self._whole_answer()
             return
         while (found := self._held.find(self._mark, self._searched)) >= 0:
-            yield from self._close(found) if self._inside else self._open(found)
+            if self._inside and self._is_argument(found):
+                self._searched = found + len(self._mark)
+            else:
+                yield from self._close(found) if self._inside else self._open(found)
         self._searched = max(0, len(self._held) - max(len(self._begin), len(self._end)))
         if not self._inside:
             yield from self._free(self._measure_undecided())
@@ -74,7 +80,7 @@ class CallReader:
         if calls:
             yield from calls
         elif held.strip() or not self.called:
-            yield self._begin + held if self._inside else held
+            yield f"{self._gap}{self._begin}{held}" if self._inside else held
 
     @property
     def _mark(self) -> str:
@@ -88,8 +94,11 @@ class CallReader:
 
     def _open(self, found: int) -> Iterator[str]:
         """Open a call; spaces before it belong to it."""
-        before, self._held = self._held[:found].rstrip(), self._held[found + len(self._begin) :]
+        spoken, self._held = self._held[:found], self._held[found + len(self._begin) :]
+        before = spoken.rstrip()
+        self._gap = spoken[len(before) :]
         self._inside, self._searched = True, 0
+        self._strings, self._read = JsonStrings(), 0
         if before:
             yield before
 
@@ -97,10 +106,20 @@ class CallReader:
         """Close a call; one without an end mark ends where the next begins."""
         inside, self._held = self._held[:found], self._held[found + len(self._mark) :]
         self._inside, self._searched = not self._end, 0
+        self._strings, self._read = JsonStrings(), 0
         if calls := self._calls(inside):
             yield from calls
         else:
-            yield f"{self._begin}{inside}{self._end}"
+            yield f"{self._gap}{self._begin}{inside}{self._end}"
+        self._gap = ""
+
+    def _is_argument(self, found: int) -> bool:
+        """Whether the mark at `found` is what an argument says, not the end of the call."""
+        if self._form.style is CallStyle.TAGGED:
+            return is_unfinished(self._held[:found])
+        self._strings.read(self._held[self._read : found])
+        self._read = found
+        return self._strings.open
 
     def _free(self, kept: int) -> Iterator[str]:
         end = len(self._held) - kept

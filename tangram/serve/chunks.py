@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure,
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec
 from tangram.serve.calls import Call
+from tangram.serve.json_text import write_line
 from tangram.serve.schema import StreamOptions
 from tangram.serve.thoughts import Part, Thought
 from tangram.types import TokenLogprob
@@ -158,4 +158,4 @@ class ChunkWriter(Writer):
 
 
 def _write_frame(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {write_line(data)}\n\n"

@@ -68,7 +68,8 @@ class Endpoints:
             thinks=chat.form.thinking is not None,
             options=body.stream_options,
         )
-        return PreparedRequest(job, chat.form.reader(body.offered), writer)
+        reader = chat.form.reader(body.offered, is_json=body.is_json)
+        return PreparedRequest(job, reader, writer)
 
     async def _prepare_completion(
         self, body: CompletionRequest, record: Record | None
@@ -111,7 +112,8 @@ class Endpoints:
         job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
         values = self.sampling.with_stated(job.sampling)
         writer = ResponsesWriter(body, response_id, self.model, values)
-        return PreparedRequest(job, chat.form.reader(as_chat.offered), writer)
+        reader = chat.form.reader(as_chat.offered, is_json=as_chat.is_json)
+        return PreparedRequest(job, reader, writer)
 
     def _make_head(self, prefix: str) -> Json:
         identity = f"{prefix}-{uuid.uuid4().hex}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
 from tangram.serve.body import Json, texts_in
+from tangram.serve.json_text import write_line
 from tangram.serve.outputs import Output, OutputEvent
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.types import SamplingValues
@@ -111,7 +111,7 @@ class ResponsesWriter(Writer):
     def _write_frame(self, kind: str, fields: Json) -> str:
         data = {"type": kind, "sequence_number": self._events_written, **fields}
         self._events_written += 1
-        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\ndata: {write_line(data)}\n\n"
 
 
 _ERROR_FIELDS = ("code", "message", "param")

@@ -109,9 +109,14 @@ class _SamplingFields(Body):
         return self
 
     @property
+    def is_json(self) -> bool:
+        """Whether an answer that calls no tool is JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def shaped(self) -> bool:
         """Whether the answer is constrained."""
-        return self.response_format is not None and self.response_format.type != "text"
+        return self.is_json
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """The grammar of an answer in `form`, and the field that requires it; None for any text.
@@ -212,7 +217,7 @@ class ChatRequest(_SamplingFields):
     @property
     def shaped(self) -> bool:
         """Whether the answer is constrained."""
-        return bool(self.offered) or super().shaped
+        return bool(self.offered) or self.is_json
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """As for every request, with tool calls as part of it."""

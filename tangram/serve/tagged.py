@@ -21,7 +21,9 @@ from tangram.errors import RequestError
 from tangram.serve.json_schema import json_rule
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_OPEN, _CLOSE, _END_OF_CALL = "<parameter=", "</parameter>", "</function>"
+# A value may say `</parameter>` too: at the end another parameter follows, or none.
+_PARAMETER = re.compile(rf"\s*{_OPEN}([^>\n]+)>\n?(.*?)\n?{_CLOSE}\s*(?={_OPEN}|\Z)", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}
 _NAMES = re.compile(r"[^<>\n]+")
 # Keywords that do not change which texts a schema allows.
@@ -31,6 +33,11 @@ _KINDS |= {float: "number", list: "array", dict: "object"}
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _MOST_REFERENCES = 8
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether `text` is only the beginning of a call: it ends in the value of a parameter, say."""
+    return not text.rstrip().endswith(_END_OF_CALL) or text.rfind(_OPEN) > text.rfind(_CLOSE)
 
 
 def read_tagged_arguments(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tangram.serve.calls import Call, CallReader, arguments_json, mark_overlap, read_call_json
+from tangram.serve.json_text import JsonStrings
 from tangram.types import ThinkingFormat
 
 
@@ -149,11 +150,13 @@ class ChannelReader:
 
     The channel `analysis` is thought. A message to one of the functions `names` is a call.
     Everything else is text, also what is outside a message, and words that do not belong in a head.
-    Thoughts of several messages are joined by line breaks, and so are texts.
+    Thoughts of several messages are joined by line breaks, and so are texts. Names of marks in
+    strings of JSON are text: in the arguments of calls, and in an answer that `is_json`.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, names: Collection[str], *, is_json: bool = False) -> None:
+        self._names, self._is_json = names, is_json
+        self._strings, self._read = JsonStrings(), 0  # of the message: read up to here
         self._held, self._head, self._recipient = "", True, ""
         self._role = ""  # the prompt has it; after `<|start|>` the model writes it
         self._stops: tuple[str, ...] = _ENDS
@@ -219,7 +222,7 @@ class ChannelReader:
 
     def _read_text(self) -> Generator[Part, None, bool]:
         """Read text as far as it is certain. Returns whether there may be more to read."""
-        found = _find_first(self._held, self._stops)
+        found = self._find_end()
         if found is not None:
             end, mark = found
             body, self._held = self._held[:end], self._held[end:]
@@ -230,13 +233,29 @@ class ChannelReader:
             return True
         if not self._recipient:
             end = len(self._held) - max(mark_overlap(self._held, mark) for mark in self._stops)
-            text, self._held = self._held[:end], self._held[end:]
+            self._strings.read(self._held[self._read : end])
+            text, self._held, self._read = self._held[:end], self._held[end:], 0
             yield from self._part(text)
         return False
+
+    def _find_end(self) -> tuple[int, str] | None:
+        """Place and name of the mark that ends the text; None if it has not come."""
+        found = _find_first(self._held, self._stops, self._read)
+        if self._recipient not in self._names and (self.thinking or not self._is_json):
+            return found
+        while found is not None:
+            self._strings.read(self._held[self._read : found[0]])
+            self._read = found[0]
+            if not self._strings.open:
+                break
+            self._read += len(found[1])
+            found = _find_first(self._held, self._stops, self._read)
+        return found
 
     def _end(self, mark: str) -> None:
         """Expect a head, after `mark`."""
         self._recipient, self.thinking, self._head, self._fresh = "", False, True, True
+        self._strings, self._read = JsonStrings(), 0
         self._role = _ROLE if mark == _START else ""
 
     def _speak(self, body: str) -> Iterator[Part]:
@@ -257,6 +276,6 @@ class ChannelReader:
         yield Thought(text) if self.thinking else text
 
 
-def _find_first(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Place and name of the first of `marks` in `text`."""
-    return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
+def _find_first(text: str, marks: Iterable[str], begin: int = 0) -> tuple[int, str] | None:
+    """Place and name of the first of `marks` in `text`, from `begin` on."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark, begin)) >= 0), default=None)

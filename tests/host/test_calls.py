@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.serve.calls import Call, CallReader
-from tangram.types import ToolFormat
+from tangram.types import CallStyle, ToolFormat
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
 LLAMA = ToolFormat("", "", "parameters")
@@ -18,6 +18,10 @@ NAMES = frozenset({"add", "look"})
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}\n</tool_call>'
 LOOK = '<tool_call>{"arguments": {}, "name": "look"}</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
+SPELLED = json.dumps({"name": "look", "arguments": {"tag": '<tool_call> "</tool_call>\\'}})
+NAMES_MARKS = f"<tool_call>{SPELLED}</tool_call>"
+LISTED = ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST)
+LISTS_MARKS = '[TOOL_CALLS] [{"name": "look", "arguments": {"tag": "[TOOL_CALLS]"}}]'
 Part = str | tuple[str, dict[str, object]]
 
 
@@ -62,6 +66,15 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
             f"<tool_call>{'[' * 100_000}</tool_call>",
             [f"<tool_call>{'[' * 100_000}</tool_call>"],
         ),
+        (HERMES, "Hm. \n<tool_call>\n{", ["Hm. \n<tool_call>\n{"]),
+        (HERMES, f"Hm. \n{BROKEN}", [f"Hm. \n{BROKEN}"]),
+        *(
+            (form, call, [("look", {"tag": tag})] * 2)
+            for form, tag, call in (
+                (HERMES, '<tool_call> "</tool_call>\\', f"{NAMES_MARKS}\n{NAMES_MARKS}"),
+                (LISTED, "[TOOL_CALLS]", f"{LISTS_MARKS}{LISTS_MARKS}"),
+            )
+        ),
         (HERMES, "a <tool> or a <tool_c", ["a <tool> or a <tool_c"]),
         (LLAMA, ' {"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         (LLAMA, '{"age": 3}', ['{"age": 3}']),
@@ -82,7 +95,9 @@ def test_text_and_calls_are_told_apart_wherever_the_text_is_cut(
 
 @given(
     text=st.lists(
-        st.sampled_from([ADD, LOOK, BROKEN, "<tool", "_call>", "</tool_call>", "hi", " \n", "{"])
+        st.sampled_from(
+            [ADD, LOOK, BROKEN, NAMES_MARKS, "<tool", "_call>", "</tool_call>", "hi", " \n", "{"]
+        )
     ).map("".join),
     cuts=st.lists(st.integers(0, 200)),
 )

@@ -92,6 +92,18 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
         [("", "The user asks for the weather."), ("get_current_weather", {"location": "Tokyo"})],
     ),
     ("call, head first", CHANNELS, HEADED, [("look", {})]),
+    (
+        "call, marks in its arguments",
+        CHANNELS,
+        f'{TO}{{"a": "<|end|>\\"<|call|>", "b": "<|start|>"}}<|call|><|start|>assistant{FINAL}',
+        [("get_current_weather", {"a": '<|end|>"<|call|>', "b": "<|start|>"}), "It is 25°C."],
+    ),
+    (
+        "JSON, marks in it",
+        partial(ChannelReader, NAMES, is_json=True),
+        f'{ANALYSIS}<|channel|>final<|message|>{{"a": "x<|end|>\\\\", "b": "\\"<|start|>"}}<|end|>',
+        [("", "The user asks for the weather."), r'{"a": "x<|end|>\\", "b": "\"<|start|>"}'],
+    ),
     ("call with its mark", CHANNELS, f"{HEADED}<|call|>", [("look", {})]),
     (
         "said before a call",
@@ -193,6 +205,13 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
         calls(TAGGED),
         "<tool_call>\n<function=look>\n</function>\n</tool_call>",
         [("look", {})],
+    ),
+    (
+        "tagged, marks in a value",
+        calls(TAGGED),
+        "<tool_call>\n<function=add>\n<parameter=b>\na</parameter>b\n</tool_call>\n</parameter>\n"
+        '<parameter=many>\n["</function></tool_call>"]\n</parameter>\n</function>\n</tool_call> x',
+        [("add", {"b": "a</parameter>b\n</tool_call>", "many": ["</function></tool_call>"]}), " x"],
     ),
     (
         "tagged, null or text",

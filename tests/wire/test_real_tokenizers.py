@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.real_templates import MISTRAL_LISTS, real_template
 from tests.real_tokenizers import add_tokenizer
 
-from .conftest import CHAT, chat_body, stream_data
+from .conftest import CHAT, MODEL, chat_body, stream_data
 from .scripted import ScriptedServer, run_scripted_server
 from .tiny import tiny_folder
 
@@ -230,3 +230,38 @@ def test_what_a_thought_says_of_calls_is_a_thought(served: ServedFamily) -> None
     tokens = served.whole(thought + family.call)
     for found in served.ask(tokens, tools=[TOOL], tool_choice="auto"):
         assert found == expect(ROME, thought="First <tool_call> and then x.")
+
+
+def test_values_that_name_marks_stay_as_they_are(served: ServedFamily) -> None:
+    family, marks = served.family, served.server.engine.codec.marks
+    names = [*marks.names.values(), *marks.words.values()]
+    if not names:
+        pytest.skip("this family has no marks")
+    value = f"a {' b '.join(names)} c"
+    before, after = family.call.split("Rome")
+    spelled = served.ordinary(value)
+    call = [*served.whole(family.thought + before), *spelled, *served.whole(after)]
+    for choice in ("auto", "required"):
+        for found in served.ask(call, tools=[TOOL], tool_choice=choice):
+            (called,) = found["calls"]
+            assert json.loads(called["arguments"])["city"].strip() == value
+            assert found["reason"] == "tool_calls"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
+    begun = served.whole(f'{family.thought}{family.answer}{{"city": "')
+    for tools in ({"tools": [TOOL]}, {}):
+        answer = [*begun, *spelled, *served.whole('"}')]
+        for found in served.ask(answer, response_format=schema, **tools):
+            assert json.loads(found["content"])["city"].strip() == value
+
+
+def test_streams_have_no_line_end_of_unicode(served: ServedFamily) -> None:
+    said = "a\u2028b\x85c\u2029d"
+    tokens = served.whole(f"{served.family.thought}{served.family.answer}{said}")
+    for found in served.ask(tokens):  # httpx takes these for ends of lines
+        assert found["content"] == said
+    body = {"model": MODEL, "input": "a", "stream": True, "temperature": 0}
+    served.server.say(tokens)
+    with served.server.http() as http, http.stream("POST", "/v1/responses", json=body) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line[:6] == "data: "]
+    deltas = [each["delta"] for each in events if each["type"] == "response.output_text.delta"]
+    assert "".join(deltas).strip() == said
