@@ -75,17 +75,25 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
 def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder, with `options` of Transformers, and its report on the tensors.
 
-    Raises `ModelError` if only code of the folder could make it.
+    Raises `ModelError` if only code of the folder could make it, or if a tensor has another shape
+    than its config says.
     """
     with _refuse_code(str(folder)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report lists them, an error would not
             use_safetensors=True,  # other formats are pickles, which can run code
             **options,
             **_NO_CODE,
         )
     model, report = loaded
+    if report["mismatched_keys"]:
+        key, stored, wanted = min(report["mismatched_keys"])
+        raise ModelError(
+            f"model {str(folder)!r}: {key} is {list(stored)} in its weights and {list(wanted)} by "
+            "its config.json: fetch config and weights again, of one version"
+        )
     return model, report
 
 
