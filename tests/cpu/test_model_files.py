@@ -348,6 +348,17 @@ def test_a_gguf_file_that_is_not_as_its_header_says(
     path.write_bytes(damage(gguf))
     with pytest.raises(ModelError, match=words):
         load_model(str(path))
+
+
+def test_a_gguf_array_of_millions_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The library makes objects of each item: a file of 50 MB took minutes and gigabytes."""
+    path, items = tmp_path / "model.gguf", 2**22 + 1
+    key = struct.pack("<Q1sI", 1, b"a", 9)
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<IQ", 0, items) + bytes(items)
+    )
+    with pytest.raises(ModelError, match="damaged"):
+        check_gguf(path)
     assert not list((tmp_path / "cache").rglob("*.json"))
 
 
