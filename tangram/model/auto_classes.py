@@ -7,6 +7,7 @@ Without an explicit `trust_remote_code` Transformers asks on standard input whet
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from tangram.errors import ModelError
 from tangram.model.source import is_on_hub
@@ -30,14 +36,21 @@ _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Hold back what Transformers advises to whoever calls a model in code of their own."""
+    """Hold back what Transformers advises to whoever calls a model in code of their own.
+
+    Its progress bars, too, where standard error is a file: each of their states would stay there.
+    """
     logger = logging.getLogger("transformers")
-    level = logger.level
+    level, hides_bars = logger.level, is_progress_bar_enabled() and not sys.stderr.isatty()
     logger.setLevel(logging.ERROR)
+    if hides_bars:
+        disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
+        if hides_bars:
+            enable_progress_bar()
 
 
 def read_config(folder: Path, name: str) -> PretrainedConfig:

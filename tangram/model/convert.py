@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from tangram.config import cache_folder
 from tangram.errors import ModelError
-from tangram.model.auto_classes import read_model, read_tokenizer
+from tangram.model.auto_classes import read_model, read_tokenizer, without_advice
 from tangram.model.file_digest import file_digest
 from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tensor_names
 
@@ -160,6 +160,7 @@ def _digest(gguf: Path) -> str:
     return file_digest(gguf, cache_folder() / "digests")
 
 
+@without_advice()
 def _convert(gguf: Path, digest: str, target: Path) -> None:
     """Raises `OSError` if `target` cannot be written.
 
