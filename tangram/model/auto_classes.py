@@ -44,13 +44,13 @@ def without_advice() -> Iterator[None]:
     level, hides_bars = logger.level, is_progress_bar_enabled() and not sys.stderr.isatty()
     logger.setLevel(logging.ERROR)
     if hides_bars:
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logger.setLevel(level)
         if hides_bars:
-            enable_progress_bar()
+            enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def read_config(folder: Path, name: str) -> PretrainedConfig:
