@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tangram.compress.profile import Profile
 from tangram.errors import (
     ConfigError,
     IntegrityError,
@@ -13,11 +13,12 @@ from tangram.errors import (
     RequestError,
     TangramError,
 )
-from tangram.types import SamplingParams
 from tangram.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from tangram.compress.profile import Profile
     from tangram.engine.llm import LLM, CompletionOutput, RequestOutput
+    from tangram.types import SamplingParams
 
 __all__ = [
     "LLM",
@@ -33,11 +34,18 @@ __all__ = [
     "TangramError",
 ]
 
+_MODULES = {
+    "Profile": "tangram.compress.profile",
+    "SamplingParams": "tangram.types",
+    **dict.fromkeys(("LLM", "CompletionOutput", "RequestOutput"), "tangram.engine.llm"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` and its results, and torch with them, at their first use."""
-    if name in ("LLM", "CompletionOutput", "RequestOutput"):
-        from tangram.engine import llm
+    """Import a name with its module at its first use.
 
-        return getattr(llm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    The command imports this package before it can report a Ctrl-C, so this must take no time.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -96,6 +96,11 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
     if str(model) in known:
         return _of(str(model), known[str(model)]["config"], None)
     path, name = _place(model, known)
+    if path.suffix.lower() == ".gguf":
+        raise ConfigError(
+            f"{path} is a GGUF file, of which sizes are not read: give the config.json, or the id, "
+            "of the model that it was made of"
+        )
     if path.stat().st_size > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes: give a {_FILE}")
     try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from reprlib import repr as shortened
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from typer._click.core import Context
 from typer._click.exceptions import NoArgsIsHelpError, NoSuchOption, UsageError  # no public names
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -19,6 +21,8 @@ from tangram.cli.checks import as_texts, check_outputs
 from tangram.cli.console import is_wrapped, tell_error
 from tangram.cli.foreign import FOREIGN, explain
 from tangram.errors import EngineError, TangramError
+
+_OURS = "value_error"  # raised by checks of ours, whose texts name the value
 
 
 class Command(TyperCommand):
@@ -85,6 +89,7 @@ def _report_errors() -> Iterator[None]:
         tell_error(error)
         raise typer.Exit(exit_code(error)) from error
     except UsageError as error:
+        _name_value(error)
         if is_wrapped() or isinstance(error, NoArgsIsHelpError):
             raise  # Typer draws a box around it
         error.show()
@@ -94,6 +99,14 @@ def _report_errors() -> Iterator[None]:
             raise
         tell_error(f"{error.filename}: {error.strerror}")
         raise typer.Exit(2) from error
+
+
+def _name_value(error: UsageError) -> None:
+    """Add the value to what a library says of one of the wrong kind."""
+    if isinstance(fault := error.__context__, ValidationError):
+        first = fault.errors()[0]
+        if first["type"] != _OURS:
+            error.message = f"{shortened(first['input'])}: {first['msg']}"
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from tangram.config import EngineConfig, Scope
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
 from tangram.errors import ConfigError, ProfileError
+from tangram.foreign_files import refuse_irregular
 from tangram.kernels.threads import use_threads
 from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
@@ -216,10 +217,11 @@ def make_profile(
     path = kept / profile.file_name
     try:
         kept.mkdir(parents=True, exist_ok=True)
+        refuse_irregular(path)  # writing to a pipe that nobody reads would block for ever
         profile.save(path)
         _log.warning("the profile is kept as %s", path)
     except OSError as error:
-        _log.warning("the profile could not be kept: %s", error)
+        _log.warning("the profile could not be kept as %s: %s", path, error.strerror)
     return profile
 
 

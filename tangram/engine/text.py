@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -78,8 +79,12 @@ class TextCodec:
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt, with the model's special tokens around it (such as BOS)."""
-        return tuple(self.tokenizer.encode(text))
+        """The tokens of a raw prompt, with the model's special tokens around it (such as BOS).
+
+        Raises `RequestError` (`prompt`) if the tokenizer gives up.
+        """
+        with _explain_panic("prompt"):
+            return tuple(self.tokenizer.encode(text))
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -175,9 +180,13 @@ class TextCodec:
         return tuple(rendered.split(mark))
 
     def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
-        """The tokens of what `render_chat` returns."""
+        """The tokens of what `render_chat` returns.
+
+        Raises `RequestError` (`messages`) if the tokenizer gives up.
+        """
         mark = token_hex(16)
-        return tuple(self._encode_rendered(mark.join(parts), mark))
+        with _explain_panic("messages"):
+            return tuple(self._encode_rendered(mark.join(parts), mark))
 
     def _hide(self, value: Any, mark: str, *, written: bool = False) -> Any:
         """`value` with `mark` inside every name of a control token, to hide these names.
@@ -301,6 +310,22 @@ class TextCodec:
             return bytes([int(match[1], 16)])
         alphabet = _byte_alphabet()
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
+
+
+@contextmanager
+def _explain_panic(field: str) -> Iterator[None]:
+    """Raise `RequestError` (`field`) where a tokenizer's library panics.
+
+    A regular expression that takes too many steps on a text, such as millions of spaces, ends in a
+    panic. Its class cannot be imported and is no `Exception`, so no other handler would see it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = f"the model's tokenizer has given up: {error}; shorten runs of one character"
+        raise RequestError(lambda name: f"{name} cannot be tokenized, {reason}", field) from error
 
 
 def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:

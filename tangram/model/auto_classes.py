@@ -7,6 +7,7 @@ Without an explicit `trust_remote_code` Transformers asks on standard input whet
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from tangram.errors import ModelError
 from tangram.model.source import is_on_hub
@@ -30,14 +36,21 @@ _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Hold back what Transformers advises to whoever calls a model in code of their own."""
+    """Hold back what Transformers advises to whoever calls a model in code of their own.
+
+    Its progress bars, too, where standard error is a file: each of their states would stay there.
+    """
     logger = logging.getLogger("transformers")
-    level = logger.level
+    level, hides_bars = logger.level, is_progress_bar_enabled() and not sys.stderr.isatty()
     logger.setLevel(logging.ERROR)
+    if hides_bars:
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logger.setLevel(level)
+        if hides_bars:
+            enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def read_config(folder: Path, name: str) -> PretrainedConfig:
@@ -75,17 +88,25 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
 def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder, with `options` of Transformers, and its report on the tensors.
 
-    Raises `ModelError` if only code of the folder could make it.
+    Raises `ModelError` if only code of the folder could make it, or if a tensor has another shape
+    than its config says.
     """
     with _refuse_code(str(folder)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report lists them, an error would not
             use_safetensors=True,  # other formats are pickles, which can run code
             **options,
             **_NO_CODE,
         )
     model, report = loaded
+    if report["mismatched_keys"]:
+        key, stored, wanted = min(report["mismatched_keys"])
+        raise ModelError(
+            f"model {str(folder)!r}: {key} is {list(stored)} in its weights and {list(wanted)} by "
+            "its config.json: fetch config and weights again, of one version"
+        )
     return model, report
 
 

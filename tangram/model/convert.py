@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from tangram.config import cache_folder
 from tangram.errors import ModelError
-from tangram.model.auto_classes import read_model, read_tokenizer
+from tangram.model.auto_classes import read_model, read_tokenizer, without_advice
 from tangram.model.file_digest import file_digest
 from tangram.model.weight_files import check_gguf, check_safetensors, gguf_tensor_names
 
@@ -45,6 +45,8 @@ UNREADABLE = (
     SafetensorError,
     StrictDataclassError,
 )
+# Of these the text alone is no sentence: a key, or nothing.
+_BARE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 _WORK, _LOCK = "converting-", "lock"
 _STALE_S = 3600  # a work folder without a lock belongs to a process that died before it took one
 _log = logging.getLogger("tangram")
@@ -76,6 +78,16 @@ def convert_gguf(gguf: Path) -> Path:
             f"{gguf} cannot be converted, set TANGRAM_CACHE to a folder with free space: {error}"
         ) from error
     return Path(folder) / target.name
+
+
+def explain_fault(error: Exception) -> str:
+    """What to tell of an error among `UNREADABLE`: where to look, if its text is no sentence."""
+    if not isinstance(error, _BARE):
+        return str(error)
+    return (
+        f"Transformers can make nothing of its files ({type(error).__name__}: {error}): compare "
+        "config.json and tokenizer_config.json with those of a published model"
+    )
 
 
 def refuse_difference(source: str, missing: Collection[str], surplus: Collection[str]) -> None:
@@ -148,6 +160,7 @@ def _digest(gguf: Path) -> str:
     return file_digest(gguf, cache_folder() / "digests")
 
 
+@without_advice()
 def _convert(gguf: Path, digest: str, target: Path) -> None:
     """Raises `OSError` if `target` cannot be written.
 
@@ -166,7 +179,7 @@ def _convert(gguf: Path, digest: str, target: Path) -> None:
             refuse_difference(str(gguf), (), _unread(gguf, model))
             tokenizer = read_tokenizer(alone, gguf_file=gguf.name)
         except UNREADABLE as error:
-            raise ModelError(f"{gguf} cannot be converted: {error}") from error
+            raise ModelError(f"{gguf} cannot be converted: {explain_fault(error)}") from error
         # The weights are plain floats now; Transformers refuses to save models marked as quantised.
         vars(model).update(hf_quantizer=None, is_quantized=False)
         del model.config.quantization_config

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tangram.errors import ModelError
-from tangram.foreign_files import parse_json, read_text, replace_file
+from tangram.foreign_files import parse_json, read_text, refuse_irregular, replace_file
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 # Times of files advance in steps of some milliseconds, and on a few file systems of two seconds.
@@ -39,6 +39,7 @@ def file_digest(path: Path, notes: Path) -> str:
     if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _STEP_NS:
         with suppress(OSError):  # without a note the file is read again at the next start
             notes.mkdir(parents=True, exist_ok=True)
+            refuse_irregular(note)  # writing to a pipe that nobody reads would block for ever
             with replace_file(note) as written:
                 written.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
     return digest

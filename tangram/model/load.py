@@ -20,7 +20,7 @@ from tangram.errors import ModelError
 from tangram.model import embedded, probe
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
 from tangram.model.auto_classes import read_config, read_model, read_tokenizer, without_advice
-from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
+from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.latent import latent_heads, pass_latents
@@ -128,7 +128,7 @@ def load_model(
             raise
         if error.args == (IMPLEMENTATION,):  # its classes of attention have no such key
             raise own_attention(config) from error
-        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"model {name!r} cannot be loaded: {explain_fault(error)}") from error
     if name == EMBEDDED:
         tokenizer.chat_template = embedded.TEMPLATE
     loaded = adopt(name, model, tokenizer)
@@ -151,7 +151,7 @@ def _read_config(folder: Path, name: str) -> PretrainedConfig:
     try:
         config = read_config(folder, name)
     except UNREADABLE as error:
-        raise ModelError(f"model {name!r} cannot be read: {error}") from error
+        raise ModelError(f"model {name!r} cannot be read: {explain_fault(error)}") from error
     refuse_class(config)
     refuse_unsupported(config)
     return config

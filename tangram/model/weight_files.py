@@ -21,6 +21,7 @@ _FORM_OF_KIND = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 }
 _TEXT, _ARRAY = 8, 9
+_MOST_ITEMS = 2**22  # of an array, which GGUFReader makes objects of; vocabularies have some 2**18
 # What parsers raise for garbage.
 _ASTRAY = (
     ArithmeticError,
@@ -108,6 +109,8 @@ class _Header:
         """A number; None for a text or an array, which are skipped."""
         if kind == _ARRAY:
             kind, count = self._number("I"), self._number("Q")
+            if count > _MOST_ITEMS:
+                raise ValueError(f"an array has {count} items, at most {_MOST_ITEMS} are read")
             if kind == _TEXT:
                 for _ in range(count):
                     self._text()

@@ -26,6 +26,7 @@ _TYPES = {
 }
 # Pydantic's error types for a value that is no object, and its place of a wrong key.
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
+_OF_A_LIBRARY, _SCALARS = "Input should be", (str, int, float)  # texts without the value
 _OF_A_KEY = ("[key]",)
 _MAX_MESSAGE_CHARACTERS = 1000  # messages quote the client, who may send millions of characters
 
@@ -88,6 +89,9 @@ def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiErro
         )
     if error["type"] in _NO_OBJECT:
         message = "must be a JSON object (a dictionary)"
+    elif message.startswith(_OF_A_LIBRARY) and isinstance(error["input"], _SCALARS):
+        given = error["input"]
+        message += f", it is {json.dumps(given) if isinstance(given, bool) else shortened(given)}"
     if location[-1:] == _OF_A_KEY:
         message, location = f"the key {shortened(location[-2])}: {message}", location[:-2]
     param = rename(_field_path(location)) or None
@@ -97,8 +101,14 @@ def _describe(error: Mapping[str, Any], rename: Callable[[str], str]) -> ApiErro
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_value")
 
 
-def _nowhere(status: int, method: str, path: str, detail: str) -> ApiError:
+def _nowhere(request: Request, status: int, detail: str) -> ApiError:
     """The error for an unknown path, or a method that it has not, with what the client may mean."""
+    # `request.url` is made of the Host header too, which may be anything.
+    method, path = request.method, request.scope["path"]
+    meant = f"/v1/{path.rpartition('/v1/')[2].removeprefix('/')}"
+    if meant != path and any(getattr(route, "path", None) == meant for route in request.app.routes):
+        message = f"{method} {path}: {detail}; {meant} is there: end the client's base URL in /v1"
+        return ApiError(status, message)
     missing = not_served(path)
     if missing is None:
         where = "; /docs has what there is" if status == 404 else ""
@@ -152,11 +162,9 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def on_http_exception(request: Request, error: HTTPException) -> Response:
-        # `request.url` is made of the Host header too, which may be anything.
-        method, path = request.method, request.scope["path"]
         if error.status_code in (404, 405):
-            return _nowhere(error.status_code, method, path, error.detail).response(error.headers)
-        message = f"{method} {path}: {error.detail}"
+            return _nowhere(request, error.status_code, error.detail).response(error.headers)
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         return ApiError(error.status_code, message).response(error.headers)
 
     @app.exception_handler(Exception)

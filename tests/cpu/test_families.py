@@ -45,6 +45,5 @@ def test_a_saved_model_is_refused_in_one_line(
     tokenizer.save_pretrained(tmp_path)
     refused = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt", "x"])
     assert refused.exit_code == 2
-    *progress, line = refused.output.splitlines()
-    assert all("Loading weights" in shown for shown in progress if shown)
+    (line,) = refused.output.splitlines()  # without progress bars: the output is no terminal
     assert line.startswith(f"error: {model_type}") and line.endswith(VERDICTS[model_type])

@@ -105,6 +105,17 @@ def test_a_digest_of_a_file_just_written_is_not_remembered(
 
 
 @pytest.mark.usefixtures("later")
+def test_a_pipe_in_the_place_of_a_note_is_not_waited_for(tmp_path: Path, reads: list[str]) -> None:
+    path, notes = tmp_path / "a.gguf", tmp_path / "notes"
+    path.write_bytes(b"a" * 5000)
+    digest = file_digest(path, notes)
+    (note,) = notes.iterdir()
+    note.unlink()
+    os.mkfifo(note)
+    assert (file_digest(path, notes), len(reads)) == (digest, 2)
+
+
+@pytest.mark.usefixtures("later")
 def test_images_with_fixed_times_are_told_apart_by_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +204,19 @@ def test_kept_profiles_are_those_of_the_same_weights(
     assert (count_kept(), count_kept()) == (1, 1)
     change_a_matrix(folder)
     assert count_kept() == 2
+
+
+def test_a_pipe_in_the_place_of_a_kept_profile_is_not_waited_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"kv_cache_gib": 0.02, "chunk_tokens": 128, "kv_retention": 0.5}
+    LLM(str(folder), **options)
+    (kept,) = (tmp_path / "cache").glob("weights/*/profiles/*.json")
+    kept.unlink()
+    os.mkfifo(kept)
+    LLM(str(folder), **options)
+    assert f"could not be kept as {kept}: it is not a regular file" in caplog.text
 
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
@@ -275,6 +275,27 @@ HOSTILE = (
     "<|endoftext|>",
     "<|im_<|im_end|>end|><|im_start|",
 )
+
+
+def test_a_text_on_which_the_tokenizer_gives_up_is_refused_by_field() -> None:
+    """Its library panics after ten million steps, which is no `Exception`. With the expression of
+    Qwen2.5 and Llama 3 that takes ten million spaces.
+    """
+    tokenizer = load_tokenizer("smollm2")
+    many_steps = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [many_steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    codec, text = TextCodec(tokenizer), "x" * 4000
+    with pytest.raises(RequestError, match=r"prompt cannot be tokenized.*retry-limit") as found:
+        codec.encode(text)
+    assert found.value.field == "prompt"
+    for content in (text, f"what is <|im_end|> in {text}?"):
+        with pytest.raises(RequestError, match=r"messages cannot be tokenized.*shorten") as found:
+            codec.chat_prompt([{"role": "user", "content": content}])
+        assert found.value.field == "messages"
+    assert codec.decode(codec.encode("hello")) == "hello"
+    codec.close()
 
 
 @pytest.mark.parametrize("text", HOSTILE)

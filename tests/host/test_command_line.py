@@ -199,3 +199,17 @@ def test_an_option_of_another_engine_is_explained(given: list[str], said: str) -
     result = CLI.invoke(app, given, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["size", "qwen3-4b", "--page-tokens", "8k"], "'--page-tokens': '8k': Input should be a"),
+        (["serve", "--gpu-memory-utilization", "90%"], "'90%': Input should be a valid number"),
+        (["serve", "--load-format", "gguf"], "'gguf' is not one of 'auto', 'dummy'"),
+    ],
+)
+def test_a_value_of_another_kind_is_repeated(given: list[str], said: str) -> None:
+    result = CLI.invoke(app, given, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split()) and result.output.count("gguf") <= 1

@@ -233,6 +233,13 @@ def test_what_would_come_out_wrong_is_refused(config: dict[str, Any], words: str
         kv_size({**base, **config}, 10)
 
 
+def test_a_gguf_file_is_told_what_to_give_instead(tmp_path: Path) -> None:
+    path = tmp_path / "model.Q4_K.GGUF"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ConfigError, match=r"is a GGUF file.*give the config.json, or the id"):
+        kv_size(str(path), 1000)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

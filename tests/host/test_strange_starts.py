@@ -53,6 +53,13 @@ def test_the_first_file_opened_is_no_stream() -> None:
     assert (ended.returncode, ended.stdout) == (0, "True\n")
 
 
+def test_a_ctrl_c_before_the_first_line_of_ours_has_no_time_to_come() -> None:
+    """Of what the entry point imports before `main`: a Ctrl-C there ends in a traceback."""
+    asked = "import sys, tangram.__main__; print({'numpy', 'pydantic', 'typer'} & {*sys.modules})"
+    ended = shell(f'"$1" -c "{asked}"', sys.executable)
+    assert (ended.returncode, ended.stdout) == (0, "set()\n")
+
+
 def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
     ended = shell('exec "$@" <&-', sys.executable, "-m", "tangram", "generate")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

@@ -69,6 +69,7 @@ class FakeServer:
     answering: threading.Event = field(default_factory=threading.Event)
     cache: FakeCache = field(init=False)
     model: str = MODEL
+    max_model_len: int = 8192
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
@@ -123,7 +124,8 @@ def make_app(server: FakeServer) -> FastAPI:
 def _add_chat(app: FastAPI, server: FakeServer) -> None:
     @app.get("/v1/models")
     def models() -> Any:
-        card = {"id": server.model, "object": "model", "default_sampling": asdict(SAMPLING)}
+        card = {"id": server.model, "object": "model", "max_model_len": server.max_model_len}
+        card |= {"default_sampling": asdict(SAMPLING)}
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions")

@@ -123,3 +123,14 @@ def test_a_cache_larger_than_the_whole_has_its_reason_beside_it(
     page.get_by_role("button", name="Compare").click()
     page.get_by_text("× the KV cache").wait_for()
     expect(page.locator(".figures dd", has_text=f"(108 %, {reason})")).to_have_count(2)
+
+
+def test_where_the_sample_does_not_fit_it_is_not_proposed(browser: Any) -> None:
+    with run_fake_page(max_model_len=2048) as fake, open_page(browser, fake.url) as watched:
+        page = watched.page
+        expect(page.get_by_text("this server has at most 2048 tokens")).to_be_visible()
+        expect(page.get_by_text("Write your own question below")).to_be_visible()
+        expect(page.locator(".questions button")).to_have_count(0)
+        open_view(page, "Compare")
+        expect(page.get_by_label("Question")).to_have_value("")
+        expect(page.get_by_role("button", name="Remove A winter's logbook")).to_have_count(0)

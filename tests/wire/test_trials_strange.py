@@ -248,6 +248,35 @@ def test_a_value_of_another_kind_is_named(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": "20"}, "max_tokens: Input should be a valid integer, it is '20'"),
+        ({"max_tokens": 2.5}, "max_tokens: Input should be a valid integer, it is 2.5"),
+        ({"temperature": True}, "temperature: Input should be a valid number, it is true"),
+        ({"echo": "yes" * 99}, "echo: Input should be a valid boolean, it is 'yesyesyesyes"),
+    ],
+)
+def test_the_value_of_another_kind_is_repeated(
+    client: httpx.Client, fields: dict[str, Any], said: str
+) -> None:
+    answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a"} | fields)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert message.startswith(said) and len(message) < 100
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions"])
+def test_a_base_url_without_the_version_or_with_two_is_told(
+    client: httpx.Client, path: str
+) -> None:
+    answer = client.post(path, json={})
+    assert answer.status_code == 404
+    said = "/v1/chat/completions is there: end the client's base URL in /v1"
+    assert said in answer.json()["error"]["message"]
+    assert "base URL" not in client.post("/nowhere", json={}).text
+
+
 def test_whatever_is_asked_for_metrics_have_an_end(client: httpx.Client) -> None:
     before = len(scrape(client))
     for number in range(50):

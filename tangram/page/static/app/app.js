@@ -26,7 +26,7 @@ const NO_TOKENS = 1_000_000;
 /**
  * The store has `conversations` (id to Conversation), `currentId`, `running` (ids of conversations
  * whose answer is being written), `modelName`, `sampling` (what holds where a request states
- * nothing, or null), `needsKey`, `notice` (a sentence, or null), and `drawer`: "list" or "cache"
+ * nothing, or null), `mostTokens` (of a conversation, or null if not known), `needsKey`, `notice` (a sentence, or null), and `drawer`: "list" or "cache"
  * where a narrow page shows it instead of the conversation, or null.
  */
 export class App {
@@ -49,6 +49,7 @@ export class App {
       running: [],
       modelName: null,
       sampling: null,
+      mostTokens: null,
       needsKey: false,
       drawer: null,
       notice: database === null ? "This browser keeps no conversations: export them." : null,
@@ -60,7 +61,7 @@ export class App {
   #takeModel(described) {
     const name = described?.model ?? null;
     if (name === null || name === this.store.value.modelName) return;
-    this.store.set({ modelName: name, sampling: null });
+    this.store.set({ modelName: name, sampling: null, mostTokens: null });
   }
 
   /** Read what is kept, and ask the server what it serves. */
@@ -77,8 +78,8 @@ export class App {
   async connect() {
     try {
       const { data } = await api.models();
-      const { id, default_sampling: sampling } = data[0];
-      this.store.set({ modelName: id, sampling, needsKey: false });
+      const { id, default_sampling: sampling, max_model_len: mostTokens = null } = data[0];
+      this.store.set({ modelName: id, sampling, mostTokens, needsKey: false });
     } catch (error) {
       this.#meet(error);
       return;

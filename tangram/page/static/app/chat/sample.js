@@ -2,11 +2,16 @@
 import { api } from "../api.js";
 
 const NAME = "A winter's logbook";
+// With questions and answers; tokenizers differ.
+const TOKENS = 3500;
 export const SAMPLE_QUESTIONS = [
   "Who is the head keeper?",
   "How often does the comet come back?",
   "How high is the hill?",
 ];
+
+/** Whether a conversation of so many tokens has room for the sample; null is not known. */
+export const fitsSample = (mostTokens) => mostTokens === null || mostTokens >= TOKENS;
 
 /** @returns {Promise<Document>} see conversations/tree.js */
 export const readSample = async () => ({ name: NAME, text: await api.logbook() });

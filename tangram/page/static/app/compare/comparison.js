@@ -1,6 +1,6 @@
 /** One question to two settings; it lives as long as the tab, whichever view is shown. */
 import { streamAnswer } from "../chat/answer.js";
-import { SAMPLE_QUESTIONS, readSample } from "../chat/sample.js";
+import { SAMPLE_QUESTIONS, fitsSample, readSample } from "../chat/sample.js";
 import { requestMessages } from "../chat/settings.js";
 import { newId } from "../conversations/tree.js";
 import { Store } from "../store.js";
@@ -42,6 +42,7 @@ export class Comparison {
   async begin() {
     if (this.#begun) return;
     this.#begun = true;
+    if (!fitsSample(this.#app.store.value.mostTokens)) return;
     const sample = await readSample().catch(({ message }) => this.#app.say(message));
     const { question, documents } = this.store.value;
     if (!sample || question !== "" || documents.length > 0) return;
