@@ -306,14 +306,6 @@ TRIALS = [
         "tools[0].function.name",
         tools=[{"type": "function", "function": {"name": 7}}],
     ),
-    chat("tools of a model without", 400, "tools", "chat template", tools=[TOOL]),
-    chat(
-        "call in a model without tools",
-        400,
-        "messages[1].role",
-        "chat template",
-        messages=[USER, CALL],
-    ),
     chat("client's template", 400, "chat_template", chat_template="{{ ''.__class__ }}"),
     chat(
         "colliding arguments",
