@@ -6,12 +6,14 @@ Sizes, offsets and names must be consistent.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
+from tangram.config_json import refuse_parts
 from tangram.errors import ModelError
 from tangram.model.folder import report_damage
 
@@ -47,10 +49,12 @@ def check_gguf(path: Path) -> None:
         )
     try:
         with path.open("rb") as file:
-            _Header(file, path.stat().st_size).tensor_names()
+            header = _Header(file, path.stat().st_size)
+            header.tensor_names()
         GGUFReader(path)
     except _ASTRAY as error:
         raise report_damage(path) from error
+    refuse_parts(f"model {str(path)!r}", header.numbers)
 
 
 def gguf_tensor_names(path: Path) -> list[str]:
@@ -152,3 +156,11 @@ def check_safetensors(folder: Path) -> None:
                 file.keys()
         except (SafetensorError, *_ASTRAY) as error:
             raise report_damage(path) from error
+
+
+def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """The names and shapes of the tensors in a folder of safetensors."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, no mapping
+                yield name, file.get_slice(name).get_shape()
