@@ -6,6 +6,7 @@ Models that the engine would serve wrongly are refused here.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
 from tangram.model import embedded, probe
 from tangram.model.attention import IMPLEMENTATION, keep_hidden
-from tangram.model.auto_classes import read_config, read_model, read_tokenizer, without_advice
+from tangram.model.auto_classes import (
+    make_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+    without_advice,
+)
 from tangram.model.convert import UNREADABLE, convert_gguf, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
@@ -29,11 +36,18 @@ from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import EMBEDDED, find_folder, gguf_file, is_gguf
-from tangram.model.weight_files import check_safetensors
+from tangram.model.weight_files import check_safetensors, tensor_shapes
 from tangram.model.widened import widen
 from tangram.types import Geometry
 
 _SAMPLES = 1024  # of each tensor
+# Fields of a config that change nothing of what is computed from tokens.
+_LABELS = frozenset(
+    {
+        *("architectures", "auto_map", "dtype", "quantization_config", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    }
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +56,7 @@ class LoadedModel:
     """A model ready to serve.
 
     `eos_token_ids` end an answer; `model` is in eval mode on its device. `weights_digest` is that
-    of samples of all its weights. `defaults` hold where a request states nothing.
+    of its config and of samples of all its weights. `defaults` hold where a request states nothing.
     """
 
     name: str
@@ -56,8 +70,23 @@ class LoadedModel:
 
     @property
     def kept_folder(self) -> Path:
-        """Where is kept what was measured on exactly these weights."""
+        """Where is kept what was measured on exactly these weights, with this config."""
         return cache_folder() / "weights" / self.weights_digest[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that the model is to read, such as one of a calibration.
+
+        Raises `ModelError` if the model has no embedding of one.
+        """
+        tokens: list[int] = self.tokenizer.encode(text)
+        highest, known = max(tokens, default=0), self.geometry.vocab_size
+        if highest >= known:
+            raise ModelError(
+                f"model {self.name!r}: its tokenizer has {len(self.tokenizer)} tokens, but the "
+                f"model embeds {known}, and a text has token {highest}: put the tokenizer of the "
+                "same model beside its config.json"
+            )
+        return tokens
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +157,7 @@ def load_model(
             raise
         if error.args == (IMPLEMENTATION,):  # its classes of attention have no such key
             raise own_attention(config) from error
-        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"model {name!r} cannot be loaded: {_reason(error)}") from error
     if name == EMBEDDED:
         tokenizer.chat_template = embedded.TEMPLATE
     loaded = adopt(name, model, tokenizer)
@@ -147,14 +176,32 @@ def read_text_config(name: str) -> PretrainedConfig:
     return _read_config(resolve_source(name, weights=False), name).get_text_config()
 
 
+def read_vocabulary(name: str) -> dict[str, int]:
+    """The ids of the tokens of `name`, whose weights are not read.
+
+    Raises `ModelError` if there is no such model.
+    """
+    folder = resolve_source(name, weights=False)
+    config = _read_config(folder, name)
+    try:
+        return read_tokenizer(folder, config=config).get_vocab()
+    except UNREADABLE as error:
+        raise ModelError(f"model {name!r} cannot be read: {_reason(error)}") from error
+
+
 def _read_config(folder: Path, name: str) -> PretrainedConfig:
     try:
         config = read_config(folder, name)
     except UNREADABLE as error:
-        raise ModelError(f"model {name!r} cannot be read: {error}") from error
+        raise ModelError(f"model {name!r} cannot be read: {_reason(error)}") from error
     refuse_class(config)
     refuse_unsupported(config)
     return config
+
+
+def _reason(error: Exception) -> str:
+    # A failed look-up in a table of Transformers says nothing but the name that it looked for.
+    return f"{error} is unknown or missing" if type(error) is KeyError else str(error)
 
 
 def load_configured(config: EngineConfig) -> LoadedModel:
@@ -174,16 +221,38 @@ def _weights(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, place: torch.device, ranks: int
 ) -> PreTrainedModel:
     check_safetensors(folder)
-    model, report = read_model(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=IMPLEMENTATION,
-        device_map=None if place.type == "cpu" or ranks > 1 else place,  # straight to the device
-        distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
-    )
+    try:
+        model, report = read_model(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            device_map=None if place.type == "cpu" or ranks > 1 else place,  # straight there
+            distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
+        )
+    except RuntimeError as error:
+        if "above report" in str(error):  # one that nobody sees
+            raise _misfit(folder, config) from error
+        raise
     refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])
     return model
+
+
+def _misfit(folder: Path, config: PretrainedConfig) -> ModelError:
+    """The error of a folder whose tensors have other shapes than its config says."""
+    with torch.device("meta"):
+        wanted = make_model(config, IMPLEMENTATION).state_dict()
+    shapes = ((name, shape, wanted.get(name)) for name, shape in tensor_shapes(folder))
+    found = next(
+        (one for one in shapes if one[2] is not None and list(one[2].shape) != one[1]), None
+    )
+    which = "tensors do not fit its config"
+    if found is not None and found[2] is not None:
+        which = f"{found[0]} is {found[1]} in its weights, and {list(found[2].shape)} by its config"
+    return ModelError(
+        f"model {str(config.name_or_path)!r}: {which}: fetch config and weights again, of one "
+        "version"
+    )
 
 
 @without_advice()
@@ -234,11 +303,14 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
 
 
 def digest_weights(model: PreTrainedModel) -> str:
-    """SHA-256 (hex) of samples of every tensor: any training, or rounding to 8 bits, changes it.
+    """SHA-256 (hex) of samples of every tensor, and of the config that computes with them.
 
-    It is the same in float32 and bfloat16. On several devices all ranks must call this.
+    Any training, rounding to 8 bits, or another window changes it. It is the same in float32 and
+    bfloat16. On several devices all ranks must call this.
     """
-    digest = hashlib.sha256()
+    fields = model.config.get_text_config().to_diff_dict()
+    computing = {name: value for name, value in fields.items() if name not in _LABELS}
+    digest = hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode())
     for key, tensor in sorted(model.state_dict().items()):
         # An odd step: samples must not all be of one column.
         step = max(1, tensor.numel() // _SAMPLES) | 1
