@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,17 @@ def _weights(
             raise _misfit(folder, config) from error
         raise
     refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])
+    if place.type == "cpu":
+        _detach_from_files(model)
     return model
+
+
+def _detach_from_files(model: PreTrainedModel) -> None:
+    """Copy what maps a file: whoever overwrote it would change weights that are served, and end
+    the process by shortening it.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.detach().clone()
 
 
 def _misfit(folder: Path, config: PretrainedConfig) -> ModelError:

@@ -14,10 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typer.testing import CliRunner
 
@@ -154,6 +160,22 @@ def test_a_length_of_the_tokenizer_holds_for_nobody(copy: Path) -> None:
     path = copy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
     assert load_model(str(copy)).encode("w7") == [7]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_served_does_not_change_with_its_files(dtype: str, copy: Path) -> None:
+    """A mapped file would change with it."""
+    weights = copy / "model.safetensors"
+    if dtype != "float32":  # a dtype that has to be converted is no map of the file
+        AutoModelForCausalLM.from_pretrained(copy, dtype=dtype).save_pretrained(copy)
+    loaded = load_model(str(copy), dtype=dtype)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:  # the same file, as `cp` writes it
+        file.seek(size // 2)
+        file.write(b"\1" * (size // 2))
+    after = loaded.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_a_tokenizer_of_a_larger_model_is_named_with_both_sizes(
