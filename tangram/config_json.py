@@ -6,14 +6,16 @@ Fields have the names that most models use.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
-from tangram.errors import ConfigError
+from tangram.errors import ConfigError, ModelError
 from tangram.foreign_files import expand_home, parse_json, read_text
 from tangram.hub import fetch_files, is_hub_id
 
@@ -48,6 +50,13 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 _FILE = "config.json"
 _MOST_BYTES = 64 * 2**20  # of a config.json; those of real models have some kilobytes
+# Counts of parts, also of vision towers and in GGUF files. Transformers makes an object of each
+# before it looks at a weight. Published models have at most some hundreds.
+_PARTS = re.compile(
+    r"(\w+_)?(num|n|encoder|decoder)_(\w+_)?(layers?|blocks?|experts?)|depth|"
+    r".+\.(block|expert)_count"
+)
+_MOST_PARTS = 2048
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
     """The config of a preset, a folder, a config.json, its content, or a Hugging Face id.
 
     Of a Hugging Face model only config.json is fetched. Raises `ConfigError` if nothing is found,
-    or if it is no config, and `ModelError` if the Hub has none.
+    or if it is no config, and `ModelError` if the Hub has none, or as `refuse_parts`.
     """
     if isinstance(model, Mapping):
         return _of(
@@ -101,6 +110,14 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
             f"{path} is a GGUF file, of which sizes are not read: give the config.json, or the id, "
             "of the model that it was made of"
         )
+    return _of(name, read_content(path), path.parent)
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """All of a config.json.
+
+    Raises `ConfigError` if it is too large or no JSON object.
+    """
     if path.stat().st_size > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes: give a {_FILE}")
     try:
@@ -109,7 +126,24 @@ def read_config(model: str | Path | Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, it must hold a JSON object")
-    return _of(name, content, path.parent)
+    return content
+
+
+def refuse_parts(name: str, content: Mapping[str, Any]) -> None:
+    """Raise `ModelError` if a config, or a part of it, has more layers or experts than any model.
+
+    Building as many would take hours, and all memory.
+    """
+    waiting: list[Mapping[str, Any]] = [content]
+    while waiting:
+        for field, value in waiting.pop().items():
+            if isinstance(value, Mapping):
+                waiting.append(value)
+            elif isinstance(value, int) and value > _MOST_PARTS and _PARTS.fullmatch(field):
+                raise ModelError(
+                    f"{name}: {field} is {shortened(value)}, it must be at most {_MOST_PARTS}: "
+                    "fetch the model again"
+                )
 
 
 def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
@@ -130,6 +164,7 @@ def _place(model: str | Path, known: Mapping[str, object]) -> tuple[Path, str]:
 
 def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConfig:
     """The language part, whose tied embeddings and dtype may be given outside it."""
+    refuse_parts(name, content)
     part = next(
         (content[part] for part in _TEXT_PARTS if isinstance(content.get(part), Mapping)), None
     )

@@ -286,7 +286,12 @@ class EngineBuilder:
             load_format=config.load_format,
             quantization=config.quantization,
         )
-        check_vocabulary(self.loaded, other)
+        check_vocabulary(
+            self.loaded.name,
+            self.loaded.tokenizer.get_vocab(),
+            other.name,
+            other.tokenizer.get_vocab(),
+        )
         tokens = readable_tokens(other, self.loaded.name, self.most_tokens)
         return EngineBuilder(draft_config(config, drafts, tokens), other, self._given_kernels)
 

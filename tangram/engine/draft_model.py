@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tangram.cache.layout import Layout
@@ -54,19 +55,20 @@ def readable_tokens(drafts: LoadedModel, served: str, max_tokens: int) -> int:
     return min(limit, max_tokens)
 
 
-def check_vocabulary(loaded: LoadedModel, drafts: LoadedModel) -> None:
-    """Raise `ConfigError` unless each token has the same id in both models.
+def check_vocabulary(
+    served: str, own: Mapping[str, int], drafts: str, other: Mapping[str, int]
+) -> None:
+    """Raise `ConfigError` unless each token has the same id in both models, which have names.
 
     Their end tokens may differ: a drafted one is verified like any other token.
     """
-    own, other = loaded.tokenizer.get_vocab(), drafts.tokenizer.get_vocab()
     different = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
     if different:
         token = min(different, key=lambda one: (own.get(one, other.get(one)), one))
         raise ConfigError(
-            f"{NAME}.model is {drafts.name}, whose tokenizer is not that of {loaded.name}: they "
+            f"{NAME}.model is {drafts}, whose tokenizer is not that of {served}: they "
             f"differ in {len(different)} tokens; {token!r} has number {other.get(token)} in "
-            f"{drafts.name} and {own.get(token)} in {loaded.name}: choose a draft model of the "
+            f"{drafts} and {own.get(token)} in {served}: choose a draft model of the "
             "same family"
         )
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from tangram.config import MOST_TOKENS, EngineConfig
+from tangram.engine.draft_model import check_vocabulary
 from tangram.engine.memory import check_cache_device, check_host_memory
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
-from tangram.model.load import LoadedModel, load_configured, read_text_config
+from tangram.model.load import LoadedModel, load_configured, read_text_config, read_vocabulary
 from tangram.model.place import find_device
 from tangram.plan.policy import Policy
 from tangram.speculative_config import DraftModel
@@ -35,6 +36,10 @@ def check_options(config: EngineConfig) -> torch.device:
     Compression.of(config, None).check_without_model()
     if isinstance(drafts := config.speculation, DraftModel):
         read_text_config(drafts.model)
+        if config.load_format != "dummy":  # such models may have no tokenizer
+            names = config.model, drafts.model
+            own, other = map(read_vocabulary, names)
+            check_vocabulary(names[0], own, names[1], other)
     if config.max_model_len is not None:
         check_model_len(config, _positions(config))
     return device

@@ -259,7 +259,7 @@ def calibrate_model(
     use_threads(config.threads)
     scorer.check_model(loaded.fingerprint)
     most = min(most_tokens or loaded.geometry.max_positions, loaded.geometry.max_positions)
-    samples = [loaded.tokenizer.encode(text)[:most] for text in texts]
+    samples = [loaded.encode(text)[:most] for text in texts]
     # A latent is key and value, with one scale for both: it stays 1.
     magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)

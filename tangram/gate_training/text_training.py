@@ -61,7 +61,7 @@ def train_gate_on_texts(
             f"there are {len(texts)} texts, a gate needs at least 2: one is held out to test it"
         )
     limit = loaded.geometry.max_positions
-    samples = [loaded.tokenizer.encode(text)[:limit] for text in texts]
+    samples = [loaded.encode(text)[:limit] for text in texts]
     check_lengths(samples, chunk_tokens)
     random.Random(recipe.seed).shuffle(samples)
     held_out = max(len(samples) // HELD_OUT, 1)

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils.logging import (
     disable_progress_bar,
     enable_progress_bar,
@@ -75,7 +76,10 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
     try:
         with _refuse_code(str(folder)):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, **options, **_NO_CODE
+                folder,
+                model_max_length=VERY_LARGE_INTEGER,  # the model has the limit; a file's may be "x"
+                **options,
+                **_NO_CODE,
             )
     except Exception as error:  # the Rust library behind it raises bare `Exception`s
         if type(error) is not Exception:

@@ -9,7 +9,8 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
-from tangram.errors import ModelError
+from tangram.config_json import read_content, refuse_parts
+from tangram.errors import ConfigError, ModelError
 from tangram.foreign_files import parse_json, read_text
 
 CONFIG, ADAPTER, INDEX = "config.json", "adapter_config.json", "model.safetensors.index.json"
@@ -41,6 +42,10 @@ def check_folder(folder: Path, name: str, *, weights: bool) -> None:
         raise _explain_adapter(folder, name, names)
     if CONFIG not in names:
         raise ModelError(_lacks_config(name, names))
+    try:
+        refuse_parts(name, read_content(folder / CONFIG))
+    except ConfigError as error:
+        raise ModelError(f"model {name!r} cannot be read: {error}") from error
     if weights:
         _check_weights(folder, name, names)
         if not has_vocabulary(folder):
@@ -108,7 +113,13 @@ def _lacks_config(name: str, names: set[str]) -> str:
 
 def _check_weights(folder: Path, name: str, names: set[str]) -> None:
     if INDEX in names:
-        if lacking := sorted(read_shards(folder / INDEX) - names):
+        shards = read_shards(folder / INDEX)
+        if WEIGHTS in names - shards:  # Transformers would read that one, and no shard
+            raise ModelError(
+                f"model {name!r} has its weights twice, in {WEIGHTS} and in the files that {INDEX} "
+                "lists: remove one or the other"
+            )
+        if lacking := sorted(shards - names):
             raise ModelError(
                 f"model {name!r} lacks {len(lacking)} files of weights, {lacking[0]} the first: "
                 "fetch the model again"
@@ -134,6 +145,8 @@ def read_shards(index: Path) -> set[str]:
     """
     try:
         files = set(parse_json(read_text(index))["weight_map"].values())
+        if not files:
+            raise ValueError("it lists no file")
         strange = next((file for file in files if not _SHARD.fullmatch(file)), None)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise report_damage(index) from error

@@ -6,7 +6,9 @@ Models that the engine would serve wrongly are refused here.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ from tangram.model.widened import widen
 from tangram.types import Geometry
 
 _SAMPLES = 1024  # of each tensor
+# Fields of a config that change nothing of what is computed from tokens.
+_LABELS = frozenset(
+    {
+        *("architectures", "auto_map", "dtype", "quantization_config", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    }
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +51,7 @@ class LoadedModel:
     """A model ready to serve.
 
     `eos_token_ids` end an answer; `model` is in eval mode on its device. `weights_digest` is that
-    of samples of all its weights. `defaults` hold where a request states nothing.
+    of its config and of samples of all its weights. `defaults` hold where a request states nothing.
     """
 
     name: str
@@ -56,8 +65,23 @@ class LoadedModel:
 
     @property
     def kept_folder(self) -> Path:
-        """Where is kept what was measured on exactly these weights."""
+        """Where is kept what was measured on exactly these weights, with this config."""
         return cache_folder() / "weights" / self.weights_digest[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that the model is to read, such as one of a calibration.
+
+        Raises `ModelError` if the model has no embedding of one.
+        """
+        tokens: list[int] = self.tokenizer.encode(text)
+        highest, known = max(tokens, default=0), self.geometry.vocab_size
+        if highest >= known:
+            raise ModelError(
+                f"model {self.name!r}: its tokenizer has {len(self.tokenizer)} tokens, but the "
+                f"model embeds {known}, and a text has token {highest}: put the tokenizer of the "
+                "same model beside its config.json"
+            )
+        return tokens
 
     @property
     def device(self) -> torch.device:
@@ -147,6 +171,19 @@ def read_text_config(name: str) -> PretrainedConfig:
     return _read_config(resolve_source(name, weights=False), name).get_text_config()
 
 
+def read_vocabulary(name: str) -> dict[str, int]:
+    """The ids of the tokens of `name`, whose weights are not read.
+
+    Raises `ModelError` if there is no such model.
+    """
+    folder = resolve_source(name, weights=False)
+    config = _read_config(folder, name)
+    try:
+        return read_tokenizer(folder, config=config).get_vocab()
+    except UNREADABLE as error:
+        raise ModelError(f"model {name!r} cannot be read: {explain_fault(error)}") from error
+
+
 def _read_config(folder: Path, name: str) -> PretrainedConfig:
     try:
         config = read_config(folder, name)
@@ -183,7 +220,17 @@ def _weights(
         distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
     )
     refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])
+    if place.type == "cpu":
+        _detach_from_files(model)
     return model
+
+
+def _detach_from_files(model: PreTrainedModel) -> None:
+    """Copy what maps a file: whoever overwrote it would change weights that are served, and end
+    the process by shortening it.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.detach().clone()
 
 
 @without_advice()
@@ -234,11 +281,14 @@ def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelF
 
 
 def digest_weights(model: PreTrainedModel) -> str:
-    """SHA-256 (hex) of samples of every tensor: any training, or rounding to 8 bits, changes it.
+    """SHA-256 (hex) of samples of every tensor, and of the config that computes with them.
 
-    It is the same in float32 and bfloat16. On several devices all ranks must call this.
+    Any training, rounding to 8 bits, or another window changes it. It is the same in float32 and
+    bfloat16. On several devices all ranks must call this.
     """
-    digest = hashlib.sha256()
+    fields = model.config.get_text_config().to_diff_dict()
+    computing = {name: value for name, value in fields.items() if name not in _LABELS}
+    digest = hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode())
     for key, tensor in sorted(model.state_dict().items()):
         # An odd step: samples must not all be of one column.
         step = max(1, tensor.numel() // _SAMPLES) | 1

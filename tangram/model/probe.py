@@ -150,7 +150,10 @@ def check_cache(config: PretrainedConfig, windows: Sequence[int | None], longest
 
     Then Transformers answers otherwise with its cache than without it.
     """
-    held = DynamicCache(config=config).layers
+    try:
+        held = DynamicCache(config=config).layers
+    except Exception as error:
+        raise ModelError(f"Transformers makes no cache of its config: {describe(error)}") from error
     for layer, (part, window) in enumerate(zip(held, windows, strict=False)):
         kept = getattr(part, "sliding_window", None) or longest
         if kept < (window or longest):

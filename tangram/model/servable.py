@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
+from tangram.config import MOST_TOKENS
 from tangram.errors import ModelError
 from tangram.model.auto_classes import foreign_code
 from tangram.model.probe import (
@@ -50,6 +52,12 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             raise ModelError(
                 f"{name}: {field} is {value!r}, it must be at least 1: fetch config.json again"
             )
+    longest = _read(name, text, "max_position_embeddings")
+    if longest > MOST_TOKENS:  # a mask of as many positions is looked at, and page tables are made
+        raise ModelError(
+            f"{name}: max_position_embeddings is {shortened(longest)}, at most {MOST_TOKENS} are "
+            "served: set it to the length that the model was made for"
+        )
     layer_types = set(getattr(text, "layer_types", None) or ())
     if unknown := sorted(layer_types - _LAYER_TYPES):
         raise ModelError(

@@ -124,7 +124,8 @@ def _neighbours(path: Path) -> list[str]:
     """The paths beside `path` that are called much like it."""
     with suppress(OSError):
         names = [entry.name for entry in islice(path.parent.iterdir(), _MOST_NEIGHBOURS)]
-        return [str(path.parent / near) for near in get_close_matches(path.name, names)]
+        others = [name for name in names if name != path.name]  # it may be a link to nowhere
+        return [str(path.parent / near) for near in get_close_matches(path.name, others)]
     return []
 
 

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
+from tangram.config_json import refuse_parts
 from tangram.errors import ModelError
 from tangram.model.folder import report_damage
 
@@ -48,10 +49,12 @@ def check_gguf(path: Path) -> None:
         )
     try:
         with path.open("rb") as file:
-            _Header(file, path.stat().st_size).tensor_names()
+            header = _Header(file, path.stat().st_size)
+            header.tensor_names()
         GGUFReader(path)
     except _ASTRAY as error:
         raise report_damage(path) from error
+    refuse_parts(f"model {str(path)!r}", header.numbers)
 
 
 def gguf_tensor_names(path: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from pathlib import Path
@@ -10,9 +12,19 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner
 
 from tangram.cache.step import Step
+from tangram.cli import app
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.draft_model import PoolShape, draft_bytes, draft_pages
@@ -347,6 +359,18 @@ def test_another_tokenizer_is_refused(
         config = {"method": "draft_model", "model": str(folder)}
         small_engine(served, speculative_config=config, load_format="dummy")
     assert str(folder) in str(error.value)
+
+
+def test_tokens_are_compared_before_weights_are_read(same: str, tmp_path: Path) -> None:
+    """Loading two models takes minutes."""
+    other = shutil.copytree(same, tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"damaged")
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
+    drafts = json.dumps({"method": "draft_model", "model": str(other)})
+    command = ["generate", same, "-p", "a", "--kv-retention", "1", "--speculative-config", drafts]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and f"tokenizer is not that of {same}" in refused.stderr
 
 
 def test_a_share_that_leaves_nothing_is_refused(served: LoadedModel, same: str) -> None:

@@ -67,6 +67,17 @@ def test_another_gate_has_other_parameters(tmp_path: Path) -> None:
     assert FastKVzip(tmp_path / "other.safetensors").parameters() != FastKVzip(GATE).parameters()
 
 
+def test_a_gate_that_serves_does_not_change_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "gate.safetensors"
+    path.write_bytes(GATE.read_bytes())
+    scorer, size = FastKVzip(path), path.stat().st_size
+    before = scorer.score(a_chunk()).clone()
+    with path.open("r+b") as file:  # the same file, as `cp` writes it
+        file.seek(size // 2)
+        file.write(b"\1" * (size // 2))
+    assert torch.equal(scorer.score(a_chunk()), before)
+
+
 def test_a_gate_of_some_heads_scores_as_the_whole_gate_scores_them() -> None:
     """On several devices each has the heads that were dealt to it, here others in each layer."""
     chunk, whole = a_chunk(), FastKVzip(GATE)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, Qwen2Config
 
 from tangram.engine.llm import LLM
 from tangram.errors import ModelError
@@ -217,6 +217,31 @@ def test_a_pipe_in_the_place_of_a_kept_profile_is_not_waited_for(
     os.mkfifo(kept)
     LLM(str(folder), **options)
     assert f"could not be kept as {kept}: it is not a regular file" in caplog.text
+
+
+def test_kept_profiles_are_those_of_the_same_config(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights do not tell how many layers have windows, and budgets are those of the others."""
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"kv_cache_gib": 0.02, "chunk_tokens": 128, "kv_retention": 0.5}
+    fields = TINY.to_dict() | {"model_type": "qwen2", "sliding_window": 40}
+    folders = {}
+    for windows in (0, 1):
+        folders[windows] = str(tmp_path / f"windows{windows}")
+        torch.manual_seed(0)
+        switch = {"use_sliding_window": bool(windows), "max_window_layers": 1}
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**fields | switch))
+        model.save_pretrained(folders[windows])
+        tokenizer.save_pretrained(folders[windows])
+    layouts = [LLM(folders[windows], **options).engine.layout for windows in (0, 1, 0)]
+    compressed = [layout.groups[: layout.full_groups] for layout in layouts]
+    assert [len({layer for group in groups for layer, _ in group}) for groups in compressed] == [
+        2,
+        1,
+        2,
+    ]
+    assert len(list((tmp_path / "cache").glob("weights/*/profiles/*.json"))) == 2
 
 
 PROGRAM = """

@@ -14,13 +14,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from typer.testing import CliRunner
 
+from tangram.cli import app
 from tangram.errors import ModelError
 from tangram.model.load import load_model
 from tangram.model.weight_files import check_gguf, check_safetensors
@@ -128,6 +136,58 @@ def test_a_model_of_nothing_is_named(copy: Path, field: str) -> None:
         load_model(str(copy), load_format="dummy")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000, at most"),
+        ({"layer_types": ["sliding_attention"]}, "makes no cache of its config: .*sliding_window"),
+        ({"hidden_act": "softer"}, "KeyError: 'softer'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_config_says_of_no_model_is_named(
+    changes: dict[str, object], words: str, copy: Path
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=words):
+        load_model(str(copy))
+
+
+def test_a_length_of_the_tokenizer_holds_for_nobody(copy: Path) -> None:
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
+    assert load_model(str(copy)).encode("w7") == [7]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_served_does_not_change_with_its_files(dtype: str, copy: Path) -> None:
+    """A mapped file would change with it."""
+    weights = copy / "model.safetensors"
+    if dtype != "float32":  # a dtype that has to be converted is no map of the file
+        AutoModelForCausalLM.from_pretrained(copy, dtype=dtype).save_pretrained(copy)
+    loaded = load_model(str(copy), dtype=dtype)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:  # the same file, as `cp` writes it
+        file.seek(size // 2)
+        file.write(b"\1" * (size // 2))
+    after = loaded.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_tokenizer_of_a_larger_model_is_named_with_both_sizes(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANGRAM_CACHE", str(copy / "cache"))
+    words = WordLevel({f"w{number}": number for number in range(100)}, unk_token="w99")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(copy)
+    command = ["generate", str(copy), "-p", "w1", "--chunk-tokens", "32", "--scorer", "keydiff"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "its tokenizer has 100 tokens, but the model embeds 64" in refused.stderr
+
+
 def test_pickled_weights_are_never_opened(copy: Path, tmp_path: Path) -> None:
     class Attack:
         def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
@@ -168,12 +228,16 @@ def test_tensors_that_the_config_has_no_place_for_are_not_left_out(copy: Path) -
 
 
 def write_llama(
-    path: Path, layers: int = 1, leave_out: str = "", also: tuple[str, ...] = ()
+    path: Path,
+    layers: int = 1,
+    leave_out: str = "",
+    also: tuple[str, ...] = (),
+    stated_layers: int | None = None,
 ) -> Path:
     """A GGUF file of a tiny Llama with a byte-level tokenizer, which Transformers can read."""
     hidden, writer = 32, GGUFWriter(path, "llama")
     for name, number in {
-        "block_count": layers,
+        "block_count": stated_layers or layers,
         "context_length": 64,
         "embedding_length": hidden,
         "feed_forward_length": hidden,
@@ -253,6 +317,14 @@ def test_a_gguf_file_with_other_tensors_than_its_model_is_not_served(
     with pytest.raises(ModelError, match=words):
         load_model(str(write_llama(tmp_path / "model.gguf", **change)))  # type: ignore[arg-type]
     assert list(kept.iterdir()) == []
+
+
+def test_a_gguf_file_of_more_layers_than_any_model_is_refused_at_once(
+    kept: Path, tmp_path: Path
+) -> None:
+    path = write_llama(tmp_path / "model.gguf", stated_layers=10**9)
+    with pytest.raises(ModelError, match=r"llama\.block_count is 1000000000, it must be at most"):
+        load_model(str(path))
 
 
 def test_a_damaged_conversion_is_set_aside_and_made_anew(

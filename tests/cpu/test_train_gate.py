@@ -238,10 +238,10 @@ def test_a_batch_must_fill(tiny: LoadedModel) -> None:
     ],
 )
 def test_the_command_refuses_at_once(
-    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["calibrate", "no/such-model", *options])
+    result = CliRunner().invoke(app, ["calibrate", str(folder), *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())

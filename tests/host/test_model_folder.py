@@ -169,6 +169,67 @@ def test_what_a_folder_lacks_is_said(
     assert (code, said.count("\n")) == (2, 1) and words in said
 
 
+def weights_twice(folder: Path) -> None:
+    write(folder, "a.safetensors")
+    write(folder, "model.safetensors.index.json", {"weight_map": {"x": "a.safetensors"}})
+
+
+def no_shards(folder: Path) -> None:
+    write(folder, "model.safetensors.index.json", {"weight_map": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (weights_twice, "has its weights twice, in model.safetensors and in the files that"),
+        (no_shards, "model.safetensors.index.json' is damaged"),
+    ],
+)
+def test_what_two_files_say_of_weights_is_one(
+    change: Callable[[Path], None], words: str, folder: Path
+) -> None:
+    change(folder)
+    code, said = run("generate", str(folder), "-p", "a")
+    assert (code, said.count("\n")) == (2, 1) and words in said
+
+
+def test_an_index_may_list_the_one_file(folder: Path) -> None:
+    shards = {"x": "model.safetensors"}
+    write(folder, "model.safetensors.index.json", {"weight_map": shards})
+    check_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 10**9},
+        {"n_layer": 10**30},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+        {"vision_config": {"depth": 10**9}},
+        {"vision_config": {"num_hidden_layers": 10**9}},
+        {"n_routed_experts": 10**9},
+        {"num_experts": 10**9},
+    ],
+    ids=lambda config: " ".join(config),
+)
+@pytest.mark.parametrize("command", ["generate", "size"])
+def test_more_layers_than_any_model_has_are_refused_at_once(
+    command: str, config: dict[str, Any], folder: Path
+) -> None:
+    """Transformers would make an object of each, for hours, before it looks at a weight."""
+    write(folder, "config.json", config)
+    given = ["generate", str(folder), "-p", "a"] if command == "generate" else ["size", str(folder)]
+    code, said = run(*given)
+    assert (code, said.count("\n")) == (2, 1) and "must be at most 2048" in said
+
+
+def test_a_link_to_nowhere_is_not_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to("gone")
+    (tmp_path / "model2").mkdir()
+    code, said = run("generate", str(tmp_path / "model"), "-p", "a")
+    assert code == 2 and said.endswith(f"did you mean {tmp_path}/model2?\n")
+
+
 def test_random_weights_need_a_config_alone(folder: Path) -> None:
     remove("model.safetensors", "tokenizer.json")(folder)
     check_source(str(folder), weights=False)

@@ -229,7 +229,8 @@ def _read(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
         metadata: Mapping[str, str] = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118 (it is no dict)
             layer, _, rest = name.partition(".")
-            layers.setdefault(int(layer), {})[rest] = file.get_tensor(name)
+            own = file.get_tensor(name).clone()  # what it gives maps the file
+            layers.setdefault(int(layer), {})[rest] = own
     return [layers[layer] for layer in range(len(layers))], metadata
 
 

@@ -101,7 +101,7 @@ class ModelBench:
             calibration_samples,
             loaded.kept_folder,
             source,
-            loaded.tokenizer.encode,
+            loaded.encode,
             base.page_tokens,
             base.heads_per_page,
         )
