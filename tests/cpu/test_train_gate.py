@@ -241,7 +241,7 @@ def test_the_command_refuses_at_once(
     options: list[str], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["calibrate", str(folder), *options])
+    result = CliRunner().invoke(app, ["calibrate", "smollm2", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())
