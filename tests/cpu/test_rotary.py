@@ -17,9 +17,10 @@ from tangram.model.rotary import model_rotary
 from tests.cpu.test_architectures import BASE, CONFIGS
 from tests.small_engines import small_engine
 
+READING = BASE | {"vocab_size": 49_152}  # as many as the tokenizer has
 INTERLEAVED = {
-    "glm4": Glm4Config(**BASE),
-    "cohere2": Cohere2Config(**BASE, layer_types=["full_attention"] * 4),
+    "glm4": Glm4Config(**READING),
+    "cohere2": Cohere2Config(**READING, layer_types=["full_attention"] * 4),
 }
 
 
