@@ -249,6 +249,6 @@ def test_a_path_that_nobody_has_is_not_found(shared_server: EngineServer) -> Non
 
 def test_the_command_line_refuses_what_is_no_origin_before_it_loads_a_model() -> None:
     origins = ["--allowed-origins", "*", "--allowed-origins", "here"]
-    ended = CliRunner().invoke(app, ["serve", "no-such-model", "--port", "0", *origins])
+    ended = CliRunner().invoke(app, ["serve", "smollm2", "--port", "0", *origins])
     assert ended.exit_code == 2
     assert "allowed_origins has 'here'" in ended.output
