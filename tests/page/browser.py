@@ -20,7 +20,7 @@ PHONE: dict[str, Any] = {
     **{"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2},
     **{"is_mobile": True, "has_touch": True},
 }
-TIMEOUT_MS = 15_000  # for what a busy machine shows late
+TIMEOUT_MS = 60_000  # for what a busy machine shows late
 SERIOUS = ("serious", "critical")
 
 
