@@ -158,7 +158,11 @@ def _try(source: str, field: str) -> None:
         code, begun = ended.returncode, ended.stdout == BEGUN
         reason = f"code {code}, {ended.stderr[-_MOST_REASON_CHARACTERS:]!r}"
     except subprocess.TimeoutExpired:
-        code, begun, reason = None, False, f"it has not ended in {MOST_S} s, and not used as much"
+        code, begun, reason = (
+            None,
+            False,
+            f"not ended in {MOST_S} s, too few of them on a processor",
+        )
     except OSError as error:
         code, begun, reason = None, False, str(error)
     if code == 0:

@@ -42,7 +42,8 @@ def without_advice() -> Iterator[None]:
     Its progress bars, too, where standard error is a file: each of their states would stay there.
     """
     logger = logging.getLogger("transformers")
-    level, hides_bars = logger.level, is_progress_bar_enabled() and not sys.stderr.isatty()
+    shown = sys.stderr is not None and sys.stderr.isatty()  # it may have been closed
+    level, hides_bars = logger.level, is_progress_bar_enabled() and not shown
     logger.setLevel(logging.ERROR)
     if hides_bars:
         disable_progress_bar()  # type: ignore[no-untyped-call]

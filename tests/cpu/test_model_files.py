@@ -188,6 +188,13 @@ def test_a_tokenizer_of_a_larger_model_is_named_with_both_sizes(
     assert "its tokenizer has 100 tokens, but the model embeds 64" in refused.stderr
 
 
+def test_a_model_is_loaded_where_standard_error_is_closed(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert load_model(str(copy), load_format="dummy")
+
+
 def test_pickled_weights_are_never_opened(copy: Path, tmp_path: Path) -> None:
     class Attack:
         def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
