@@ -31,6 +31,7 @@ from transformers.utils.logging import (
 
 from tangram.errors import ModelError
 from tangram.model.source import is_on_hub
+from tangram.model.text_growth import check_growth
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -71,8 +72,8 @@ def read_config(folder: Path, name: str) -> PretrainedConfig:
 def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, with `options` of Transformers.
 
-    Raises `ModelError` if only code of the folder could make it, and `ValueError` if its files are
-    no valid tokenizer.
+    Raises `ModelError` if only code of the folder could make it, or if its rules multiply a text
+    (`text_growth.py`), and `ValueError` if its files are no valid tokenizer.
     """
     try:
         with _refuse_code(str(folder)):
@@ -86,6 +87,7 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
         if type(error) is not Exception:
             raise
         raise ValueError(str(error)) from error
+    check_growth(tokenizer, str(folder))
     return tokenizer
 
 

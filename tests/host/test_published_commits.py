@@ -43,13 +43,8 @@ OF_ANSWERS = {
     *(f"calibration_{scorer}" for scorer in ("expected_attention", "fastkvzip", "keydiff")),
     *("calibration_kvzip", "calibration_snapkv"),
 }
-# Wait for an idle machine: `python -m bench.published --commands` prints how each is measured.
-TO_MEASURE = {
-    *("accuracy_entries", "accuracy_integer_scales", "accuracy_lossless"),
-    *("busy_laptop", "cpu_portable", "cpu_portable-2-threads", "cpu_step", "cpu_step-compiled"),
-    *("http_fuzz", "http_load", "http_overload", "http_soak", "huge_pages", "page_cost"),
-    *("naive_decoding", "replicas_overhead", "schedules", "speculation_acceptance"),
-}
+# They say what a model answers, too, and are measured again when a machine has an hour.
+TO_MEASURE = {"accuracy_entries", "accuracy_lossless", "speculation_acceptance"}
 
 
 def is_kept(commit: str) -> bool:
