@@ -45,6 +45,7 @@ OF_ANSWERS = {
 }
 # They say what a model answers, too, and are measured again when a machine has an hour.
 TO_MEASURE = {"accuracy_entries", "accuracy_lossless", "speculation_acceptance"}
+TO_MEASURE |= {"http_load", "http_overload"}
 
 
 def is_kept(commit: str) -> bool:
