@@ -44,7 +44,7 @@ OF_ANSWERS = {
     *("calibration_kvzip", "calibration_snapkv"),
 }
 # They say what a model answers, too, and are measured again when a machine has an hour.
-TO_MEASURE = {"accuracy_entries", "speculation_acceptance"}
+TO_MEASURE = {"speculation_acceptance"}
 TO_MEASURE |= {"http_load", "http_overload"}
 
 
