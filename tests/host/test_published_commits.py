@@ -43,9 +43,8 @@ OF_ANSWERS = {
     *(f"calibration_{scorer}" for scorer in ("expected_attention", "fastkvzip", "keydiff")),
     *("calibration_kvzip", "calibration_snapkv"),
 }
-# They say what a model answers, too, and are measured again when a machine has an hour.
-TO_MEASURE = {"speculation_acceptance"}
-TO_MEASURE |= {"http_load", "http_overload"}
+# Wait for an idle machine: `python -m bench.published --commands` prints how each is measured.
+TO_MEASURE = {"http_load", "http_overload"}
 
 
 def is_kept(commit: str) -> bool:
