@@ -43,8 +43,6 @@ OF_ANSWERS = {
     *(f"calibration_{scorer}" for scorer in ("expected_attention", "fastkvzip", "keydiff")),
     *("calibration_kvzip", "calibration_snapkv"),
 }
-# Wait for an idle machine: `python -m bench.published --commands` prints how each is measured.
-TO_MEASURE = {"http_load", "http_overload"}
 
 
 def is_kept(commit: str) -> bool:
@@ -76,7 +74,7 @@ def test_every_cited_commit_is_kept(path: Path) -> None:
 
 
 @with_history
-@pytest.mark.parametrize("name", sorted(FILES.keys() - OF_ANSWERS - TO_MEASURE))
+@pytest.mark.parametrize("name", sorted(FILES.keys() - OF_ANSWERS))
 def test_a_raw_file_is_of_a_commit_that_is_kept_clean_and_not_too_old(name: str) -> None:
     assert list(faults(FILES[name])) == [], (
         "measure it again with its command, or delete it and what pages say of it"
@@ -84,7 +82,7 @@ def test_a_raw_file_is_of_a_commit_that_is_kept_clean_and_not_too_old(name: str)
 
 
 @with_history
-@pytest.mark.parametrize("name", sorted(OF_ANSWERS | TO_MEASURE))
+@pytest.mark.parametrize("name", sorted(OF_ANSWERS))
 def test_no_raw_file_is_excused_without_need(name: str) -> None:
     assert list(faults(FILES[name])), f"{name} needs no excuse any more"
 
