@@ -336,7 +336,6 @@ def test_batching(page: Any) -> None:
         for step in found["steps"]
         for _, kind, _ in step["rows"]
     )
-    assert sealed > 0
     expect(widget.locator("rect.seal")).to_have_count(sealed)
     widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
     slide(widget, "Places in the batch", "Home", "ArrowRight")
