@@ -161,6 +161,7 @@ def measure_form(
     del usual
     for name, at_once, options in other_engines(load().device):
         gc.collect()
+        torch._dynamo.reset()  # past a number of graphs in a process, torch compiles none
         other = Measured(load(), form, **options)
         yield name, compare(other.find(prompts, tokens, at_once=at_once), alone)
         del other

@@ -18,7 +18,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -26,10 +27,12 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from rich.progress import Progress
 
 from bench.stress.conversations import Outcome, UserTurn, ask, conversation, hold, mean_turns
 from bench.stress.laws import ServerSample, find_broken_laws, growth, summary
 from bench.stress.server import ServerError, ServerProcess, books_of, start_server, surroundings
+from tangram.cli.console import progress
 
 RESULT = Path(__file__).parents[1] / "results" / "http_soak.json"
 # A small pool is full soon. Pages are then taken from the prefix cache, and no memory is used
@@ -39,6 +42,7 @@ LOAD = 0.9
 SAMPLE_EVERY_S = 1.0
 SETTLED_WITHIN_S = 60.0
 MOST_ASKED_AGAIN = 20
+OUTSIDE_S = 240.0  # the start, the last answers of both phases, the answers again, and the end
 NO_BOUND = httpx.Limits(max_connections=None)
 
 
@@ -49,27 +53,29 @@ class Clients:
         self._client, self._random = client, Random(seed)
         self.outcomes: list[Outcome] = []
 
-    async def converse(self) -> None:
-        """One conversation, to its end."""
+    async def converse(self, until_s: float) -> None:
+        """One conversation, to its end or to the first answer after a monotonic time."""
         async for outcome in hold(self._client, conversation(self._random)):
             self.outcomes.append(outcome)
+            if time.monotonic() >= until_s:
+                return
 
     async def closed_loop(self, count: int, until_s: float) -> None:
         """This many clients, each with one conversation after the other, until a monotonic time."""
 
         async def client_loop() -> None:
             while time.monotonic() < until_s:
-                await self.converse()
+                await self.converse(until_s)
 
         await asyncio.gather(*(client_loop() for _ in range(count)))
 
     async def arrivals(self, conversations_per_s: float, until_s: float) -> None:
-        """Conversations that begin at random at a mean rate until a time; waits for their ends."""
+        """Conversations that begin at random at a mean rate until a time; waits for answers."""
         async with asyncio.TaskGroup() as tasks:
             next_s = time.monotonic()
             while next_s < until_s:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                tasks.create_task(self.converse())
+                tasks.create_task(self.converse(until_s))
                 next_s += self._random.expovariate(conversations_per_s)
 
 
@@ -101,13 +107,31 @@ async def watch(
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
+@asynccontextmanager
+async def show_time(bars: Progress, phase: str, seconds: float) -> AsyncIterator[None]:
+    """A bar of a phase that takes `seconds` and then waits for the last answers."""
+    bar, begin_s = bars.add_task(phase, total=seconds), time.monotonic()
+
+    async def move() -> None:
+        while True:
+            bars.update(bar, completed=min(seconds, time.monotonic() - begin_s))
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    moving = asyncio.create_task(move())
+    try:
+        yield
+    finally:
+        moving.cancel()
+        bars.update(bar, completed=seconds)
+
+
 async def ask_again(
-    client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random
+    client: httpx.AsyncClient, outcomes: Sequence[Outcome], random: Random, bars: Progress
 ) -> tuple[int, int]:
     """The number of answers requested again, one at a time, and how many of them differ."""
     answered = [one for one in outcomes if one.kind == "answered"]
     chosen, changed = random.sample(answered, min(MOST_ASKED_AGAIN, len(answered))), 0
-    for before in chosen:
+    for before in bars.track(chosen, description="answers again"):
         turn = UserTurn("", before.answer_tokens, stream=not before.stream, patience_s=None)
         after = await ask(client, before.messages, turn)
         changed += after.kind != "answered" or after.text != before.text
@@ -125,14 +149,17 @@ async def completions(client: httpx.AsyncClient) -> dict[str, int]:
     }
 
 
-async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+async def soak(
+    server: ServerProcess, options: argparse.Namespace, bars: Progress
+) -> dict[str, Any]:
     """The whole soak; returns its figures, with the broken laws under `broken`."""
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=600, limits=NO_BOUND) as client,
         httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
     ):
         first = Clients(client, options.seed)
-        turns_per_s = await capacity(first, options.people, options.capacity_seconds)
+        async with show_time(bars, "capacity", options.capacity_seconds):
+            turns_per_s = await capacity(first, options.people, options.capacity_seconds)
         print(f"capacity: {turns_per_s:.2f} turns/s", flush=True)
         clients, samples, begin_s = (
             Clients(client, options.seed + 1),
@@ -140,11 +167,12 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
             time.monotonic(),
         )
         watching = asyncio.create_task(watch(watcher, server, begin_s, samples))
-        await clients.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
+        async with show_time(bars, "conversations", options.seconds):
+            await clients.arrivals(LOAD * turns_per_s / mean_turns(), begin_s + options.seconds)
         took_s = time.monotonic() - begin_s
         watching.cancel()
         ends = await completions(client)
-        again, changed = await ask_again(client, clients.outcomes, Random(options.seed))
+        again, changed = await ask_again(client, clients.outcomes, Random(options.seed), bars)
     everything, heap = [*first.outcomes, *clients.outcomes], growth(samples, "heap_mb")
     return {
         "capacity_turns_per_s": turns_per_s,
@@ -188,10 +216,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     where = surroundings()
-    with tempfile.TemporaryFile() as log:
+    minutes = (options.capacity_seconds + options.seconds + OUTSIDE_S) / 60
+    print(f"takes some {minutes:.0f} minutes on two cores", flush=True)
+    with tempfile.TemporaryFile() as log, progress(counted=False) as bars:
         try:
             with start_server(SERVER_OPTIONS, log, counted=True) as server:
-                found = asyncio.run(soak(server, options))
+                found = asyncio.run(soak(server, options, bars))
                 found["afterwards"], wrong = afterwards(server)
                 found["broken"] += wrong
         except ServerError as error:

@@ -330,13 +330,13 @@ def test_batching(page: Any) -> None:
     ]
     begun = [min(x for x, other in bars if other == y) for y in sorted({y for _, y in bars})]
     assert begun == sorted(begun), "a line is a request, in the order of their start"
-    sealed = sum(
-        kind == "seal"
+    kinds = {
+        kind
         for found in recorded["schedules"].values()
         for step in found["steps"]
         for _, kind, _ in step["rows"]
-    )
-    expect(widget.locator("rect.seal")).to_have_count(sealed)
+    }
+    assert ("sealing" in widget.locator(".legend").inner_text()) == ("seal" in kinds)
     widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
     slide(widget, "Places in the batch", "Home", "ArrowRight")
     table = widget.locator("table").last
@@ -355,6 +355,24 @@ def test_batching(page: Any) -> None:
     stopped = second.input_value()
     page.wait_for_timeout(100)
     expect(second).to_have_value(stopped)
+
+
+def test_a_chunk_that_decode_has_filled_is_marked_where_it_is_sealed(
+    browser: Any, site: str
+) -> None:
+    def add_seal(route: Any) -> None:
+        recorded = route.fetch().json()
+        (_, rows), *_ = recorded["schedules"]["continuous"]["steps"]
+        rows[0][1] = "seal"
+        route.fulfill(json=recorded)
+
+    with open_page(browser, site) as watched:
+        watched.page.route("**/data/schedules.json", add_seal)
+        watched.page.reload()
+        wait_for_widgets(watched.page)
+        widget = chapter(watched.page, "batching")
+        expect(widget.locator("rect.seal")).to_have_count(1)
+        expect(widget.locator(".legend")).to_contain_text("sealing a chunk")
 
 
 def test_speculation(page: Any) -> None:

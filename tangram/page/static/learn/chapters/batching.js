@@ -154,6 +154,9 @@ function Batching({ schedules: recorded }) {
   useEffect(() => {
     if (now >= longest) setPlaying(false);
   }, [now]);
+  const seals = KINDS.some((kind) =>
+    schedules[kind].steps.some(([, rows]) => rows.some(([, row]) => row === "seal")),
+  );
   const play = () => {
     if (!playing && now >= longest) setNow(0);
     setPlaying(!playing);
@@ -191,8 +194,9 @@ function Batching({ schedules: recorded }) {
         />`,
     )}
     <p class="legend">
-      <span class="key prompt"></span> prompt <span class="key decode"></span> decode
-      <span class="key seal"></span> sealing a chunk that decode has filled; a line is a request
+      <span class="key prompt"></span> prompt <span class="key decode"></span> decode${
+        seals && html` <span class="key seal"></span> sealing a chunk that decode has filled`
+      }; a line is a request
     </p>
     <${Table}
       caption="${requests.length} requests, ${recorded.model}, ${recorded.max_num_seqs} places"
