@@ -191,15 +191,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """New tokens of one completion (`index` of `n`), the text they add, and the end if it came.
+    """New tokens of one completion (`index` of `n`), and the end if it came.
 
-    `admitted_s`, of the monotonic clock, is when it left the queue; None if it never did.
+    `tangram.engine.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is when
+    it left the queue; None if it never did.
     """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
-    text: str
     logprobs: tuple[TokenLogprob, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
@@ -279,9 +279,9 @@ class ThinkingFormat:
 class Marks:
     """Tokens that mark calls and thoughts, each by its id: `names` are control tokens.
 
-    These stand in the text of an answer by their names. After one of `heads`, up to the next of
-    them all, text is not searched for stop strings. `words` are ordinary tokens: their text is the
-    mark, or the part of it that they spell.
+    In an answer each stands as a `Mark`. After one of `heads`, up to the next of them all, text is
+    not searched for stop strings. `words` are ordinary tokens: their text is the mark, or the part
+    of it that they spell.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
@@ -290,11 +290,22 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A control token in an answer that marks a call or a thought, by its name."""
+
+    name: str
+
+
+# A part of an answer: text of ordinary tokens, which may spell the name of a mark, or a mark.
+Piece = str | Mark
+
+
+@dataclass(frozen=True)
 class Request:
     """One request of the engine: tokens in, events out through `on_event`.
 
     `on_event` is called on the engine's thread. With a `grammar` the completions follow it, until a
-    limit cuts them. Of control tokens only `marks` are in their text.
+    limit cuts them. Of control tokens only `marks` are in the answers.
     """
 
     request_id: str

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tangram.engine.answer_text import read_text
 from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
@@ -110,15 +111,18 @@ def ask(
 
         engine.submit(Request(str(number), tuple(prompt), wanted, receive, **options))
     drain(engine)
-    return [_answer(own) for own in events.values()]
+    return [
+        _answer(own, read_text(engine.codec, params[number], prompts[number], own))
+        for (number, _), own in events.items()
+    ]
 
 
-def _answer(events: Sequence[Event]) -> DraftedAnswer:
+def _answer(events: Sequence[Event], text: str) -> DraftedAnswer:
     last = events[-1]
     assert last.finish_reason is not None and last.error is None
     return DraftedAnswer(
         [token for event in events for token in event.token_ids],
-        "".join(event.text for event in events),
+        text,
         str(last.finish_reason),
         replace(last.usage, drafted=None),
         [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tangram.config import EngineConfig
+from tangram.engine.answer_text import read_text
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.errors import TangramError
@@ -60,6 +61,6 @@ def _quote(engine: Engine, text: str) -> Quotation:
     (first_s, _), (last_s, last) = timed[0], timed[-1]
     if last.finish_reason is FinishReason.ABORT:
         raise TangramError(f"the engine ended a request: {last.error}")
-    said = "".join(event.text for _, event in timed)
+    said = read_text(engine.codec, ANSWER, prompt, [event for _, event in timed])
     speed = (last.usage.completion_tokens - 1) / (last_s - first_s)
     return Quotation(said, speed, last.usage.drafted)

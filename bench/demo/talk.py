@@ -10,6 +10,7 @@ from bench.demo.kept_tokens import KeptEntries
 from bench.logbook import LOGBOOK
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
+from tangram.engine.answer_text import read_text
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.errors import TangramError
@@ -128,9 +129,11 @@ class DemoConversation:
         self, question: DemoQuestion, kv_retention: float, advance: Advance = _nobody
     ) -> DemoAnswer:
         """Ask `question` about the document; the cached part of the prompt is not computed."""
-        timed = self._run(self.prompt(question), ANSWER, kv_retention, advance=advance)
+        prompt = self.prompt(question)
+        timed = self._run(prompt, ANSWER, kv_retention, advance=advance)
         (first_s, _), (last_s, last) = timed[0], timed[-1]
-        text = "".join(event.text for _, event in timed).strip().removesuffix(".") + "."
+        said = read_text(self.engine.codec, ANSWER, prompt, [event for _, event in timed])
+        text = said.strip().removesuffix(".") + "."
         return DemoAnswer(question, kv_retention, text, last.usage, first_s, last_s - first_s)
 
     def _run(

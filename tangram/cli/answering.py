@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from tangram.engine.answer_text import AnswerText, spell
 from tangram.errors import TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
 
@@ -60,11 +61,14 @@ class TerminalAnswer:
     first_s: float | None = None
     last_s: float = 0.0
 
-    def take(self, event: Event) -> None:
-        """Raises `TangramError` if the engine gave the request up."""
+    def take(self, event: Event, text: str) -> None:
+        """Enter an event and the text that it adds.
+
+        Raises `TangramError` if the engine gave the request up.
+        """
         if event.error is not None:
             raise TangramError(f"the engine has given up this answer: {event.error}")
-        self.text += event.text
+        self.text += text
         self.usage, self.reason = event.usage, event.finish_reason
         if event.token_ids:
             self.last_s = time.perf_counter()
@@ -106,6 +110,7 @@ def answer_prompt(
     up.
     """
     events, answer = deque[Event](), TerminalAnswer()
+    reader = AnswerText(engine.codec, sampling, prompt)
     request = Request(
         uuid.uuid4().hex, prompt, sampling, events.append, kv_retention, kv_scorer=kv_scorer
     )
@@ -118,9 +123,10 @@ def answer_prompt(
         engine.step()
         while events:
             event = events.popleft()
-            answer.take(event)
-            if event.text:
-                write(event.text)
+            text = spell(reader.take(event))
+            answer.take(event, text)
+            if text:
+                write(text)
     return answer
 
 

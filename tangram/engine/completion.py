@@ -1,4 +1,4 @@
-"""One completion in progress (its sequence, sampler and text), and all completions by request."""
+"""One completion in progress (its sequence and sampler), and all completions by request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
+from tangram.engine.answer_text import TextStream, end_tokens
 from tangram.engine.sampling import SampledTokens, SampleRow
-from tangram.engine.text import TextCodec, TextStream
+from tangram.engine.text import TextCodec
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import (
     ChosenToken,
@@ -34,17 +35,17 @@ _log = logging.getLogger("tangram")
 class Completion:
     """Number `index` of the `n` completions of `request`.
 
-    `begin` makes its sampler and its text when the first token is sampled; a waiting completion
-    holds neither. `error` says why nothing more can be written, and `error_field` names the field
-    of the request that caused it, if one did.
+    `begin` makes its sampler and its `stops` when the first token is sampled; a waiting completion
+    holds neither. `stops` looks for stop strings, and is None where there are none. `error` says
+    why nothing more can be written, and the field of the request that caused it, if one did.
     """
 
     request: Request
     index: int
     sequence: TokenSequence
     end_token_ids: frozenset[int]
-    begin: Callable[[], tuple[SampleRow, TextStream]]
-    text: TextStream = field(init=False)
+    begin: Callable[[], tuple[SampleRow, TextStream | None]]
+    stops: TextStream | None = field(init=False)
     ended: bool = False
     error: tuple[str, str | None] | None = None
 
@@ -55,7 +56,7 @@ class Completion:
         The first token is then invalid.
         """
         try:
-            sampler, self.text = self.begin()
+            sampler, self.stops = self.begin()
         except Exception:
             request_id = self.request.request_id
             _log.exception(
@@ -75,16 +76,16 @@ class Completion:
         """Whether the next token depends on the value of the one before."""
         return self.sampler.matcher is not None
 
-    def take(self, token: ChosenToken) -> tuple[str, FinishReason | None]:
-        """Add the expected token. Returns the text that is certain now, and a finish reason if any.
+    def take(self, token: ChosenToken) -> FinishReason | None:
+        """Add the expected token. Returns why the completion has ended, None if it goes on.
 
-        After an `error` there is neither.
+        After an `error` it is None.
         """
         self.sequence.settle(token.token_id)
-        return self._write(token)
+        return self._find_end(token)
 
     def goes_on(self, tokens: Sequence[ChosenToken]) -> bool:
-        """Whether it is certain, without their text, that none of the next `tokens` ends it.
+        """Whether it is certain that none of the next `tokens` ends it.
 
         None of them begins or ends a part of the answer, either.
         """
@@ -101,31 +102,25 @@ class Completion:
             )
         )
 
-    def write(self, tokens: Sequence[ChosenToken]) -> str:
-        """The text that is certain with `tokens`, which are settled and with which it goes on."""
-        return self.text.push_run([token.token_id for token in tokens])[0]
-
-    def _write(self, token: ChosenToken) -> tuple[str, FinishReason | None]:
+    def _find_end(self, token: ChosenToken) -> FinishReason | None:
         if (matcher := self.sampler.matcher) is not None:
             matcher.take(token.token_id)
             if matcher.error is not None:
                 self.error = str(matcher.error), matcher.error.field
         if self.error is not None:
-            return "", None
+            return None
         if token.token_id in self.end_token_ids:
-            return self.text.finish(), FinishReason.STOP
-        delta, stopped = self.text.push(token.token_id)
-        if stopped:
-            return delta, FinishReason.STOP
-        if self.sequence.complete:
-            return delta + self.text.finish(), FinishReason.LENGTH
-        return delta, None
+            return FinishReason.STOP
+        if self.stops is not None:
+            self.stops.push([token.token_id])
+            if self.stops.stopped:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.sequence.complete else None
 
     def event(
         self,
         usage: Usage,
         tokens: Sequence[ChosenToken],
-        text: str,
         reason: FinishReason | None,
         error: str | None = None,
         error_field: str | None = None,
@@ -135,7 +130,6 @@ class Completion:
             request_id=self.request.request_id,
             index=self.index,
             token_ids=tuple(token.token_id for token in tokens),
-            text=text,
             logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
             usage=usage,
             finish_reason=reason,
@@ -171,7 +165,7 @@ class Flight:
 def refuse(request: Request, index: int, error: str) -> Event:
     """The event that completion `index` of `request` could not be started."""
     usage = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
-    return Event(request.request_id, index, (), "", (), usage, FinishReason.ABORT, error)
+    return Event(request.request_id, index, (), (), usage, FinishReason.ABORT, error)
 
 
 class Answers:
@@ -211,9 +205,7 @@ class Answers:
         """
         sampling, request_id = request.sampling, request.request_id
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        ends = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self._codec.eos_token_ids
-        )
+        ends = end_tokens(self._codec, sampling)
         prompt = np.asarray(request.prompt_token_ids, np.int64)
         limit = len(prompt) + max_tokens - 1
         first, *others = [
@@ -265,7 +257,7 @@ class Answers:
 
     def _begin(
         self, request: Request, index: int, seed: int, ends: frozenset[int]
-    ) -> tuple[SampleRow, TextStream]:
+    ) -> tuple[SampleRow, TextStream | None]:
         prompt, sampling = request.prompt_token_ids, request.sampling
         sampler = SampleRow(
             sampling,
@@ -278,6 +270,8 @@ class Answers:
             end_token_ids=ends,
             defaults=self._defaults,
         )
+        if not sampling.stop:
+            return sampler, None
         return sampler, TextStream(
             self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks
         )

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tangram.config import EngineConfig
+from tangram.engine.answer_text import read_text
 from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
+from tangram.engine.text import TextCodec
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 
@@ -161,7 +163,7 @@ class LLM:
                 self.engine.step()
                 progress.update(task, completed=sum(collector.done for collector in collectors))
         return [
-            collector.output(request)
+            collector.output(request, self.engine.codec)
             for collector, request in zip(collectors, requests, strict=True)
         ]
 
@@ -193,19 +195,21 @@ class _Collector:
     def done(self) -> bool:
         return all(events and events[-1].finish_reason is not None for events in self._events)
 
-    def output(self, request: Request) -> RequestOutput:
+    def output(self, request: Request, codec: TextCodec) -> RequestOutput:
         usages = [events[-1].usage for events in self._events]
         first: Usage = usages[0]
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=tuple(self._completion(index, request) for index in range(len(self._events))),
+            outputs=tuple(
+                self._completion(index, request, codec) for index in range(len(self._events))
+            ),
             num_cached_tokens=first.cached_tokens,
             kv_bytes=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
         )
 
-    def _completion(self, index: int, request: Request) -> CompletionOutput:
+    def _completion(self, index: int, request: Request, codec: TextCodec) -> CompletionOutput:
         events = self._events[index]
         reason = events[-1].finish_reason
         if reason is None or reason is FinishReason.ABORT:
@@ -215,7 +219,7 @@ class _Collector:
         wanted = request.sampling.logprobs is not None
         return CompletionOutput(
             index=index,
-            text="".join(event.text for event in events),
+            text=read_text(codec, request.sampling, request.prompt_token_ids, events),
             token_ids=tuple(token for event in events for token in event.token_ids),
             logprobs=tuple(entry for event in events for entry in event.logprobs)
             if wanted

@@ -379,8 +379,7 @@ class Engine:
             parcel.drafted,
         )
         self._scheduler.counters.generated_tokens += len(tokens)
-        text = completion.write(tokens)
-        completion.request.on_event(completion.event(usage, tokens, text, None))
+        completion.request.on_event(completion.event(usage, tokens, None))
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
@@ -519,13 +518,13 @@ class Engine:
             self._end(completion)
             self._publish_stats()  # before the last event: they must not contain the request
             completion.request.on_event(
-                completion.event(usage, (), "", FinishReason.ABORT, error, field)
+                completion.event(usage, (), FinishReason.ABORT, error, field)
             )
 
     # -- emit --------------------------------------------------------------------------------------
 
     def _take(self, completion: Completion, token: ChosenToken) -> None:
-        text, reason = completion.take(token)
+        reason = completion.take(token)
         if completion.error is not None:
             self._drop(completion.request.request_id, *completion.error)
             return
@@ -537,7 +536,7 @@ class Engine:
             self._answers.remove(completion)
             self._end(completion)
             self._publish_stats()
-        completion.request.on_event(completion.event(usage, (token,), text, reason))
+        completion.request.on_event(completion.event(usage, (token,), reason))
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True

@@ -1,11 +1,4 @@
-"""Text to tokens and back: the chat template, detokenisation token by token, stop strings.
-
-A stream decodes a short window of tokens again at each step: the last group that gave text and the
-tokens after it. Only in context are the spaces right and the characters whole that span tokens (as
-in text-generation-inference). `tokenizers.decoders.DecodeStream` works alike. But it raises on
-invalid UTF-8 from byte-fallback vocabularies, and cannot return its remaining text when a
-completion ends.
-"""
+"""Text to tokens and back: the tokenizer and the chat template of a model."""
 
 from __future__ import annotations
 
@@ -30,14 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
-_MAX_PENDING = 3  # a character has at most 4 bytes, so at most 3 replacements may still become one
-_PROMPT_TAIL_TOKENS = (
-    8  # enough of the prompt to decide on the first space and to finish a character
-)
-_MAX_WINDOW_TOKENS = 32
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_NONE = Marks()
 
 
 class _Decoder(Protocol):
@@ -352,144 +339,6 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
         )
 
     return decode
-
-
-class TextStream:
-    """The text of one completion as its tokens arrive, cut before the first stop string.
-
-    It contains whole characters only. The deltas and `finish` add up to `codec.decode` of the
-    tokens as it reads after `prompt_token_ids` (a leading space stays). Known difference: where a
-    byte-fallback vocabulary yields invalid UTF-8, characters sent before stay. Of special tokens
-    only `marks` add text, their names; stop strings are not searched across one. Each token costs a
-    bounded amount of work.
-    """
-
-    def __init__(
-        self,
-        codec: TextCodec,
-        *,
-        stop: Sequence[str] = (),
-        prompt_token_ids: Sequence[int] = (),
-        marks: Marks = _NONE,
-    ) -> None:
-        self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
-        self._stop = _StopStrings(stop)
-        self._marks, self._in_head = marks, False
-        self._stopped = False
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is now certain, and whether a stop string ended the completion.
-
-        Push nothing more then.
-        """
-        mark = self._marks.names.get(token_id)
-        if mark is None:
-            return self.push_run([token_id])
-        text, self._stopped = self._search(self._detokenizer.flush())
-        if not self._stopped:
-            text += self._stop.flush() + mark
-            self._in_head = token_id in self._marks.heads
-        return text, self._stopped
-
-    def push_run(self, token_ids: Sequence[int]) -> tuple[str, bool]:
-        """`push` of several tokens at once, of which none is a mark."""
-        text, self._stopped = self._search(self._detokenizer.push(token_ids))
-        return text, self._stopped
-
-    def _search(self, text: str) -> tuple[str, bool]:
-        return (text, False) if self._in_head else self._stop.push(text)
-
-    def finish(self) -> str:
-        """The text still held back, if the completion ends for another reason than a stop."""
-        if self._stopped:
-            return ""
-        text, self._stopped = self._search(self._detokenizer.flush())
-        return text + self._stop.flush()
-
-
-class _Detokenizer:
-    """`_ids` is the window, of whose text `_sent` characters are sent.
-
-    `_group` is where its newest tokens begin.
-    """
-
-    def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
-        self._codec = codec
-        self._ids = list(context)
-        self._group = len(self._ids)
-        self._text = codec.decode(self._ids)
-        self._sent = _certain(self._text)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        # As context a special token would hide that a text precedes.
-        plain = [token for token in token_ids if token not in self._codec.special_token_ids]
-        if not plain:
-            return ""
-        self._ids += plain
-        self._text = text = self._codec.decode(self._ids)
-        full = len(self._ids) > _MAX_WINDOW_TOKENS
-        certain = max(_certain(text), len(text) - _MAX_PENDING) if full else _certain(text)
-        delta = text[self._sent : certain]
-        self._sent = max(self._sent, certain)
-        if delta and certain == len(text):
-            self._slide(self._group)
-        elif full:
-            self._slide(_MAX_WINDOW_TOKENS // 2)
-        return delta
-
-    def flush(self) -> str:
-        delta = self._text[self._sent :]
-        self._sent = len(self._text)
-        return delta
-
-    def _slide(self, tokens: int) -> None:
-        """Forget the oldest tokens of the window.
-
-        The number of unsent characters does not change.
-        """
-        unsent = max(0, len(self._text) - self._sent)
-        self._ids = self._ids[tokens:]
-        self._group = len(self._ids)
-        self._text = self._codec.decode(self._ids)
-        self._sent = max(0, len(self._text) - unsent)
-
-
-class _StopStrings:
-    """Holds back text that may be the beginning of a stop string until that is decided."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        text = self._held + text
-        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
-        if starts:
-            self._held = ""
-            return text[: min(starts)], True
-        certain = len(text) - self._measure_undecided(text)
-        self._held = text[certain:]
-        return text[:certain], False
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-    def _measure_undecided(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
-        return next(
-            (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0
-        )
-
-
-def _certain(text: str) -> int:
-    """The length of `text` without the replacement characters at its end.
-
-    The next tokens may change these.
-    """
-    return len(text.rstrip(_REPLACEMENT))
 
 
 @cache

@@ -187,7 +187,6 @@ def _refuse(sent: SentRequest, index: int, error: TangramError) -> Event:
         sent.options["request_id"],
         index,
         (),
-        "",
         (),
         Usage(len(sent.tokens), 0, 0, 0, 0),
         FinishReason.ABORT,

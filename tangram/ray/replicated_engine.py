@@ -239,7 +239,6 @@ class _Relay:
                     self.request.request_id,
                     index,
                     (),
-                    "",
                     (),
                     self._usage,
                     FinishReason.ABORT,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tangram.engine.answer_text import AnswerText
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream
@@ -65,11 +66,18 @@ AnswerEvent = Delta | Failure | End
 class Answer:
     """The events of `stream`, each completion split into parts by a reader of its own.
 
-    Iterate once: `Delta`s, then one `Failure` or `End`. `close` it in any case.
+    `new_text` makes what reads the text of a choice. Iterate once: `Delta`s, then one `Failure` or
+    `End`. `close` it in any case.
     """
 
-    def __init__(self, stream: EventStream, new_reader: Callable[[], Reader]) -> None:
-        self.stream = stream
+    def __init__(
+        self,
+        stream: EventStream,
+        new_text: Callable[[int], AnswerText],
+        new_reader: Callable[[], Reader],
+    ) -> None:
+        self.stream, self._new_text = stream, new_text
+        self._texts: dict[int, AnswerText] = {}
         self._readers = defaultdict[int, Reader](new_reader)
         self._reasoning_tokens = defaultdict[int, int](int)
 
@@ -89,9 +97,11 @@ class Answer:
         self.stream.close()
 
     def _make_delta(self, choice: int, event: Event) -> Delta:
-        is_first, reader = choice not in self._readers, self._readers[choice]
+        is_first, reader = choice not in self._texts, self._readers[choice]
+        if is_first:
+            self._texts[choice] = self._new_text(choice)
         was_thinking = reader.thinking
-        parts = list(reader.push(event.text))
+        parts = list(reader.push(self._texts[choice].take(event)))
         if was_thinking or reader.thinking:
             self._reasoning_tokens[choice] += len(event.token_ids)
         if event.finish_reason is not None:

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from tangram.engine.answer_text import AnswerText
 from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
@@ -110,6 +111,17 @@ class Codec(Protocol):
 
     def close(self) -> None:
         """End what renders conversations."""
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """The tokens that are no text."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens with which the model ends an answer."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         """The text of tokens, special ones by name; raises `RequestError` (`field`) for an unknown
@@ -216,6 +228,11 @@ class Job:
     def choices(self) -> int:
         """How many completions there are."""
         return len(self.prompts) * self.sampling.n
+
+    def read_answer(self, codec: Codec, choice: int) -> AnswerText:
+        """What reads the text of completion `choice` from its events."""
+        prompt = self.prompts[choice // self.sampling.n]
+        return AnswerText(codec, self.sampling, prompt, self.marks)
 
     def engine_id(self, number: int) -> str:
         """The id of the engine's request for prompt `number`."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tangram.engine.answer_text import spell
 from tangram.serve.json_text import JsonStrings
 from tangram.serve.tagged import is_unfinished, read_tagged_arguments
-from tangram.types import CallStyle, ToolFormat
+from tangram.types import CallStyle, Piece, ToolFormat
 
 # Mistral's templates accept only ids of nine letters and digits.
 _SHORT_ID = 9
@@ -57,9 +58,9 @@ class CallReader:
         self._strings, self._read = JsonStrings(), 0  # read up to here
         self.called = False
 
-    def push(self, text: str) -> Iterator[str | Call]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[str | Call]:
         """The text and calls that are certain now."""
-        self._held += text
+        self._held += spell(pieces)
         if not self._begin:
             yield from self._whole_answer()
             return

@@ -68,7 +68,7 @@ class Endpoints:
             thinks=chat.form.thinking is not None,
             options=body.stream_options,
         )
-        reader = chat.form.reader(body.offered, is_json=body.is_json)
+        reader = chat.form.reader(body.offered)
         return PreparedRequest(job, reader, writer)
 
     async def _prepare_completion(
@@ -112,7 +112,7 @@ class Endpoints:
         job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
         values = self.sampling.with_stated(job.sampling)
         writer = ResponsesWriter(body, response_id, self.model, values)
-        reader = chat.form.reader(as_chat.offered, is_json=as_chat.is_json)
+        reader = chat.form.reader(as_chat.offered)
         return PreparedRequest(job, reader, writer)
 
     def _make_head(self, prefix: str) -> Json:

@@ -53,11 +53,11 @@ class AnswerForm:
         """Whether everything that the model writes is a message on a channel."""
         return self.thinking is not None and self.thinking.channels
 
-    def reader(self, tools: Sequence[Tool], *, is_json: bool = False) -> Callable[[], Reader]:
-        """Makes readers for an answer that may call `tools`, and otherwise may be bound to JSON."""
+    def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader]:
+        """Makes readers for an answer that may call `tools`."""
         schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
-            return partial(ChannelReader, frozenset(schemas), is_json=is_json)
+            return partial(ChannelReader, frozenset(schemas))
         calls: Callable[[], CallReader] | None = None
         if self.tools is not None and schemas:
             calls = partial(CallReader, self.tools, frozenset(schemas), schemas)

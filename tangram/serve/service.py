@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -180,7 +181,8 @@ class Service:
         for tell in self.job_sinks:
             tell(prepared.job)
         stream = EventStream(self._engine, prepared.job, self.metrics, self._limits)
-        return Answer(stream, prepared.new_reader)
+        new_text = partial(prepared.job.read_answer, self._engine.codec)
+        return Answer(stream, new_text, prepared.new_reader)
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from tangram.engine.answer_text import spell
 from tangram.serve.calls import Call, CallReader, arguments_json, mark_overlap, read_call_json
-from tangram.serve.json_text import JsonStrings
-from tangram.types import ThinkingFormat
+from tangram.types import Mark, Piece, ThinkingFormat
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ Part = str | Thought | Call
 
 
 class Reader(Protocol):
-    """Splits one completion into parts as its text arrives."""
+    """Splits one completion into parts as it arrives."""
 
     @property
     def thinking(self) -> bool:
@@ -33,7 +33,7 @@ class Reader(Protocol):
     def called(self) -> bool:
         """Whether there was a call."""
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """The parts that are certain now."""
 
     def finish(self) -> Iterator[Part]:
@@ -45,9 +45,9 @@ class TextReader:
 
     thinking, called = False, False
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """The text itself."""
-        yield text
+        yield spell(pieces)
 
     def finish(self) -> Iterator[Part]:
         """Nothing is held back."""
@@ -73,9 +73,9 @@ class ThoughtReader:
         """Whether there was a call."""
         return self._rest is not None and self._rest.called
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """The parts that are certain now."""
-        self._held += text
+        self._held += spell(pieces)
         if not self._begun and not self._begin():
             return
         if self.thinking:
@@ -128,20 +128,31 @@ class ThoughtReader:
 
     def _read_answer(self, text: str) -> Iterator[str | Call]:
         if self._rest is not None:
-            yield from self._rest.push(text)
+            yield from self._rest.push([text])
         elif text:
             yield text
 
 
-_TO = r"\bto=(?:functions\.)?([^\s<]+)"
-_CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w*)"), re.compile(_TO)
-_KIND = r"(?:\w+\s*)?(?:<\|constrain\|>\s*\w*\s*)?"  # of the text: `json`, say
+# Each mark while it is read: half a surrogate pair, which no text of a tokenizer has.
+_BEGIN, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN, _START = map(chr, range(0xD800, 0xD807))
+_NAMES = {
+    _BEGIN: "<|channel|>",
+    _CONSTRAIN: "<|constrain|>",
+    _MESSAGE: "<|message|>",
+    _END: "<|end|>",
+    _CALL: "<|call|>",
+    _RETURN: "<|return|>",
+    _START: "<|start|>",
+}
+_READ_AS = {name: mark for mark, name in _NAMES.items()}
+_SPELLED = str.maketrans(_NAMES)
+_ENDS = (_END, _CALL, _RETURN, _START)
+_TO = rf"\bto=(?:functions\.)?([^\s{_BEGIN}-{_START}]+)"
+_CHANNEL, _RECIPIENT = re.compile(rf"{_BEGIN}\s*(\w*)"), re.compile(_TO)
+_KIND = rf"(?:\w+\s*)?(?:{_CONSTRAIN}\s*\w*\s*)?"  # of the text: `json`, say
 _HEAD = re.compile(rf"\s*(?:{_TO}\s*)?(?:{_CHANNEL.pattern}\s*(?:{_TO}\s*)?{_KIND})?")
-_HEAD_PARTS = re.compile(rf"{_CHANNEL.pattern}|{_TO}|<\|constrain\|>")
+_HEAD_PARTS = re.compile(rf"{_CHANNEL.pattern}|{_TO}|{_CONSTRAIN}")
 _MOST_HEAD = 256
-_BEGIN, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
-_MARKS = (_BEGIN, "<|constrain|>", _MESSAGE, *_ENDS)
 _THOUGHTS, _ROLE = "analysis", "assistant"
 
 
@@ -149,23 +160,23 @@ class ChannelReader:
     """Messages of GPT-OSS (Harmony): `<|channel|>`, its name, `<|message|>`, the text, `<|end|>`.
 
     The channel `analysis` is thought. A message to one of the functions `names` is a call.
-    Everything else is text, also what is outside a message, and words that do not belong in a head.
-    Thoughts of several messages are joined by line breaks, and so are texts. Names of marks in
-    strings of JSON are text: in the arguments of calls, and in an answer that `is_json`.
+    Everything else is text, also what is outside a message, words that do not belong in a head, and
+    the names of marks spelled by ordinary tokens. Thoughts of several messages are joined by line
+    breaks, and so are texts.
     """
 
-    def __init__(self, names: Collection[str], *, is_json: bool = False) -> None:
-        self._names, self._is_json = names, is_json
-        self._strings, self._read = JsonStrings(), 0  # of the message: read up to here
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self._held, self._head, self._recipient = "", True, ""
         self._role = ""  # the prompt has it; after `<|start|>` the model writes it
         self._stops: tuple[str, ...] = _ENDS
         self._fresh, self._spoken = True, {True: False, False: False}
         self.thinking, self.called = False, False
 
-    def push(self, text: str) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
         """The parts that are certain now."""
-        self._held += text
+        for piece in pieces:
+            self._held += _READ_AS[piece.name] if isinstance(piece, Mark) else piece
         going = True
         while going:
             going = yield from (self._read_head() if self._head else self._read_text())
@@ -175,7 +186,7 @@ class ChannelReader:
         held, self._held = self._held, ""
         if not self._head:
             yield from self._speak(held)
-        elif _find_first(held, _MARKS) is not None:
+        elif _find_first(held, _NAMES) is not None:
             yield from self._part(self._list_words(held))
         elif not self._role or not self._role.startswith(held.strip()):
             yield from self._part(held)
@@ -183,19 +194,17 @@ class ChannelReader:
     def _read_head(self) -> Generator[Part, None, bool]:
         """Read a head that is whole. Returns whether there may be more to read."""
         held = self._held
-        whole = len(held) - max(mark_overlap(held, mark) for mark in _MARKS)
-        first, last = _find_first(held, _MARKS), _find_first(held, (_MESSAGE, *_ENDS))
-        begun = self._may_begin(held[: whole if first is None else first[0]])
-        if not begun or (whole if last is None else last[0]) > _MOST_HEAD:
+        first, last = _find_first(held, _NAMES), _find_first(held, (_MESSAGE, *_ENDS))
+        begun = self._may_begin(held if first is None else held[:first])
+        if not begun or (len(held) if last is None else last) > _MOST_HEAD:
             # Text without a head, up to where one begins: not at the mark of what is no head.
-            if begun and first is not None and first[1] == _BEGIN and first[0] <= _MOST_HEAD:
-                self._held = held[: first[0]] + held[first[0] + len(_BEGIN) :]
+            if begun and first is not None and held[first] == _BEGIN and first <= _MOST_HEAD:
+                self._held = held[:first] + held[first + 1 :]
             self._head, self._stops = False, (_BEGIN, _MESSAGE, *_ENDS)
             return True
         if last is None:
             return False
-        end, mark = last
-        head, self._held = held[:end], held[end + len(mark) :]
+        head, mark, self._held = held[:last], held[last], held[last + 1 :]
         yield from self._part(self._list_words(head))
         if mark != _MESSAGE:
             self._end(mark)
@@ -221,46 +230,28 @@ class ChannelReader:
         return "" if _HEAD.fullmatch(head) else _HEAD_PARTS.sub("", head)
 
     def _read_text(self) -> Generator[Part, None, bool]:
-        """Read text as far as it is certain. Returns whether there may be more to read."""
-        found = self._find_end()
-        if found is not None:
-            end, mark = found
-            body, self._held = self._held[:end], self._held[end:]
-            yield from self._speak(body)
-            if mark in _ENDS:
-                self._held = self._held[len(mark) :]
-            self._end(mark)
-            return True
-        if not self._recipient:
-            end = len(self._held) - max(mark_overlap(self._held, mark) for mark in self._stops)
-            self._strings.read(self._held[self._read : end])
-            text, self._held, self._read = self._held[:end], self._held[end:], 0
-            yield from self._part(text)
-        return False
-
-    def _find_end(self) -> tuple[int, str] | None:
-        """Place and name of the mark that ends the text; None if it has not come."""
-        found = _find_first(self._held, self._stops, self._read)
-        if self._recipient not in self._names and (self.thinking or not self._is_json):
-            return found
-        while found is not None:
-            self._strings.read(self._held[self._read : found[0]])
-            self._read = found[0]
-            if not self._strings.open:
-                break
-            self._read += len(found[1])
-            found = _find_first(self._held, self._stops, self._read)
-        return found
+        """Read text up to its end. Returns whether there may be more to read."""
+        end = _find_first(self._held, self._stops)
+        if end is None:
+            if not self._recipient:
+                text, self._held = self._held, ""
+                yield from self._part(text)
+            return False
+        body, mark, self._held = self._held[:end], self._held[end], self._held[end:]
+        yield from self._speak(body)
+        if mark in _ENDS:
+            self._held = self._held[1:]
+        self._end(mark)
+        return True
 
     def _end(self, mark: str) -> None:
         """Expect a head, after `mark`."""
         self._recipient, self.thinking, self._head, self._fresh = "", False, True, True
-        self._strings, self._read = JsonStrings(), 0
         self._role = _ROLE if mark == _START else ""
 
     def _speak(self, body: str) -> Iterator[Part]:
         known = self._recipient in self._names
-        arguments = arguments_json(read_call_json(body)) if known else None
+        arguments = arguments_json(read_call_json(body.translate(_SPELLED))) if known else None
         if arguments is None:
             yield from self._part(body)
         else:
@@ -270,12 +261,13 @@ class ChannelReader:
     def _part(self, text: str) -> Iterator[Part]:
         if not text:
             return
+        text = text.translate(_SPELLED)  # a mark where none may be
         if self._fresh and self._spoken[self.thinking]:
             text = f"\n{text}"
         self._fresh, self._spoken[self.thinking] = False, True
         yield Thought(text) if self.thinking else text
 
 
-def _find_first(text: str, marks: Iterable[str], begin: int = 0) -> tuple[int, str] | None:
-    """Place and name of the first of `marks` in `text`, from `begin` on."""
-    return min(((at, mark) for mark in marks if (at := text.find(mark, begin)) >= 0), default=None)
+def _find_first(text: str, marks: Iterable[str]) -> int | None:
+    """The place of the first of `marks` in `text`."""
+    return min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)

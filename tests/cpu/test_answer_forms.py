@@ -11,8 +11,9 @@ import pytest
 from tokenizers import AddedToken
 
 from bench.bare_tokenizer import load_tokenizer
+from tangram.engine.answer_text import TextStream, spell
 from tangram.engine.grammar import GrammarCompiler
-from tangram.engine.text import TextCodec, TextStream
+from tangram.engine.text import TextCodec
 from tangram.errors import RequestError
 from tangram.model import embedded
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
@@ -152,19 +153,16 @@ def test_marks_stand_in_the_text_and_stop_strings_are_not_looked_for_in_heads(
     def text(stop: list[str]) -> str:
         stream, found = TextStream(gptoss, stop=stop, marks=gptoss.marks), ""
         for token in tokens:
-            delta, stopped = stream.push(token)
-            found += delta
-            if stopped:
+            found += spell(stream.push([token]))
+            if stream.stopped:
                 return found
-        return found + stream.finish()
+        return found + spell(stream.finish())
 
     assert text([]) == said
     assert text(["final"]) == "<|channel|>final<|message|>The "
     assert text(["<|message|>"]) == said
     bare = TextStream(gptoss)
-    assert (
-        "".join(bare.push(token)[0] for token in tokens) + bare.finish() == "finalThe final word."
-    )
+    assert spell([*bare.push(tokens), *bare.finish()]) == "finalThe final word."
 
 
 CITY = {

@@ -107,8 +107,6 @@ def test_what_a_step_accepts_comes_in_one_event(repeating: Engine) -> None:
     most = max(len(event.token_ids) for event in events)
     assert 1 < most <= 5 and len(events[0].token_ids) == 1
     assert all(len(event.token_ids) == len(event.logprobs) for event in events)
-    tokens = [token for event in events for token in event.token_ids]
-    assert "".join(event.text for event in events) == repeating.codec.decode(tokens)
     stopped = complete(repeating, PROMPT, stop=["\ufffe"])  # text decides whether it ends
     assert all(len(event.token_ids) == 1 for event in stopped)
 

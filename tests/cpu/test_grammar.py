@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from transformers import LlamaConfig, PretrainedConfig
 
+from tangram.engine.answer_text import read_text
 from tangram.engine.grammar import CompiledGrammar
 from tangram.engine.loop import Engine
 from tangram.engine.sampling import SampleRow
@@ -97,8 +98,8 @@ def answers(
     return told
 
 
-def text_of(events: list[Event]) -> str:
-    return "".join(event.text for event in events)
+def text_of(engine: Engine, events: list[Event]) -> str:
+    return read_text(engine.codec, SamplingParams(), (), events)
 
 
 def tokens_of(events: list[Event]) -> list[int]:
@@ -121,7 +122,7 @@ def test_every_answer_is_what_the_schema_says(
     engine: Engine, person: CompiledGrammar, params: SamplingParams, seed: int
 ) -> None:
     for events in answers(engine, [(replace(params, seed=seed), person)])[0]:
-        Person.model_validate_json(text_of(events))
+        Person.model_validate_json(text_of(engine, events))
         assert events[-1].finish_reason == "stop"
         assert tokens_of(events)[-1] == EOS
 
@@ -169,14 +170,14 @@ def test_preemption_does_not_lose_the_place_in_a_grammar(
 def test_a_limit_cuts_an_answer(engine: Engine, person: CompiledGrammar) -> None:
     told = answers(engine, [(SamplingParams(temperature=0, max_tokens=3), person)])[0][0]
     assert (told[-1].finish_reason, len(tokens_of(told))) == ("length", 3)
-    assert text_of(told).startswith("{")
+    assert text_of(engine, told).startswith("{")
 
 
 def test_a_bias_does_not_beat_the_grammar(engine: Engine) -> None:
     grammar = engine.grammars.compile('start: "yes" | "no"\n', "response_format")
     (unwanted,) = engine.codec.tokenizer.encode("maybe", add_special_tokens=False)[:1]
     params = SamplingParams(temperature=0, max_tokens=9, logit_bias={unwanted: 100, EOS: 100})
-    assert text_of(answers(engine, [(params, grammar)])[0][0]) in ("yes", "no")
+    assert text_of(engine, answers(engine, [(params, grammar)])[0][0]) in ("yes", "no")
 
 
 def test_logprobs_are_over_what_the_grammar_allows(engine: Engine) -> None:
@@ -223,7 +224,7 @@ def test_a_grammar_that_becomes_too_much_ends_its_request_alone(
     assert failed[-1].finish_reason == "abort"
     assert "response_format: the grammar cannot be followed" in str(failed[-1].error)
     assert failed[-1].error_field == "response_format"
-    Person.model_validate_json(text_of(fine))
+    Person.model_validate_json(text_of(engine, fine))
 
 
 @pytest.mark.parametrize("at_least", [1, 7, 30])
@@ -311,7 +312,7 @@ def test_any_schema_is_followed(engine: Engine, schema: dict[str, Any], seed: in
     params = SamplingParams(temperature=3.0, seed=seed, max_tokens=1000)
     told = answers(engine, [(params, grammar)])[0][0]
     if told[-1].finish_reason == "stop":
-        assert allows(schema, json.loads(text_of(told)))
+        assert allows(schema, json.loads(text_of(engine, told)))
 
 
 def test_the_embedded_model_fills_in_a_form(loaded: LoadedModel) -> None:
@@ -330,4 +331,4 @@ def test_the_embedded_model_fills_in_a_form(loaded: LoadedModel) -> None:
     ]
     assert ended
     for events in ended:
-        Person.model_validate_json(text_of(events))
+        Person.model_validate_json(text_of(engine, events))

@@ -14,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.text import TextCodec, TextStream, TokenText
+from tangram.engine.answer_text import TextStream, spell
+from tangram.engine.text import TextCodec, TokenText
 from tangram.errors import RequestError
 
 EMOJI = "👩‍🚀🏳️‍🌈 naïve 日本語 🤖"
@@ -61,12 +62,11 @@ def stream(
     stream = TextStream(codec, stop=stop, prompt_token_ids=prompt)
     pieces = []
     for token in tokens:
-        text, stopped = stream.push(token)
-        pieces.append(text)
-        if stopped:
-            assert stream.finish() == ""
+        pieces.append(spell(stream.push([token])))
+        if stream.stopped:
+            assert stream.finish() == []
             return pieces, True
-    return [*pieces, stream.finish()], False
+    return [*pieces, spell(stream.finish())], False
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,10 @@ def test_runs_of_tokens_stream_to_what_decoding_them_all_gives(
 ) -> None:
     runs = [resolve(run, broken) for run in drawn]
     whole = TextStream(codec)
-    pieces = [whole.push_run(run)[0] for run in runs]
-    pieces.append(whole.finish())
-    assert "".join(pieces) == codec.decode([token for run in runs for token in run])
+    pieces = [piece for run in runs for piece in whole.push(run)]
+    assert spell([*pieces, *whole.finish()]) == codec.decode(
+        [token for run in runs for token in run]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -205,7 +206,7 @@ def test_stop_strings_cut_where_the_full_text_says(codec: TextCodec, data: st.Da
 
 def test_a_possible_beginning_of_a_stop_string_waits_until_it_is_decided(codec: TextCodec) -> None:
     stream = TextStream(codec, stop=["END now", "\n\n"])
-    got = [stream.push(token)[0] for token in codec.encode("the END never")]
+    got = [spell(stream.push([token])) for token in codec.encode("the END never")]
     assert "".join(got) == "the END never"
     position = [
         index
@@ -213,10 +214,10 @@ def test_a_possible_beginning_of_a_stop_string_waits_until_it_is_decided(codec: 
         if "END" in codec.decode([token])
     ]
     assert position and not any("END" in got[index] for index in position)
-    assert stream.finish() == ""
+    assert stream.finish() == []
     stream = TextStream(codec, stop=["END now"])
-    assert "".join(stream.push(token)[0] for token in codec.encode("the END")) == "the "
-    assert stream.finish() == "END"
+    assert spell(stream.push(codec.encode("the END"))) == "the "
+    assert stream.finish() == ["END"]
 
 
 def test_each_token_costs_a_bounded_amount_of_work(codec: TextCodec, broken: list[int]) -> None:

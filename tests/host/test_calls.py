@@ -29,7 +29,7 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
     """Text that follows on text as one, calls by name and arguments."""
     reader = CallReader(form, NAMES)
     found: list[Part] = []
-    for part in [*(part for piece in pieces for part in reader.push(piece)), *reader.finish()]:
+    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
         if isinstance(part, Call):
             found.append((part.name, json.loads(part.arguments)))
         elif found and isinstance(found[-1], str):
@@ -114,6 +114,6 @@ def test_text_without_calls_comes_out_as_it_is(text: str) -> None:
 
 def test_text_is_not_held_back_longer_than_it_may_be_a_mark() -> None:
     reader = CallReader(HERMES, NAMES)
-    assert "".join(map(str, reader.push("Hello <b"))) == "Hello <b"
-    assert "".join(map(str, reader.push("> <tool_"))) == ">"
-    assert "".join(map(str, reader.push("s>"))) == " <tool_s>"
+    assert "".join(map(str, reader.push(["Hello <b"]))) == "Hello <b"
+    assert "".join(map(str, reader.push(["> <tool_"]))) == ">"
+    assert "".join(map(str, reader.push(["s>"]))) == " <tool_s>"

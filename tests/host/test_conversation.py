@@ -188,9 +188,9 @@ def test_memory_is_never_more_than_all_of_it(usage: Usage, retention: float, tol
 
 
 def test_an_answer_that_the_engine_gives_up_is_an_error() -> None:
-    event = Event("1", 0, (), "", (), Usage(1, 0, 0, 0, 0), FinishReason.ABORT, "no memory")
+    event = Event("1", 0, (), (), Usage(1, 0, 0, 0, 0), FinishReason.ABORT, "no memory")
     with pytest.raises(TangramError, match="no memory"):
-        TerminalAnswer().take(event)
+        TerminalAnswer().take(event, "")
 
 
 def test_text_moves_no_cursor() -> None:

@@ -76,8 +76,8 @@ def make_record(first_s: float, end_s: float, tokens: int) -> Record:
     record = Record("req-1", "POST", "/v1/chat/completions", {}, 100.0, 0)
     generation = record.generation = Generation("chatcmpl-1", SamplingParams(), None, True)
     usage = Usage(10, tokens, 0, 0, 0)
-    generation.note(0, Event("req-1", 0, (1,), "", (), usage), first_s)
-    generation.note(0, Event("req-1", 0, (1,), "", (), usage, FinishReason.STOP), end_s)
+    generation.note(0, Event("req-1", 0, (1,), (), usage), first_s)
+    generation.note(0, Event("req-1", 0, (1,), (), usage, FinishReason.STOP), end_s)
     record.ended_s = end_s
     return record
 

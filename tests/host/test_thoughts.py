@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tangram.serve.calls import Call, CallReader
 from tangram.serve.thoughts import ChannelReader, Reader, Thought, ThoughtReader
-from tangram.types import CallStyle, ThinkingFormat, ToolFormat
+from tangram.types import CallStyle, Mark, Piece, ThinkingFormat, ToolFormat
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
 LLAMA = ToolFormat("", "", "parameters")
@@ -46,6 +47,9 @@ def thinks(form: ToolFormat | None = None, *, opened: bool = False) -> Callable[
 
 
 CHANNELS = partial(ChannelReader, NAMES)
+# As the tokens of ordinary text spell the names of marks: letter by letter.
+SPELLED = "<|\u2063{}|>"
+END, CALLED, AGAIN = (SPELLED.format(name) for name in ("end", "call", "start"))
 LOOK = '{"name": "look", "arguments": {}}'
 LOOK_CALL = f"<tool_call>\n{LOOK}\n</tool_call>"
 FINAL = "<|channel|>final<|message|>It is 25°C."
@@ -93,16 +97,24 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
     ),
     ("call, head first", CHANNELS, HEADED, [("look", {})]),
     (
-        "call, marks in its arguments",
+        "call, marks spelled in its arguments",
         CHANNELS,
-        f'{TO}{{"a": "<|end|>\\"<|call|>", "b": "<|start|>"}}<|call|><|start|>assistant{FINAL}',
+        f'{TO}{{"a": "{END}\\"{CALLED}", "b": "{AGAIN}"}}<|call|><|start|>assistant{FINAL}',
         [("get_current_weather", {"a": '<|end|>"<|call|>', "b": "<|start|>"}), "It is 25°C."],
     ),
     (
-        "JSON, marks in it",
-        partial(ChannelReader, NAMES, is_json=True),
-        f'{ANALYSIS}<|channel|>final<|message|>{{"a": "x<|end|>\\\\", "b": "\\"<|start|>"}}<|end|>',
-        [("", "The user asks for the weather."), r'{"a": "x<|end|>\\", "b": "\"<|start|>"}'],
+        "marks spelled in thought and text",
+        CHANNELS,
+        f"<|channel|>analysis<|message|>It ends by {END}.<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>Write {END}{AGAIN}assistant.<|end|>",
+        [("", "It ends by <|end|>."), "Write <|end|><|start|>assistant."],
+    ),
+    ("marks spelled without a head", CHANNELS, f"A {END} b", ["A <|end|> b"]),
+    (
+        "marks inside a text",
+        CHANNELS,
+        f"{FINAL}<|channel|>a<|constrain|>b<|message|>c<|end|>",
+        ["It is 25°C.<|channel|>a<|constrain|>b<|message|>c"],
     ),
     ("call with its mark", CHANNELS, f"{HEADED}<|call|>", [("look", {})]),
     (
@@ -229,10 +241,21 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
 ]
 
 
-def read(reader: Reader, pieces: list[str]) -> Said:
+def cut(reader: Reader, text: str) -> list[Piece]:
+    """`text` in the smallest pieces: for channels, whose marks are control tokens, and letters."""
+    if not isinstance(reader, ChannelReader):
+        return list(text)
+    pieces: list[Piece] = []
+    for part in re.split(r"(<\|\w+\|>)", text):
+        mark = part.startswith("<|") and part.endswith("|>") and "\u2063" not in part
+        pieces += [Mark(part)] if mark else list(part.replace("\u2063", ""))
+    return pieces
+
+
+def read(reader: Reader, pushed: Iterable[Sequence[Piece]]) -> Said:
     """Texts that follow each other as one, thoughts as ("", text), calls as (name, arguments)."""
     said: Said = []
-    for part in [*(part for piece in pieces for part in reader.push(piece)), *reader.finish()]:
+    for part in [*(part for pieces in pushed for part in reader.push(pieces)), *reader.finish()]:
         last = said[-1] if said else None
         if isinstance(part, Call):
             said.append((part.name, json.loads(part.arguments)))
@@ -252,8 +275,9 @@ def read(reader: Reader, pieces: list[str]) -> Said:
     ids=[case[0] for case in OUTPUTS],
 )
 def test_the_parts_of_an_answer(reader: Callable[[], Reader], text: str, expected: Said) -> None:
-    assert read(reader(), [text]) == expected
-    assert read(reader(), list(text)) == expected
+    pieces = cut(reader(), text)
+    assert read(reader(), [pieces]) == expected
+    assert read(reader(), [[piece] for piece in pieces]) == expected
 
 
 @given(case=st.sampled_from(OUTPUTS), cuts=st.lists(st.integers(0, 200)))
@@ -261,8 +285,9 @@ def test_cutting_changes_nothing(
     case: tuple[str, Callable[[], Reader], str, Said], cuts: list[int]
 ) -> None:
     _, reader, text, expected = case
-    at = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    assert read(reader(), [text[start:end] for start, end in pairwise(at)]) == expected
+    pieces = cut(reader(), text)
+    at = sorted({min(place, len(pieces)) for place in cuts} | {0, len(pieces)})
+    assert read(reader(), [pieces[start:end] for start, end in pairwise(at)]) == expected
 
 
 HARMONY = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "assistant"]
@@ -273,10 +298,10 @@ HARMONY += ["analysis", "final", "to=functions.look ", "json", "{}", " ", "to", 
 def test_of_a_text_that_does_not_follow_the_form_nothing_is_lost(
     parts: list[str], cuts: list[int]
 ) -> None:
-    text = "".join(parts)
-    at = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    whole = read(CHANNELS(), [text])
-    assert read(CHANNELS(), [text[start:end] for start, end in pairwise(at)]) == whole
+    pieces = cut(CHANNELS(), "".join(parts))
+    at = sorted({min(place, len(pieces)) for place in cuts} | {0, len(pieces)})
+    whole = read(CHANNELS(), [pieces])
+    assert read(CHANNELS(), [pieces[start:end] for start, end in pairwise(at)]) == whole
     # No name of a channel, a kind or a function is of such characters.
     said = "".join(part if isinstance(part, str) else str(part[1]) for part in whole)
     assert said.count("?!") == parts.count("?!")
@@ -284,19 +309,19 @@ def test_of_a_text_that_does_not_follow_the_form_nothing_is_lost(
 
 def test_thoughts_are_not_held_back_longer_than_they_may_end() -> None:
     reader = thinks()()
-    assert list(reader.push("<think>\nI am")) == [Thought("I am")]
+    assert list(reader.push(["<think>\nI am"])) == [Thought("I am")]
     assert reader.thinking
-    assert list(reader.push(" not </th")) == [Thought(" not")]
-    assert list(reader.push("us</think>\n")) == [Thought(" </thus")]
+    assert list(reader.push([" not </th"])) == [Thought(" not")]
+    assert list(reader.push(["us</think>\n"])) == [Thought(" </thus")]
     assert not reader.thinking
-    assert list(reader.push("\nYes")) == ["Yes"]
+    assert list(reader.push(["\nYes"])) == ["Yes"]
 
 
 @pytest.mark.parametrize("form", [LIST, NAMED])
 def test_mistrals_ids_have_nine_letters(form: ToolFormat) -> None:
     text = f"[TOOL_CALLS][{LOOK}]" if form is LIST else "[TOOL_CALLS]look[ARGS]{}"
     reader = calls(form)()
-    (call,) = [*reader.push(text), *reader.finish()]
+    (call,) = [*reader.push([text]), *reader.finish()]
     assert isinstance(call, Call)
     assert len(call.id) == 9
     assert call.id.isalnum()

@@ -50,6 +50,8 @@ class FakeCodec:
     marks: Marks = Marks()
     control_token_ids: Sequence[int] = ()
     template_options: frozenset[str] = frozenset()
+    special_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
@@ -72,10 +74,13 @@ class FakeCodec:
     def close(self) -> None:
         """It has no processes."""
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         if not all(0 <= token < 0x110000 for token in token_ids):
             raise RequestError(f"{field} has a token that is no code point", field)
-        return "".join(map(chr, token_ids))
+        return self.decode(token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
         return TokenText(chr(token_id), chr(token_id).encode())
@@ -276,17 +281,7 @@ class FakeEngine:
         )
         wanted = logprobs if request.sampling.logprobs is not None else ()
         request.on_event(
-            Event(
-                request.request_id,
-                job.index,
-                ids,
-                text,
-                wanted,
-                usage,
-                reason,
-                error,
-                job.admitted_s,
-            )
+            Event(request.request_id, job.index, ids, wanted, usage, reason, error, job.admitted_s)
         )
 
 

@@ -131,7 +131,7 @@ def fail(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("place", ["queue", "books", "sampler", "text"])
+@pytest.mark.parametrize("place", ["queue", "books", "sampler", "stops"])
 def test_a_request_that_cannot_begin_ends_alone(
     server: TinyServer, monkeypatch: pytest.MonkeyPatch, place: str, ahead: bool
 ) -> None:
@@ -159,10 +159,10 @@ def test_a_request_that_cannot_begin_ends_alone(
     elif place == "books":
         failing(completion, "sequence_of", lambda *args: list(args[4]) == odd)
     else:
-        failing(completion, {"sampler": "SampleRow", "text": "TextStream"}[place], of_odd)
+        failing(completion, {"sampler": "SampleRow", "stops": "TextStream"}[place], of_odd)
     with ThreadPoolExecutor(3) as pool, server.http() as client:
         others = pool.map(lambda prompt: server.complete(prompt, max_tokens=40), prompts)
-        response = client.post(COMPLETIONS, json=body(odd, n=3))
+        response = client.post(COMPLETIONS, json=body(odd, n=3, stop="\ufffe"))
         assert list(others) == expected
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (500, "server_error")

@@ -19,6 +19,7 @@ from tangram.calibrate.measure import Magnitudes, ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
+from tangram.engine.answer_text import read_text
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
@@ -283,15 +284,17 @@ class _RunningSample:
 
     def ask(self) -> None:
         """Submit all of them."""
-        for index, (prompt, question) in enumerate(
-            zip(self.sample.prompts, self.sample.sample.questions, strict=True)
-        ):
+        for index, prompt in enumerate(self.sample.prompts):
             self.events.append([])
-            sampling = SamplingParams.state_all(temperature=0.0, max_tokens=question.max_tokens)
+            sampling = self._sampling(index)
             take, name = self.events[index].append, f"{self.number}/{index}"
             self.engine.submit(
                 Request(name, prompt, sampling, take, kv_retention=self.kv_retention)
             )
+
+    def _sampling(self, place: int) -> SamplingParams:
+        question = self.sample.sample.questions[place]
+        return SamplingParams.state_all(temperature=0.0, max_tokens=question.max_tokens)
 
     @property
     def done(self) -> bool:
@@ -318,18 +321,17 @@ class _RunningSample:
         )
 
     def replies(self) -> tuple[Reply, ...]:
-        config = self.engine.config
-        whole = isinstance(config, ComparisonConfig) and config.reclamation == "by-input"
-        return tuple(_reply(own, whole) for own in self.events)
+        return tuple(map(self._reply, range(len(self.events))))
 
-
-def _reply(events: Sequence[Event], holds_everything: bool) -> Reply:
-    last = events[-1]
-    if last.finish_reason is FinishReason.ABORT:
-        raise TangramError(f"request {last.request_id} was ended by the engine: {last.error}")
-    held = None if holds_everything else last.usage.kv_bytes
-    text = "".join(event.text for event in events)
-    return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
+    def _reply(self, place: int) -> Reply:
+        events, prompt = self.events[place], self.sample.prompts[place]
+        last, config = events[-1], self.engine.config
+        if last.finish_reason is FinishReason.ABORT:
+            raise TangramError(f"request {last.request_id} was ended by the engine: {last.error}")
+        holds_all = isinstance(config, ComparisonConfig) and config.reclamation == "by-input"
+        held = None if holds_all else last.usage.kv_bytes
+        text = read_text(self.engine.codec, self._sampling(place), prompt, events)
+        return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
 
 
 def _scorers(
