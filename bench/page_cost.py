@@ -299,15 +299,18 @@ def _serving(probe: _StepProbe) -> Iterator[str]:
     """The embedded model with its page, in this process."""
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
+    from tangram.link.linked_engine import LinkedEngine
     from tangram.page.access import Access, Visibility
     from tangram.page.api import CachePage
+    from tangram.page.desk import PageDesk
     from tangram.serve.http import build_app, transport_options
     from tests.running import run_app
 
     engine = build_engine(EngineConfig("smollm2", kv_cache_gib=0.5, threads=1), records=True)
     engine.watch(probe)
-    page = CachePage(engine, "smollm2", Access(Visibility.local, "127.0.0.1"))
-    app = build_app(engine, served_model_name="smollm2", page=page)
+    linked = LinkedEngine(engine, PageDesk(engine, "smollm2"))
+    page = CachePage(linked, Access(Visibility.local, "127.0.0.1"))
+    app = build_app(linked, served_model_name="smollm2", page=page)
     with run_app(app, **transport_options()) as running:
         yield running.url
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tangram.errors import RequestError
 
@@ -148,8 +149,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     """The log-probability of one token: `top` holds the best alternatives, best first."""
 
     token_id: int
@@ -165,16 +165,14 @@ class ChosenToken:
     logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True)
-class DraftedTokens:
+class DraftedTokens(Struct, frozen=True, array_like=True, gc=False):
     """The tokens that were drafted for a completion: those that are in it, and the others."""
 
     accepted: int
     rejected: int
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(Struct, frozen=True, array_like=True, gc=False):
     """The cost of one finished (or running) completion.
 
     `kv_bytes` is the size of its KV pages, `kv_bytes_uncompressed` that of the same tokens with
@@ -189,8 +187,7 @@ class Usage:
     drafted: DraftedTokens | None = None
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one completion (`index` of `n`), and the end if it came.
 
     `tangram.engine.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is when
@@ -231,7 +228,13 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """The compiled grammar of a request's answers; any number of completions may follow it."""
+    """The compiled grammar of a request's answers; any number of completions may follow it.
+
+    It is of the text `source`, in the field `field` of the request.
+    """
+
+    source: str
+    field: str
 
     def begin(self) -> Matcher:
         """The state of a completion that has no token yet."""

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 
 import tangram
 from tangram.cli import app as commands
+from tangram.link.linked_engine import LinkedEngine
 from tangram.page.access import Access, Visibility
 from tangram.page.api import CachePage
 from tangram.serve.http import build_app
@@ -32,8 +33,9 @@ _METHODS = {"get", "post", "put", "patch", "delete"}
 def list_public_names() -> dict[str, list[str]]:
     """By kind, sorted: Python's names, commands, options, endpoints, request fields, metrics."""
     engine = ObservedFakeEngine()
-    page = CachePage(engine, "model", Access(Visibility.auto, "127.0.0.1"))
-    app = build_app(engine, served_model_name="model", page=page)
+    linked = LinkedEngine(engine)
+    page = CachePage(linked, Access(Visibility.auto, "127.0.0.1"))
+    app = build_app(linked, served_model_name="model", page=page)
     groups = {
         "python": tangram.__all__,
         "options": _list_options(typer.main.get_command(commands), "tangram"),

@@ -32,12 +32,14 @@ def answer_batch(
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
     from tangram.engine.build import build_engine
+    from tangram.link.linked_engine import LinkedEngine
     from tangram.serve.batch import BatchFiles, answer_all
     from tangram.serve.service import Service
 
     files = BatchFiles(source, target)
     with files.output:
-        service = Service(build_engine(config), name_served_model(config.model))
+        engine = LinkedEngine(build_engine(config))
+        service = Service(engine, name_served_model(config.model))
         with progress() as bar:
             task = bar.add_task("Answering", total=files.total, completed=files.skipped)
             # Twice as many as can run at once, so that one always waits.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from tangram.cli.serve_options import (
     AllowedOrigins,
     ApiKeys,
     Host,
+    HowManyProcesses,
     KvEvents,
     KvEventsReplay,
     KvEventsTopic,
@@ -35,6 +37,7 @@ from tangram.cli.serve_options import (
     ShutdownGrace,
     UnknownFields,
     choose_page,
+    count_processes,
 )
 from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
 from tangram.collection import keep_uncollected, unfreeze_at_end
@@ -42,6 +45,8 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.limits import SERVED_QUEUE
+from tangram.link.api_process import ApiStart
+from tangram.link.api_processes import ApiProcesses
 from tangram.model.source import name_served_model
 from tangram.serve.guard import Protection, check_served_name
 from tangram.serve.listening import Listener
@@ -50,7 +55,7 @@ from tangram.serve.logs import LogForm
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.kv_events.publisher import EventPublisher
-    from tangram.page.api import CachePage
+    from tangram.page.desk import PageDesk
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +73,7 @@ def serve(
     max_queue: MaxQueue = SERVED_QUEUE,
     request_timeout_s: RequestTimeout = 3600,
     shutdown_grace_s: ShutdownGrace = 20,
+    api_processes: HowManyProcesses = None,
     page: ShownPage = PageFor.auto,
     no_page: NoPage = False,
     log_format: LogFormat = LogForm.text,
@@ -88,34 +94,64 @@ def serve(
     with (
         closing(Listener.at(host, port)) as listener,
         logging_as(log_format),
+        ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
         _publish_events(events) as publisher,
         unfreeze_at_end(),
     ):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         _report_listening(listener, config.model)
         with keep_uncollected():
-            from tangram.engine.build import build_engine
+            from tangram.link.remote_engine import EngineNature
+            from tangram.page.access import Access, Visibility
             from tangram.serve.bridge import Limits
-            from tangram.serve.http import Telemetry, build_app, serve_on
-            from tangram.serve.tracing import traces_to
+            from tangram.serve.tracing import check_traces
 
             limits = Limits(request_timeout_s, max_queue=max_queue)
-            telemetry = Telemetry(metrics_aliases is not None, traces_to(otlp_endpoint, name))
+            check_traces(otlp_endpoint, name)
             wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
-            engine = build_engine(wanted, records=shown is not PageFor.off)
-            _tell_publisher(publisher, engine)
-            app = build_app(
-                engine,
-                served_model_name=name,
-                protection=protection,
-                limits=limits,
-                telemetry=telemetry,
-                let_unknown_by=unknown_fields is UnknownFields.warn,
-                page=_make_page(engine, name, shown, host),
+            engine, desk = _build(wanted, name, shown, publisher)
+            start = ApiStart(
+                EngineNature.of(engine),
+                name,
+                protection,
+                limits,
+                metrics_aliases is not None,
+                otlp_endpoint,
+                unknown_fields is UnknownFields.warn,
+                None if desk is None else Access(Visibility(shown.value), host),
+                log_format,
+                shutdown_grace_s,
             )
         locked = bool(api_key)
         ready = partial(_report_ready, listener, engine, name, log_format, begin_s, locked=locked)
-        serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s, on_ready=ready)
+        _supervise(engine, desk, start, processes, ready)
+
+
+def _build(
+    config: EngineConfig, name: str, page: PageFor, publisher: EventPublisher | None
+) -> tuple[Engine, PageDesk | None]:
+    """The engine, not started, and what it tells a page."""
+    from tangram.engine.build import build_engine
+    from tangram.page.desk import PageDesk
+
+    engine = build_engine(config, records=page is not PageFor.off)
+    _tell_publisher(publisher, engine)
+    return engine, None if page is PageFor.off else PageDesk(engine, name)
+
+
+def _supervise(
+    engine: Engine,
+    desk: PageDesk | None,
+    start: ApiStart,
+    processes: ApiProcesses,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve until a signal, or until the engine ends."""
+    from tangram.link.engine_port import EnginePort
+    from tangram.link.supervisor import Supervisor
+
+    port = EnginePort(engine, desk)
+    asyncio.run(Supervisor(engine, port, desk, start, processes, on_ready).run())
 
 
 @contextmanager
@@ -140,16 +176,6 @@ def _tell_publisher(publisher: EventPublisher | None, engine: Engine) -> None:
         from tangram.kv_events.stream import KvEventStream
 
         KvEventStream(engine, publisher.send)
-
-
-def _make_page(engine: Engine, model: str, shown: PageFor, host: str) -> CachePage | None:
-    """The page of a server at `host`, unless it is off."""
-    from tangram.page.access import Access, Visibility
-    from tangram.page.api import CachePage
-
-    if shown is PageFor.off:
-        return None
-    return CachePage(engine, model, Access(Visibility(shown.value), host))
 
 
 def _report_listening(listener: Listener, model: str) -> None:

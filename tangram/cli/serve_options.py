@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import Annotated
 
@@ -34,6 +35,18 @@ def choose_page(page: PageFor, *, no_page: bool) -> PageFor:
     if no_page and page not in (PageFor.auto, PageFor.off):
         raise ConfigError(f"page is {page.value!r} and no_page is given: leave one of them out")
     return PageFor.off if no_page else page
+
+
+def count_processes(wanted: int | None, device: str) -> int:
+    """How many API processes serve an engine on `device`, an option's value."""
+    if wanted is not None:
+        return wanted
+    # Whether there is a GPU is known when the model is loaded; these start before. Whoever has few
+    # cores computes on them.
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return 1 if device == "cpu" else max(1, min(4, cores // 4))
 
 
 Host = Annotated[str, option(Panel.server, "address to listen on")]
@@ -84,6 +97,15 @@ ShutdownGrace = Annotated[
         Panel.server,
         "seconds that running answers may take after SIGTERM",
         callback=within(SERVER_BOUNDS["shutdown_grace_s"]),
+    ),
+]
+HowManyProcesses = Annotated[
+    int | None,
+    option(
+        Panel.server,
+        "processes that read requests and write answers beside the engine's",
+        default="1 on a CPU; on a GPU one for four cores, up to 4",
+        callback=within(Bounds(1, 64)),
     ),
 ]
 ShownPage = Annotated[

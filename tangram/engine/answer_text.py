@@ -63,6 +63,9 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
         """What is certain with these tokens too. Push nothing more once it has `stopped`."""
+        if self._marks.names.keys().isdisjoint(token_ids):
+            text = self._search(self._detokenizer.push(token_ids))
+            return [text] if text else []
         pieces: list[Piece] = []
         for marked, run in groupby(token_ids, self._marks.names.__contains__):
             tokens = list(run)
@@ -195,6 +198,8 @@ class _StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
+        if not self._stop:
+            return text, False
         text = self._held + text
         starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
         if starts:

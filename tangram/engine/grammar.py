@@ -80,6 +80,10 @@ class GrammarCompiler:
         self._refused = _Recent[str](_KEPT_REFUSALS)
         self._keeping = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """To another process it travels as what it is made of, without what it has compiled."""
+        return GrammarCompiler, (self._tokenizer, self._vocab_size, self._ends)
+
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
         """None if this tokenizer's tokens are no bytes. Made once, which blocks the interpreter."""

@@ -42,7 +42,7 @@ class Intake:
         Raises `RequestError` (`field`) if they never may, `OverloadError` if as many wait as may.
         """
         self.check_queue(waiting, coming)
-        if not self._may_ever_enter(coming):
+        if self.most is not None and coming > self.most:
             raise RequestError(
                 f"{field} asks for {coming} completions at once, {self._places} may run and "
                 f"{self._most_waiting} wait (max_num_seqs, max_queue): send fewer at a time, or "
@@ -55,15 +55,17 @@ class Intake:
         """Raise `OverloadError` if as many wait as may, unless `coming` completions never may."""
         most_waiting = self._most_waiting
         is_full = most_waiting is not None and waiting >= most_waiting
-        if is_full and self._may_ever_enter(coming):
+        if is_full and (self.most is None or coming <= self.most):
             raise OverloadError(
                 f"{waiting} completions wait, max_queue is {most_waiting}: try again later, or "
                 "have the server started with a longer queue",
                 self._retry_after_s(waiting),
             )
 
-    def _may_ever_enter(self, coming: int) -> bool:
-        return self._most_waiting is None or coming <= self._places + self._most_waiting
+    @property
+    def most(self) -> int | None:
+        """More completions than these may never enter together; None is no limit."""
+        return None if self._most_waiting is None else self._places + self._most_waiting
 
     def _retry_after_s(self, waiting: int) -> int:
         if not self._starts_s:

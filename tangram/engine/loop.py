@@ -100,6 +100,7 @@ class Engine:
         self._checked = False
         self._watching: Watching | None = None
         self._scheduled: Step | None = None
+        self._after_steps: list[Callable[[], None]] = []
 
     @property
     def geometry(self) -> Geometry:
@@ -138,6 +139,11 @@ class Engine:
         jobs: list[Job] = [partial(self._accept, entry, *self.check(entry)) for entry in requests]
         coming = sum(request.sampling.n for request in requests)
         self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
+
+    @property
+    def most_completions(self) -> int | None:
+        """More completions at once than these may never run and wait; None is no limit."""
+        return self._mail.most_completions
 
     def check_queue(self, coming: int) -> None:
         """Raise `OverloadError` if `submit` would for `coming` completions.
@@ -181,6 +187,17 @@ class Engine:
             )
         self._watching.observers.append(observer)
         return self._watching
+
+    def tell_after_steps(self, tell: Callable[[], None]) -> None:
+        """Call `tell` after each step, and when the thread ends, on that thread.
+
+        Events of a step are out by then. Call this before `start`.
+        """
+        self._after_steps.append(tell)
+
+    def _tell_after_step(self) -> None:
+        for tell in self._after_steps:
+            tell()
 
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
@@ -226,6 +243,7 @@ class Engine:
             raise
         if self._watching is not None:
             self._watching.tell(self._scheduled, begin_s)
+        self._tell_after_step()
         return worked
 
     def _step(self) -> bool:
@@ -480,6 +498,7 @@ class Engine:
         self._publish_stats()
         if self._watching is not None:
             self._watching.tell(None, time.monotonic())
+        self._tell_after_step()
 
     # -- requests ----------------------------------------------------------------------------------
 

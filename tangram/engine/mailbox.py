@@ -35,6 +35,11 @@ class Mailbox:
         """How many completions have no place in the batch."""
         return max(0, self._excess + self._intake.entering)
 
+    @property
+    def most_completions(self) -> int | None:
+        """More completions than these may never enter together; None is no limit."""
+        return self._intake.most
+
     def check_queue(self, coming: int) -> None:
         """Raise `OverloadError` if `submit` would for `coming` completions."""
         with self._changed:

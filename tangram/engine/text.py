@@ -65,6 +65,10 @@ class TextCodec:
         self._edge = token_hex(16)  # nobody can guess it, so that no message has it
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """To another process it travels as what it is made of: it has processes of its own."""
+        return _make_codec, (self.tokenizer, self.eos_token_ids)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt, with the model's special tokens around it (such as BOS).
 
@@ -297,6 +301,10 @@ class TextCodec:
             return bytes([int(match[1], 16)])
         alphabet = _byte_alphabet()
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
+
+
+def _make_codec(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int]) -> TextCodec:
+    return TextCodec(tokenizer, eos_token_ids=eos_token_ids)
 
 
 @contextmanager

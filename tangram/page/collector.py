@@ -13,13 +13,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tangram.page.requests import Requests, ShownCompletion
-from tangram.page.watchers import Watcher, frame
+from tangram.page.watchers import frame
 from tangram.serve.body import Json
 from tangram.types import Int32, Int64, UInt8
 from tangram.watch import News, PageState, PoolReading, Readings, SequenceChange, StepDone
@@ -89,6 +89,20 @@ class _Outbox:
     pool: PoolReading | None = None
 
 
+class ToldWatcher(Protocol):
+    """Whoever is told news: requests of the key of digest `client`, and what is of nobody."""
+
+    @property
+    def client(self) -> bytes | None:
+        """The digest of its key; None where there are no keys."""
+
+    def send(self, frames: bytes) -> None:
+        """Tell news, as server-sent events. It never waits."""
+
+    def close(self) -> None:
+        """No more come."""
+
+
 class Collector:
     """The observer of one engine, whose pool has `pages`. `begin_s` is zero of all times sent."""
 
@@ -97,7 +111,7 @@ class Collector:
         self.requests = Requests()
         self.pool = Pool(np.zeros(pages, np.uint8), np.zeros(pages, np.uint16))
         self.steps: deque[Json] = deque(maxlen=MOST_STEPS)
-        self.watchers: set[Watcher] = set()
+        self.watchers: set[ToldWatcher] = set()
         self._outbox, self._lock = _Outbox(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._awaited = False  # a flush is on its way
@@ -155,7 +169,7 @@ class Collector:
         for watcher in self.watchers:
             watcher.close()
 
-    def enter(self, watcher: Watcher) -> None:
+    def enter(self, watcher: ToldWatcher) -> None:
         """Begin a stream: first a `hello`, then what comes."""
         self.flush()
         told = {"at": time.monotonic() - self.begin_s, "last_steps": list(self.steps)}

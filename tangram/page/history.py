@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from tangram.metrics import EngineStats
+from tangram.page.questions import AnswerTimes
 from tangram.serve.body import Json
-from tangram.serve.record import Record
 
 STEP_S = 10
 MOST_S = 3600
@@ -51,15 +51,11 @@ class History:
         self._ttft: deque[float] = deque(maxlen=_MOST_TIMES)
         self._tpot: deque[float] = deque(maxlen=_MOST_TIMES)
 
-    def count(self, record: Record) -> None:
+    def count(self, times: AnswerTimes) -> None:
         """A request has ended."""
-        generation = record.generation
-        if generation is None or generation.first_token_s is None or record.ended_s is None:
-            return
-        self._ttft.append(generation.first_token_s - record.started_s)
-        longest = max((use.completion_tokens for use in generation.usages.values()), default=0)
-        if longest > 1:
-            self._tpot.append((record.ended_s - generation.first_token_s) / (longest - 1))
+        self._ttft.append(times.first_token_s)
+        if times.token_s is not None:
+            self._tpot.append(times.token_s)
 
     def sample(self, stats: EngineStats, now_s: float) -> None:
         """The engine at `now_s`: a line, unless it is the first reading."""

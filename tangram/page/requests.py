@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tangram.page.questions import Announcement
 from tangram.watch import SequenceChange, SequenceReading, SequenceState
 
 # Ended requests are remembered up to these bounds.
@@ -18,26 +19,6 @@ _MOST_ANNOUNCED = 4096
 # So many of the newest completions are asked whether a new one continues their conversation.
 _MOST_COMPARED = 64
 _MOST_CONVERSATIONS = 65535  # their numbers have 16 bits
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """A request of the API, known by the id of its answer and by that in `x-request-id`.
-
-    `first_choice` is the number of its first completion. `client` is the digest of its API key,
-    None where there are no keys.
-    """
-
-    answer_id: str
-    request_id: str
-    first_choice: int
-    client: bytes | None
-    queued_s: float
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What clients may call it."""
-        return self.answer_id, self.request_id
 
 
 @dataclass(eq=False)
@@ -93,9 +74,9 @@ class Requests:
         default_factory=lambda: itertools.cycle(range(1, _MOST_CONVERSATIONS + 1))
     )
 
-    def announce(self, engine_id: str, announcement: Announcement) -> None:
-        """The engine may soon tell of sequences of `engine_id`."""
-        self._announced[engine_id] = announcement
+    def announce(self, announcement: Announcement) -> None:
+        """The engine may soon tell of sequences of this request."""
+        self._announced[announcement.engine_id] = announcement
         if len(self._announced) > _MOST_ANNOUNCED:
             self._announced.popitem(last=False)
 

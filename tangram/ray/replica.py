@@ -8,10 +8,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from ray import serve
 
 from tangram.collection import keep_uncollected
@@ -178,7 +178,7 @@ def _publish(engine: Engine, events: EventAddress) -> None:
 def _count_from(start_s: float, event: Event) -> Event:
     if event.admitted_s is None:
         return event
-    return replace(event, admitted_s=event.admitted_s - start_s)
+    return msgspec.structs.replace(event, admitted_s=event.admitted_s - start_s)
 
 
 def _refuse(sent: SentRequest, index: int, error: TangramError) -> Event:

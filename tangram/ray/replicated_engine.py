@@ -7,10 +7,9 @@ import contextvars
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from ray.exceptions import NodeDiedError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import (
@@ -27,6 +26,7 @@ from tangram.engine.text import TextCodec
 from tangram.metrics import EngineStats
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
+from tangram.serve.activity import tell_activity
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
 REPORT_EVERY_S = 1.0
@@ -72,13 +72,17 @@ class ReplicatedEngine:
         self._totals = FleetTotals()
         self._relays: dict[str, _Relay] = {}
         self._take_reports({first.replica_id: first.stats})
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._polling: asyncio.Task[None] | None = None
+        self._beside: list[asyncio.Task[None]] = []
 
     @property
     def healthy(self) -> bool:
         """Whether a replica has answered in the last `MOST_SILENT_S`; False after `stop`."""
         return not self._stopped and time.monotonic() - self._heard_s < MOST_SILENT_S
+
+    @property
+    def ended(self) -> bool:
+        """Never: replicas are started again."""
+        return False
 
     @property
     def max_model_len(self) -> int:
@@ -108,7 +112,7 @@ class ReplicatedEngine:
         """Raise `OverloadError` if the queues of all replicas are full."""
         self._intake.check_queue(self.waiting, coming)
 
-    def submit(self, *requests: Request) -> None:
+    async def submit(self, *requests: Request) -> None:
         """Send `requests`, each to the replica that the router chooses.
 
         Raises `RequestError` if one can never be served, `OverloadError` if too many wait. Then
@@ -129,23 +133,21 @@ class ReplicatedEngine:
         if relay is not None and relay.task is not None:
             relay.task.cancel()
 
-    def start(self) -> None:
-        """Begin to ask replicas for their statistics. Call it on the event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._polling = asyncio.create_task(self._poll())
+    async def start(self) -> None:
+        """Begin to ask replicas for their statistics."""
+        self._beside = [
+            asyncio.create_task(self._poll()),
+            asyncio.create_task(tell_activity(self.stats)),
+        ]
 
-    def stop(self) -> None:
-        """Abort what runs. Any thread may call it, twice too."""
+    async def stop(self) -> None:
+        """End what runs."""
         self._stopped = True
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._cancel_all)
-
-    def _cancel_all(self) -> None:
-        for request_id in list(self._relays):
-            self.abort(request_id)
-        if self._polling is not None:
-            self._polling.cancel()
+        for relay in list(self._relays.values()):
+            self.abort(relay.request.request_id)
+            relay.fail(None, may_retry=False)
+        for task in self._beside:
+            task.cancel()
 
     def _prepare(self, request: Request) -> SentRequest:
         """The request with the keys of its chunks. Raises `RequestError`."""
@@ -228,10 +230,10 @@ class _Relay:
         if event.finish_reason is not None:
             self.left.discard(event.index)
         if event.admitted_s is not None:
-            event = replace(event, admitted_s=self.sent_s + event.admitted_s)
+            event = msgspec.structs.replace(event, admitted_s=self.sent_s + event.admitted_s)
         self.request.on_event(event)
 
-    def fail(self, error: str, *, may_retry: bool) -> None:
+    def fail(self, error: str | None, *, may_retry: bool) -> None:
         """End what has not ended."""
         for index in sorted(self.left):
             self.request.on_event(

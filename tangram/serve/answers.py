@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from tangram.engine.answer_text import AnswerText
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
@@ -23,16 +25,14 @@ from tangram.types import Event, FinishReason, TokenLogprob, Usage
 Finish = Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True)
-class AnswerUsage:
+class AnswerUsage(Struct, frozen=True, gc=False):
     """What an answer has used, or one completion of it. `reasoning_tokens` were thoughts."""
 
     engine: Usage
     reasoning_tokens: int
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """What one event adds to completion `choice`; `finish` says why the completion has ended.
 
     `usage` is that of this completion so far.
@@ -44,6 +44,13 @@ class Delta:
     logprobs: Sequence[TokenLogprob]
     finish: Finish | None
     usage: AnswerUsage
+
+    @property
+    def plain_text(self) -> str | None:
+        """The text, if the completion goes on and that is all of this."""
+        if self.finish is None and len(self.parts) == 1 and isinstance(self.parts[0], str):
+            return self.parts[0]
+        return None
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ AnswerEvent = Delta | Failure | End
 class Answer:
     """The events of `stream`, each completion split into parts by a reader of its own.
 
-    `new_text` makes what reads the text of a choice. Iterate once: `Delta`s, then one `Failure` or
-    `End`. `close` it in any case.
+    `new_text` makes what reads the text of a choice. Take or iterate `Delta`s, then one `Failure`
+    or `End`; then it has `ended`. `close` it in any case.
     """
 
     def __init__(
@@ -76,21 +83,34 @@ class Answer:
         new_text: Callable[[int], AnswerText],
         new_reader: Callable[[], Reader],
     ) -> None:
-        self.stream, self._new_text = stream, new_text
+        self.stream, self._new_text, self.ended = stream, new_text, False
         self._texts: dict[int, AnswerText] = {}
         self._readers = defaultdict[int, Reader](new_reader)
         self._reasoning_tokens = defaultdict[int, int](int)
 
     async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
         """Every event of the answer."""
+        more = asyncio.Event()
+        self.stream.follow(more.set)
+        while not self.ended:
+            more.clear()
+            if (event := self.take()) is None:
+                await more.wait()
+            else:
+                yield event
+
+    def take(self) -> AnswerEvent | None:
+        """The next event of the answer; None until there is more."""
         try:
-            async for choice, event in self.stream:
-                yield self._make_delta(choice, event)
+            if not self.stream.ended:
+                news = self.stream.take()
+                return None if news is None else self._make_delta(*news)
         except ApiError as error:
-            yield Failure(error)
-            return
+            self.ended = True
+            return Failure(error)
+        self.ended = True
         thoughts = sum(self._reasoning_tokens.values())
-        yield End(AnswerUsage(self.stream.generation.usage, thoughts))
+        return End(AnswerUsage(self.stream.generation.usage, thoughts))
 
     def close(self) -> None:
         """Abort what has not ended. Safe to call twice."""

@@ -261,11 +261,17 @@ def answer_all(
     not written then, and the next run continues with them.
     """
     with files.output as file:
-        service.start()
-        try:
-            return asyncio.run(_answer_all(service, iter(files.tasks), file, at_once, on_line))
-        finally:
-            service.stop()
+        return asyncio.run(_serve_all(service, files, file, at_once, on_line))
+
+
+async def _serve_all(
+    service: Service, files: BatchFiles, file: io.FileIO, at_once: int, on_line: Callable[[], None]
+) -> int:
+    await service.start()
+    try:
+        return await _answer_all(service, iter(files.tasks), file, at_once, on_line)
+    finally:
+        await service.stop()
 
 
 async def _answer_all(

@@ -1,4 +1,4 @@
-"""From the engine's thread to asyncio: one `EventStream` for each HTTP request.
+"""From the engine to its clients: one `EventStream` for each HTTP request.
 
 However a stream ends, its pages are freed.
 """
@@ -6,10 +6,10 @@ However a stream ends, its pages are freed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -33,7 +33,6 @@ from tangram.types import (
     ToolFormat,
 )
 
-HEALTH_CHECK_S = 1.0
 # More completions than these are seldom in one step, so the bound on pending events stops growing.
 _COUNTED_CHOICES = 8
 
@@ -154,8 +153,10 @@ class Grammars(Protocol):
 
 
 class ServedEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that the server sees. `submit` and `abort` may come
-    from any thread.
+    """An engine as the server sees it, from one event loop. It computes elsewhere.
+
+    Events come on that loop. If it stops, by itself or by `stop`, every completion ends with an
+    event.
     """
 
     @property
@@ -180,12 +181,18 @@ class ServedEngine(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """False once its thread has died."""
+        """False once it has ended, or while a step of it does not end."""
 
-    def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none.
+    @property
+    def ended(self) -> bool:
+        """Whether it has stopped by itself, for good."""
 
-        Raises `RequestError` if they can never be served, `OverloadError` if too many wait.
+    async def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; returns once they are in the queue.
+
+        Raises `RequestError` if they can never be served, `OverloadError` if too many wait,
+        `MachineError` if a grammar could not be tried, `EngineError` if the engine has stopped. If
+        the caller is cancelled, they are aborted.
         """
 
     def check_queue(self, coming: int) -> None:
@@ -194,14 +201,14 @@ class ServedEngine(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; an unknown or finished one is ignored."""
 
-    def start(self) -> None:
-        """Start the thread that serves."""
+    async def start(self) -> None:
+        """Begin to serve."""
 
-    def stop(self) -> None:
-        """End that thread and abort what runs. Safe to call twice."""
+    async def stop(self) -> None:
+        """End what runs. Safe to call twice."""
 
     def stats(self) -> EngineStats:
-        """The engine's statistics between two steps."""
+        """The engine's statistics between two steps, as it has told last."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +253,11 @@ def make_timeout_error(limit_s: float | None) -> ApiError:
 
 
 class EventStream:
-    """The events of one job, as (choice, event).
+    """The events of one job, as (choice, event): made by `open`, taken one by one.
 
-    A choice is the number of the prompt · n + the index of the completion. The job is submitted on
-    construction, which raises `RequestError` or `OverloadError` if the engine refuses it. Always
-    `close()` it: that aborts every completion that has not ended, and frees its pages. `overrun` is
-    set if it was closed because the client does not read.
+    A choice is the number of the prompt · n + the index of the completion. Always `close()` it:
+    that aborts every completion that has not ended, and frees its pages. `overrun` is set if it was
+    closed because the client does not read.
     """
 
     def __init__(
@@ -259,7 +265,8 @@ class EventStream:
     ) -> None:
         self._engine, self._job = engine, job
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
+        self._pending = deque[tuple[int, Event] | ApiError]()
+        self._tell: Callable[[], object] = self._do_nothing
         self._most_pending = (
             min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
         )
@@ -276,20 +283,27 @@ class EventStream:
             self._timer = self._loop.call_later(
                 limits.request_timeout_s - gone_s, self._expire, limits.request_timeout_s
             )
-        now_s = time.monotonic()
+
+    @classmethod
+    async def open(
+        cls, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits
+    ) -> EventStream:
+        """Submit `job`. Raises as `ServedEngine.submit` does."""
+        stream, now_s = cls(engine, job, metrics, limits), time.monotonic()
         try:
-            engine.submit(*map(self._request, range(len(job.prompts))))
+            await engine.submit(*map(stream._request, range(len(job.prompts))))
         except BaseException:
-            self.close()
+            stream.close()
             raise
-        self._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
+        stream._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
+        return stream
 
     def _request(self, number: int) -> Request:
         return Request(
             request_id=self._job.engine_id(number),
             prompt_token_ids=self._job.prompts[number],
             sampling=self._job.sampling,
-            on_event=partial(self._post, number),
+            on_event=partial(self._enter, number),
             kv_retention=self._job.kv_retention,
             kv_scorer=self._job.kv_scorer,
             speculative=self._job.speculative,
@@ -298,63 +312,68 @@ class EventStream:
             marks=self._job.marks,
         )
 
-    def _post(self, number: int, event: Event) -> None:
-        """Pass an event on from the engine's thread, unless the server's loop is closed."""
+    def _enter(self, number: int, event: Event) -> None:
+        """Enter an event of prompt `number`. The number of pending events is bounded."""
         choice = number * self._job.sampling.n + event.index
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._enter, choice, event)
-
-    def _enter(self, choice: int, event: Event) -> None:
-        """Enter an event, on the server's loop. The number of pending events is bounded."""
-        if self._most_pending is not None and self._queue.qsize() >= self._most_pending:
+        if self.overrun.is_set():
+            return
+        if self._most_pending is not None and len(self._pending) >= self._most_pending:
             self.overrun.set()
             self.close()
-        elif not self.overrun.is_set():
-            self._queue.put_nowait((choice, event))
+        else:
+            self._pending.append((choice, event))
+        self._tell()
 
     def _expire(self, timeout_s: float) -> None:
         """End the request. Its pages are free at the next step, however slow the client is."""
-        self._queue.put_nowait(make_timeout_error(timeout_s))
+        self._pending.append(make_timeout_error(timeout_s))
         self._abort_unfinished()
+        self._tell()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every completion has ended.
+    def follow(self, tell: Callable[[], object]) -> None:
+        """Call `tell` whenever there is more to take."""
+        self._tell = tell
+
+    @staticmethod
+    def _do_nothing() -> None:
+        """Nobody follows yet."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every completion has ended, and its end was taken."""
+        return not self._running and not self.overrun.is_set()
+
+    def take(self) -> tuple[int, Event] | None:
+        """The next event; None until there is more.
 
         Raises `ApiError` if the engine gave up, or if the client did not read.
         """
-        while self._running or self.overrun.is_set():
-            try:
-                choice, event = await self._next()
-            except ApiError as error:
-                self.generation.failure = error.status
-                raise
-            self._measure(choice, event)
-            yield choice, event
+        try:
+            news = self._next()
+        except ApiError as error:
+            self.generation.failure = error.status
+            raise
+        if news is not None:
+            self._measure(*news)
+        return news
 
-    async def _next(self) -> tuple[int, Event]:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALTH_CHECK_S):
-                    news = await self._queue.get()
-                    if self.overrun.is_set():  # all is aborted, so the events left have no end
-                        raise ApiError(408, "too many events wait for the client: read them faster")
-                    if isinstance(news, ApiError):
-                        raise news
-                    if news[1].error_field is not None:
-                        raise ApiError(
-                            400,
-                            news[1].error or "",
-                            param=news[1].error_field,
-                            code="invalid_value",
-                        )
-                    if news[1].finish_reason is FinishReason.ABORT:
-                        raise ApiError(
-                            503 if news[1].may_retry else 500,
-                            news[1].error or "the engine ended the request: it is shutting down",
-                        )
-                    return news
-            if not self._engine.healthy:
-                raise ApiError(503, "the engine has stopped: the server's log has the reason")
+    def _next(self) -> tuple[int, Event] | None:
+        if self.overrun.is_set():  # all is aborted, so the events left have no end
+            raise ApiError(408, "too many events wait for the client: read them faster")
+        if not self._pending:
+            return None
+        news = self._pending.popleft()
+        if isinstance(news, ApiError):
+            raise news
+        event = news[1]
+        if event.error_field is not None:
+            raise ApiError(400, event.error or "", param=event.error_field, code="invalid_value")
+        if event.finish_reason is FinishReason.ABORT:
+            raise ApiError(
+                503 if event.may_retry else 500,
+                event.error or "the engine ended the request: it is shutting down",
+            )
+        return news
 
     def _measure(self, choice: int, event: Event) -> None:
         now_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ class ChunkWriter(Writer):
         self._codec, self._head, self._wants_logprobs = codec, head, logprobs
         self._options = StreamOptions() if options is None else options
         self._choices = defaultdict[int, Content](Content)
+        self._frames: dict[int, tuple[str, str]] = {}
 
     def begin(self) -> Iterator[str]:
         """Nothing."""
@@ -80,6 +82,9 @@ class ChunkWriter(Writer):
     def write(self, event: AnswerEvent) -> Iterator[str]:
         """A chunk for each delta, the usage if the client asked for it, [DONE]."""
         match event:
+            case Delta() if self._has_constant_frames and not event.is_first and event.plain_text:
+                before, after = self._frame_around(event.choice)
+                yield f"{before}{write_line(event.plain_text)}{after}"
             case Delta():
                 opening = self.write_opening(event.choice) if event.is_first else None
                 for choice in (opening, self.write_delta(event.choice, Content.of(event))):
@@ -104,6 +109,21 @@ class ChunkWriter(Writer):
         ]
         head = self._head | {"object": self.whole_object}
         return head | {"choices": choices, "usage": self._write_usage(usage)}
+
+    @property
+    def _has_constant_frames(self) -> bool:
+        """Whether chunks of a text differ in that text alone."""
+        return not (self._wants_logprobs or self._options.continuous_usage_stats)
+
+    def _frame_around(self, index: int) -> tuple[str, str]:
+        """What stands before and after the text in a chunk of completion `index`."""
+        if index not in self._frames:
+            mark = uuid.uuid4().hex
+            usage = {"usage": None} if self._options.include_usage else {}
+            frame = self._write_chunk([self.write_delta(index, Content(mark))], usage)
+            before, _, after = frame.partition(write_line(mark))
+            self._frames[index] = before, after
+        return self._frames[index]
 
     @abstractmethod
     def write_opening(self, index: int) -> Json | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.serve.record import Record
 from tangram.types import Event, FinishReason
 
+# Where API processes keep their counts. prometheus_client reads it when it is imported.
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -250,6 +254,27 @@ class _EngineCollector(Collector):
                 yield metric
 
 
+class _ServerCollector(Collector):
+    """What is counted in this process, or in all API processes of the server.
+
+    Where there are several, prometheus_client keeps the counts in files of one folder.
+    """
+
+    def __init__(self, own: CollectorRegistry) -> None:
+        self._own = own
+
+    def collect(self) -> Iterable[Metric]:
+        if FOLDER_VARIABLE not in os.environ:
+            return self._own.collect()
+        together = CollectorRegistry()
+        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+        return together.collect()
+
+    def describe(self) -> Iterable[Metric]:
+        """No names: they are those of `_own`."""
+        return ()
+
+
 class ServerMetrics:
     """The metrics of one server, in a registry of its own.
 
@@ -259,22 +284,24 @@ class ServerMetrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.stats = stats
-        self.registry = CollectorRegistry()
+        self.registry, self._own = CollectorRegistry(), CollectorRegistry()
+        self._server = _ServerCollector(self._own)
         self.registry.register(_EngineCollector(stats))
+        self.registry.register(self._server)
         self.http_requests = Counter(
             "tangram_http_requests",
             "HTTP requests answered",
             ["endpoint", "status"],
-            registry=self.registry,
+            registry=self._own,
         )
         self.completions = Counter(
-            "tangram_completions", "Completions ended", ["finish_reason"], registry=self.registry
+            "tangram_completions", "Completions ended", ["finish_reason"], registry=self._own
         )
         self.ignored_fields = Counter(
             "tangram_ignored_fields",
             "Unsupported fields of requests that were ignored",
             ["field"],
-            registry=self.registry,
+            registry=self._own,
         )
         self.first_token_s = self._seconds(
             "time_to_first_token", "From the request to its first token"
@@ -304,10 +331,10 @@ class ServerMetrics:
         )
 
     def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tangram_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+        return Histogram(f"tangram_{name}_seconds", text, buckets=_SECONDS, registry=self._own)
 
     def _tokens(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tangram_{name}", text, buckets=_TOKENS, registry=self.registry)
+        return Histogram(f"tangram_{name}", text, buckets=_TOKENS, registry=self._own)
 
     def count_request(self, record: Record) -> None:
         """Count an answer by endpoint and status."""
@@ -317,6 +344,10 @@ class ServerMetrics:
         self.http_requests.labels(
             endpoint, "cut" if record.status is None else str(record.status)
         ).inc()
+
+    def collect_server(self) -> dict[str, Metric]:
+        """What the server counts, by name: in all of its processes."""
+        return {family.name: family for family in self._server.collect()}
 
     def render(self) -> bytes:
         """All series in the Prometheus text format."""

@@ -7,7 +7,6 @@ The application's lifespan starts and stops the engine.
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -21,8 +20,6 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.errors import EngineError
-from tangram.serve.activity import tell_activity
 from tangram.serve.api_errors import ApiError, install_handlers
 from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
@@ -35,7 +32,6 @@ from tangram.serve.guard import (
     RequireKeys,
     check_served_name,
 )
-from tangram.serve.listening import Listener
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.process import ConnectionLimits, Server
@@ -140,19 +136,13 @@ def _make_lifespan(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if page is not None:
             page.start()
-        service.start()
-        watching = [
-            asyncio.create_task(service.watch()),
-            asyncio.create_task(tell_activity(engine.stats)),
-        ]
+        await service.start()
         try:
             yield
         finally:
-            for task in watching:
-                task.cancel()
             if page is not None:
                 page.close()
-            await asyncio.to_thread(service.stop)
+            await service.stop()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
@@ -280,45 +270,22 @@ def transport_options(protocol: type[HttpProtocol] = HttpProtocol) -> Json:
     }
 
 
-def serve_on(
-    listener: Listener,
-    engine: ServedEngine,
-    app: FastAPI,
-    *,
-    shutdown_grace_s: float,
-    on_ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP.
+def make_server(
+    app: FastAPI, *, shutdown_grace_s: float, on_ready: Callable[[], None] = lambda: None
+) -> Server:
+    """The server of `app`: `serve(sockets)` serves until it is drained, or until a signal.
 
-    Running answers get `shutdown_grace_s`, then they end with an error. Call it from the main
-    thread, with an engine that is built but not started, and the application of that engine. Calls
-    `on_ready` when requests are answered. Returns once the engine has stopped. Raises `EngineError`
-    if it stopped by itself. A second signal ends the process at once.
+    Running answers get `shutdown_grace_s` after a signal, then they end with an error. Calls
+    `on_ready` when requests are answered. A second signal ends the process at once.
     """
     granted = ConnectionLimits.raise_limits(MAX_CONNECTIONS)
-    cut_after_s = int(shutdown_grace_s) + _CUT_AFTER_GRACE_S
     # log_config None: the caller has configured the log.
     config = uvicorn.Config(
         app,
         log_config=None,
         lifespan="on",
         backlog=granted.backlog,
-        timeout_graceful_shutdown=cut_after_s,
+        timeout_graceful_shutdown=int(shutdown_grace_s) + _CUT_AFTER_GRACE_S,
         **transport_options(http_protocol(granted.connections)),
     )
-    # uvicorn raises the signal again after its shutdown, which would look like a crash.
-    previous = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        server = Server(config, engine, app.state.service, shutdown_grace_s, on_ready)
-        if (
-            signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-        ):  # else nohup, or the caller, wants something of it
-            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.hang_up)
-        server.run(list(listener.sockets))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if not engine.healthy:
-        raise EngineError("the engine has stopped, its log has the reason: start the server again")
+    return Server(config, app.state.service, shutdown_grace_s, on_ready)

@@ -18,7 +18,7 @@ class Http1(h11.Connection):
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
-        self._tells_events = False
+        self._tells_events = self._is_chunked = False
 
     def next_event(self) -> Any:
         """As h11 has it. Raises `UncertainEndError`."""
@@ -35,12 +35,20 @@ class Http1(h11.Connection):
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         """As h11 has it."""
+        sent = super().send(event)
         if isinstance(event, h11.Response):
             self._tells_events = any(
                 name == b"content-type" and value.startswith(b"text/event-stream")
                 for name, value in event.headers
             )
-        return super().send(event)
+            self._is_chunked = b"transfer-encoding: chunked" in (sent or b"").lower()
+        return sent
+
+    def send_part(self, part: bytes) -> bytes:
+        """What h11 makes of a part of a body, without its checks: a token each in a stream."""
+        if self._is_chunked and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(part), part)
+        return self.send(h11.Data(data=part)) or b""
 
     @property
     def can_ask(self) -> bool:

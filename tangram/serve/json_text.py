@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
+
+import msgspec
 
 from tangram.serve.body import Json
 
@@ -30,6 +31,6 @@ class JsonStrings:
                 self._begun = found[0]
 
 
-def write_line(data: Json) -> str:
+def write_line(data: Json | str) -> str:
     """`data` as JSON on one line, whatever a client takes for the end of a line."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    return msgspec.json.encode(data).decode().translate(_LINE_ENDS)

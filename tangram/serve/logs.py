@@ -9,12 +9,20 @@ import json
 import logging
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any, TextIO
 
+# An API process is no command, and its lines stand between those of one.
+from rich.console import Console  # noqa: TID251
+from rich.logging import RichHandler
+
 from tangram.serve.record import Record
 
+# Conversion and loading show progress bars. Requests are in the metrics and in the JSON log.
+_QUIET = ("httpx", "transformers", "uvicorn.access")
+_PLAIN = "%(asctime)s %(levelname)s %(message)s"
 PROBES = ("/health", "/ready", "/metrics")
 _MOST_PATH_CHARACTERS = 200  # a path is whatever a client sends
 _log = logging.getLogger("tangram.requests")
@@ -66,6 +74,38 @@ class LogLines(logging.StreamHandler[TextIO]):
                 print(
                     f"the log cannot be written, lines are lost: {sys.exception()}", file=sys.stderr
                 )
+
+
+def make_text_handler() -> logging.Handler:
+    """A handler that writes to standard error, in columns if that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_PLAIN, "%Y-%m-%d %H:%M:%S"))
+    return handler
+
+
+@contextmanager
+def log_inside(form: LogForm) -> Iterator[None]:
+    """Log in this form while inside; then all of logging is as before."""
+    quiet = (*_QUIET, _log.name) if form is LogForm.text else _QUIET
+    root, loggers = logging.getLogger(), list(map(logging.getLogger, quiet))
+    handlers, levels = root.handlers[:], [logger.level for logger in (root, *loggers)]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        if form is LogForm.text:
+            logging.basicConfig(level=logging.INFO, handlers=[make_text_handler()], force=True)
+        else:
+            log_as_json()
+        yield
+    finally:
+        root.handlers[:] = handlers
+        for logger, level in zip((root, *loggers), levels, strict=True):
+            logger.setLevel(level)
 
 
 def log_as_json() -> None:

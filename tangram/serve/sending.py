@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tangram.serve.bridge import EventStream
+from tangram.serve.answers import Answer, Writer, write_stream
+from tangram.serve.direct import DirectBody
 
 _log = logging.getLogger(__name__)
 
 
 class EventSource(StreamingResponse):
-    """Sends `frames`, which are written from `events`, and closes `events` at the end.
+    """Sends `answer` as `writer` spells it, and closes it at the end.
 
-    It closes them too if the response never began. A client that falls too far behind gets no
-    error: its buffers are full. The response then ends in the middle.
+    It closes the answer too if the response never began. A client that falls too far behind gets
+    no error: its buffers are full. The response then ends in the middle.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[str], events: EventStream) -> None:
-        super().__init__(frames, headers={"Cache-Control": "no-cache"})
-        self._events = events
+    def __init__(self, answer: Answer, writer: Writer) -> None:
+        super().__init__(write_stream(answer, writer), headers={"Cache-Control": "no-cache"})
+        self._answer, self._writer = answer, writer
+        self._body: DirectBody | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client end."""
+        self._body = DirectBody.of(scope)
         sending = asyncio.create_task(super().__call__(scope, receive, send))
-        overrun = asyncio.create_task(self._events.overrun.wait())
+        overrun = asyncio.create_task(self._answer.stream.overrun.wait())
         try:
             await asyncio.wait({sending, overrun}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -38,7 +40,41 @@ class EventSource(StreamingResponse):
             else:
                 _log.warning("a stream is ended: its client does not read")
         finally:
-            self._events.close()
+            self._answer.close()
             for task in (sending, overrun):
                 task.cancel()
             await asyncio.gather(sending, overrun, return_exceptions=True)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send head, events and end."""
+        if self._body is None:
+            await super().stream_response(send)
+            return
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+        await self._pour(self._body)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pour(self, body: DirectBody) -> None:
+        """Write each event when the engine tells it: no task wakes up for a token."""
+        halted, failures = asyncio.Event(), list[Exception]()
+
+        def pour() -> None:
+            try:
+                while body.writable and not self._answer.ended:
+                    if (event := self._answer.take()) is None:
+                        return
+                    body.write("".join(self._writer.write(event)).encode())
+            except Exception as error:
+                failures.append(error)
+            halted.set()
+
+        body.write("".join(self._writer.begin()).encode())
+        self._answer.stream.follow(pour)
+        while not (self._answer.ended or failures):
+            halted.clear()
+            pour()
+            await halted.wait()
+            await body.drain()
+        if failures:
+            raise failures[0]

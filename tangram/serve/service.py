@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from tangram.errors import MachineError, RequestError
 from tangram.serve.answer_size import check_answer_size
-from tangram.serve.answers import Answer, write_stream, write_whole
+from tangram.serve.answers import Answer, write_whole
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
@@ -29,10 +28,6 @@ from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
 from tangram.types import SamplingValues
 
-# A step takes seconds at most; the first may compile. After this time its device hangs.
-MOST_STEP_S = 600
-# When the server ends, it waits this long for the step under way.
-LAST_STEP_S = 30
 _log = logging.getLogger(__name__)
 
 
@@ -59,16 +54,19 @@ class Service:
         self.job_sinks: list[Callable[[Job], None]] = []
         self.drain_sinks: list[Callable[[], None]] = []
         self._engine, self._limits, self._started = engine, limits or Limits(), False
-        self._hangs = False
-        self._stopping: threading.Thread | None = None
         self.preparation = Preparation(engine, self._limits)
         self.prompts = Prompts(engine, self.preparation, self.template)
         self._endpoints = Endpoints(self.prompts, served_model_name, engine.sampling)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can answer: its thread lives, and its step ends within ten minutes."""
-        return self._engine.healthy and not self._hangs
+        """Whether the engine can answer."""
+        return self._engine.healthy
+
+    @property
+    def engine_ended(self) -> bool:
+        """Whether the engine has stopped by itself."""
+        return self._engine.ended
 
     @property
     def ready(self) -> bool:
@@ -85,12 +83,12 @@ class Service:
         """What holds where a request states nothing."""
         return self._engine.sampling
 
-    def start(self) -> None:
-        """Start the engine's thread."""
+    async def start(self) -> None:
+        """Have the engine serve."""
         self._engine.grammars.warm()
         with suppress(MachineError):  # the log has the reason, and requests try again
             self._engine.codec.warm()
-        self._engine.start()
+        await self._engine.start()
         self._started = True
 
     def drain(self) -> None:
@@ -99,37 +97,10 @@ class Service:
         for end in self.drain_sinks:
             end()
 
-    async def watch(self) -> None:
-        """Watch until cancelled whether steps end while requests run."""
-        steps, since_s = None, 0.0
-        while True:
-            stats, now_s = self._engine.stats(), time.monotonic()
-            if stats.steps != steps or stats.running == 0:
-                steps, since_s = stats.steps, now_s
-            hangs = now_s - since_s > MOST_STEP_S
-            if hangs and not self._hangs:
-                _log.error(
-                    "a step of the engine has not ended for %.0f s: the server is not healthy",
-                    now_s - since_s,
-                )
-            self._hangs = hangs
-            await asyncio.sleep(MOST_STEP_S / 60)
-
-    def stop(self) -> None:
-        """End the engine's thread and abort what runs. `stuck` says if a step does not end."""
+    async def stop(self) -> None:
+        """Prepare nothing more, and end what runs."""
         self.preparation.stop()
-        if self._stopping is None:
-            # A daemon thread, unlike those of a pool, does not keep the process alive.
-            self._stopping = threading.Thread(
-                target=self._engine.stop, name="engine-stop", daemon=True
-            )
-            self._stopping.start()
-        self._stopping.join(LAST_STEP_S)
-
-    @property
-    def stuck(self) -> bool:
-        """Whether `stop` has not ended the engine's thread."""
-        return self._stopping is not None and self._stopping.is_alive()
+        await self._engine.stop()
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 unless `model` is the served one."""
@@ -145,9 +116,9 @@ class Service:
             prepared = await self.preparation.of(
                 request, self._endpoints.prepare, body, record_of(request)
             )
-            answer = self._begin(prepared)
+            answer = await unless_disconnected(request, self._begin(prepared))
         if body.stream:
-            return EventSource(write_stream(answer, prepared.writer), answer.stream)
+            return EventSource(answer, prepared.writer)
         try:
             whole = await unless_disconnected(request, write_whole(answer, prepared.writer))
             return await asyncio.to_thread(JSONResponse, whole)
@@ -162,10 +133,10 @@ class Service:
         """The answer in one piece, for a caller that does not disconnect."""
         with _use_client_names(body):
             prepared = await self._endpoints.prepare(body, None)
-            answer = self._begin(prepared)
+            answer = await self._begin(prepared)
         return await write_whole(answer, prepared.writer)
 
-    def _begin(self, prepared: PreparedRequest) -> Answer:
+    async def _begin(self, prepared: PreparedRequest) -> Answer:
         """Submit the job; close what comes back.
 
         Raises `ApiError` if the engine has stopped or the server is about to. Raises `RequestError`
@@ -180,7 +151,7 @@ class Service:
         check_answer_size(prepared.job, self.max_model_len, self.sampling)
         for tell in self.job_sinks:
             tell(prepared.job)
-        stream = EventStream(self._engine, prepared.job, self.metrics, self._limits)
+        stream = await EventStream.open(self._engine, prepared.job, self.metrics, self._limits)
         new_text = partial(prepared.job.read_answer, self._engine.codec)
         return Answer(stream, new_text, prepared.new_reader)
 

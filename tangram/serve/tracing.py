@@ -29,6 +29,12 @@ _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP
 Value = str | int | float | bool | list[str]
 
 
+def check_traces(endpoint: str | None, model: str) -> None:
+    """Raise `ConfigError` as `traces_to` does."""
+    if (traces := traces_to(endpoint, model)) is not None:
+        traces.close()
+
+
 def traces_to(
     endpoint: str | None, model: str, variables: Mapping[str, str] | None = None
 ) -> Traces | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -52,19 +51,20 @@ _DRAFTS: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
     ("num_draft_tokens", "Tokens drafted", lambda drafted: drafted.drafted),
     ("num_accepted_tokens", "Drafted tokens that were accepted", lambda drafted: drafted.accepted),
 )
-_HISTOGRAMS: tuple[tuple[str, Callable[[ServerMetrics], Histogram]], ...] = (
-    ("time_to_first_token_seconds", lambda metrics: metrics.first_token_s),
-    ("inter_token_latency_seconds", lambda metrics: metrics.inter_token_s),
+# And the names of Tangram's.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "tangram_time_to_first_token_seconds"),
+    ("inter_token_latency_seconds", "tangram_inter_token_latency_seconds"),
     # The first name in V1
-    ("time_per_output_token_seconds", lambda metrics: metrics.inter_token_s),
-    ("request_time_per_output_token_seconds", lambda metrics: metrics.mean_token_s),
-    ("e2e_request_latency_seconds", lambda metrics: metrics.duration_s),
-    ("request_queue_time_seconds", lambda metrics: metrics.queue_s),
-    ("request_prefill_time_seconds", lambda metrics: metrics.prefill_s),
-    ("request_decode_time_seconds", lambda metrics: metrics.decode_s),
-    ("request_inference_time_seconds", lambda metrics: metrics.inference_s),
-    ("request_prompt_tokens", lambda metrics: metrics.prompt_tokens),
-    ("request_generation_tokens", lambda metrics: metrics.generated_tokens),
+    ("time_per_output_token_seconds", "tangram_inter_token_latency_seconds"),
+    ("request_time_per_output_token_seconds", "tangram_completion_mean_token_seconds"),
+    ("e2e_request_latency_seconds", "tangram_completion_duration_seconds"),
+    ("request_queue_time_seconds", "tangram_completion_queue_seconds"),
+    ("request_prefill_time_seconds", "tangram_completion_prefill_seconds"),
+    ("request_decode_time_seconds", "tangram_completion_decode_seconds"),
+    ("request_inference_time_seconds", "tangram_completion_inference_seconds"),
+    ("request_prompt_tokens", "tangram_completion_prompt_tokens"),
+    ("request_generation_tokens", "tangram_completion_generated_tokens"),
 )
 
 
@@ -92,9 +92,12 @@ class VllmNames(Collector):
             yield counter
         if stats.speculation is not None:
             yield from self._drafts(stats.speculation)
-        yield self._successes()
-        for name, of in _HISTOGRAMS:
-            yield self._histogram(name, of(self._metrics))
+        counted = self._metrics.collect_server()
+        if (ended := counted.get("tangram_completions")) is not None:
+            yield self._successes(ended)
+        for name, own in _HISTOGRAMS:
+            if (source := counted.get(own)) is not None:
+                yield self._histogram(name, source)
 
     def _cache_config(self, stats: EngineStats) -> Metric:
         """What routers read of it: prefixes are cached in blocks, which are chunks here."""
@@ -125,11 +128,10 @@ class VllmNames(Collector):
             by_place.add_metric([*values, str(place)], accepted)
         yield by_place
 
-    def _successes(self) -> Metric:
+    def _successes(self, source: Metric) -> Metric:
         family = CounterMetricFamily(
             "vllm:request_success", "Completions ended", labels=[*self._labels, "finished_reason"]
         )
-        (source,) = self._metrics.completions.collect()
         for sample in source.samples:
             if sample.name.endswith("_total"):
                 family.add_metric(
@@ -137,8 +139,7 @@ class VllmNames(Collector):
                 )
         return family
 
-    def _histogram(self, name: str, own: Histogram) -> Metric:
-        (source,) = own.collect()
+    def _histogram(self, name: str, source: Metric) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", source.documentation)
         for sample in source.samples:
             suffix = sample.name.removeprefix(source.name)

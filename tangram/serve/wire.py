@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import socket
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tangram.serve.api_errors import ApiError
+from tangram.serve.direct import DirectBody
 from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.http1 import Http1, UncertainEndError
 
@@ -105,7 +106,10 @@ class HttpProtocol(H11Protocol):
 
     def handle_events(self) -> None:
         """Go on reading while a request is answered: only that shows a disconnect."""
+        before = self.cycle
         super().handle_events()
+        if self.cycle is not None and self.cycle is not before:
+            DirectBody(self).put_into(cast("dict[str, Any]", self.cycle.scope))
         if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
             self._hang_up()  # all is answered, and no more will come
             return
@@ -115,6 +119,20 @@ class HttpProtocol(H11Protocol):
             elif self.conn.trailing_data[0]:
                 self.flow.resume_reading()
         self._set_deadline()
+
+    @property
+    def writable(self) -> bool:
+        """See `DirectBody`."""
+        return not self.flow.write_paused
+
+    async def drain(self) -> None:
+        """See `DirectBody`."""
+        await self.flow.drain()
+
+    def write_part(self, part: bytes) -> None:
+        """See `DirectBody`."""
+        if self.cycle is not None and not self.cycle.disconnected:
+            self.transport.write(self.conn.send_part(part))
 
     def send_400_response(self, msg: str) -> None:
         """Called where h11 has refused the bytes. Its exception has the status."""

@@ -144,8 +144,8 @@ class ToldRequests:
     def begin(self, prompt: list[int], client: bytes | None = None, **more: Any) -> ShownCompletion:
         self.count += 1
         name = f"req-{self.count}"
-        told = Announcement(f"chatcmpl-{self.count}", name, 0, client, 0.0)
-        self.requests.announce(name, told)
+        told = Announcement(name, f"chatcmpl-{self.count}", name, 0, client, 0.0)
+        self.requests.announce(told)
         found = self.tell(SequenceState.WAITING, reading(name, prompt, [], **more))
         assert found is not None
         return found

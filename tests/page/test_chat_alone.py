@@ -11,6 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
+from tangram.link.linked_engine import LinkedEngine
 from tangram.page.chat_alone import ChatPage
 from tangram.serve.guard import Protection
 from tangram.serve.http import build_app
@@ -23,7 +24,10 @@ from tests.wire.fake_engine import FakeEngine
 def url() -> Iterator[str]:
     engine, port = FakeEngine(), free_port()
     app = build_app(
-        engine, served_model_name="fake", protection=Protection(("sesame",)), page=ChatPage()
+        LinkedEngine(engine),
+        served_model_name="fake",
+        protection=Protection(("sesame",)),
+        page=ChatPage(),
     )
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
     thread = threading.Thread(target=server.run)
@@ -32,7 +36,6 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join(30)
-    engine.stop()
 
 
 def test_files_are_for_everyone_and_the_cache_is_refused_by_name(url: str) -> None:

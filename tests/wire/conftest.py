@@ -17,8 +17,10 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tangram.link.linked_engine import LinkedEngine
 from tangram.page.access import Access, Visibility
 from tangram.page.api import CachePage
+from tangram.page.desk import PageDesk
 from tangram.serve.bridge import Limits
 from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
@@ -41,6 +43,7 @@ class EngineServer:
     url: str
     engine: FakeEngine
     stop: Callable[[], None]
+    linked: LinkedEngine
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30)
@@ -78,13 +81,15 @@ def run_fake_server(
     allowed_origins: tuple[str, ...] = (),
     let_unknown_by: bool = False,
     engine: FakeEngine | None = None,
+    linked: LinkedEngine | None = None,
     page: Extension | None = None,
 ) -> Iterator[EngineServer]:
     """A real uvicorn on a free port, in a thread."""
     engine = engine or FakeEngine()
+    linked = linked or LinkedEngine(engine)
     protection = Protection(api_keys, max_body_mb, allowed_origins)
     app = build_app(
-        engine,
+        linked,
         served_model_name=MODEL,
         protection=protection,
         limits=limits,
@@ -93,7 +98,7 @@ def run_fake_server(
         page=page,
     )
     with run_app(app, **transport_options()) as running:
-        yield EngineServer(running.url, engine, running.stop)
+        yield EngineServer(running.url, engine, running.stop, linked)
 
 
 @contextmanager
@@ -101,13 +106,15 @@ def run_page_server(
     *api_keys: str,
     visibility: Visibility = Visibility.auto,
     host: str = "127.0.0.1",
-    change: Callable[[CachePage], object] = lambda page: None,
+    change: Callable[[PageDesk], object] = lambda desk: None,
 ) -> Iterator[EngineServer]:
     """A server with the page, over the engine without a model."""
     engine = ObservedFakeEngine()
-    page = CachePage(engine, MODEL, Access(visibility, host))
-    change(page)
-    with run_fake_server(*api_keys, engine=engine, page=page) as server:
+    desk = PageDesk(engine, MODEL)
+    change(desk)
+    linked = LinkedEngine(engine, desk)
+    page = CachePage(linked, Access(visibility, host))
+    with run_fake_server(*api_keys, engine=engine, linked=linked, page=page) as server:
         yield server
 
 

@@ -7,18 +7,28 @@ never answers, `endless` never stops, `broken` gives up after two tokens.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tangram.engine.text import TokenText
 from tangram.errors import RequestError
+from tangram.link.api_process import ApiStart
+from tangram.link.api_processes import ApiProcesses
+from tangram.link.engine_port import EnginePort
+from tangram.link.remote_engine import EngineNature
+from tangram.link.supervisor import Supervisor
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
-from tangram.serve.http import build_app, serve_on
+from tangram.page.access import Access
+from tangram.page.desk import PageDesk
+from tangram.serve.bridge import Limits
+from tangram.serve.guard import Protection
 from tangram.serve.listening import Listener
+from tangram.serve.logs import LogForm
 from tangram.types import (
     OPENAI_SAMPLING,
     DraftedTokens,
@@ -86,25 +96,34 @@ class FakeCodec:
         return TokenText(chr(token_id), chr(token_id).encode())
 
 
+@dataclass(frozen=True)
+class FakeGrammar:
+    """It allows everything."""
+
+    source: str
+    field: str
+
+    def begin(self) -> Any:
+        """Nobody asks for it."""
+
+
 @dataclass
 class FakeGrammars:
-    """Notes what it is asked for; its grammars are their sources. It knows only those that a test
-    has it know.
-    """
+    """Those of both ends of a link; `sources` are what it has compiled."""
 
     sources: list[tuple[str, str]] = field(default_factory=list)
-    remembered: dict[str, Any] = field(default_factory=dict)
+    _known: dict[str, FakeGrammar] = field(default_factory=dict)
     most_trial_s: int = 2
 
     def warm(self) -> None:
         pass
 
     def look_up(self, source: str, name: str) -> Any:
-        return self.remembered.get(source)
+        return self._known.get(source)
 
     def compile(self, source: str, name: str) -> Any:
         self.sources.append((source, name))
-        return source
+        return self._known.setdefault(source, FakeGrammar(source, name))
 
 
 @dataclass
@@ -127,6 +146,7 @@ class FakeEngine:
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     max_model_len: int = CONTEXT_TOKENS
     sampling: SamplingValues = OPENAI_SAMPLING
+    most_completions: int | None = None
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -141,6 +161,10 @@ class FakeEngine:
         self._seen: list[tuple[int, ...]] = []
         self._generated_tokens = 0
         self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._tells: list[Callable[[], None]] = []
+
+    def tell_after_steps(self, tell: Callable[[], None]) -> None:
+        self._tells.append(tell)
 
     def start(self) -> None:
         self._thread.start()
@@ -244,6 +268,8 @@ class FakeEngine:
             time.sleep(0.001)
             with self._lock:
                 self._running = [job for job in self._running if not self._advance(job)]
+            for tell in self._tells:
+                tell()
 
     def _advance(self, job: _Completion) -> bool:
         """Give one token; True when the completion has ended."""
@@ -294,8 +320,32 @@ def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:
     return min(common, len(left) - 1)
 
 
-def serve_fake(engine: FakeEngine, port: int, shutdown_grace_s: float = 0.5) -> None:
-    """Serve `engine` on this machine until a signal, as `tangram serve` serves a real one."""
+def serve_fake(
+    engine: Any,
+    port: int,
+    shutdown_grace_s: float = 0.5,
+    page: Access | None = None,
+    api_processes: int = 1,
+) -> None:
+    """Serve `engine` on this machine until a signal, as `tangram serve` serves a real one.
+
+    With `page` it is an `ObservedFakeEngine`.
+    """
     listener = Listener.at("127.0.0.1", port)
-    app = build_app(engine, served_model_name="fake-model")
-    serve_on(listener, engine, app, shutdown_grace_s=shutdown_grace_s)
+    start = ApiStart(
+        EngineNature.of(engine),
+        "fake-model",
+        Protection(),
+        Limits(),
+        vllm_names=False,
+        otlp_endpoint=None,
+        let_unknown_by=False,
+        page=page,
+        log_format=LogForm.text,
+        shutdown_grace_s=shutdown_grace_s,
+    )
+    desk = None if page is None else PageDesk(engine, "fake-model")
+    with ApiProcesses(listener, api_processes) as processes:
+        port_of_engine = EnginePort(engine, desk)
+        supervisor = Supervisor(engine, port_of_engine, desk, start, processes, lambda: None)
+        asyncio.run(supervisor.run())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
+from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import load_model
 from tangram.serve.http import build_app, transport_options
 from tests.running import run_app
@@ -87,5 +88,6 @@ def run_scripted_server(folder: Path, vocabulary: int) -> Iterator[ScriptedServe
         ),
         loaded,
     )
-    with run_app(build_app(engine, served_model_name=MODEL), **transport_options()) as running:
+    app = build_app(LinkedEngine(engine), served_model_name=MODEL)
+    with run_app(app, **transport_options()) as running:
         yield ScriptedServer(running.url, engine, running.stop, head)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tangram.engine.loop import Engine
 from tangram.serve import activity
 from tangram.serve.activity import Activity
 from tangram.serve.logs import JsonFormatter
@@ -51,12 +56,31 @@ def test_an_idle_engine_makes_none() -> None:
     assert Activity.between(stats, replace(stats, steps=stats.steps + 1), 10.0) is not None
 
 
+@contextmanager
+def told_of(engine: Engine) -> Iterator[None]:
+    """The activity of an engine, which the process of a server's engine tells."""
+
+    async def tell() -> None:
+        telling = asyncio.create_task(activity.tell_activity(engine.stats))
+        await asyncio.to_thread(ended.wait)
+        telling.cancel()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(tell()))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_a_server_tells_what_it_does_and_then_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(activity, "EVERY_S", 0.2)
     caplog.set_level(logging.INFO, activity.__name__)
-    with run_tiny_server(tiny_folder(tmp_path)) as server:
+    with run_tiny_server(tiny_folder(tmp_path)) as server, told_of(server.engine):
         server.complete(numbers(100), max_tokens=30)
         server.complete(numbers(100), max_tokens=30)
         wait_until(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.errors import ConfigError, MachineError, TangramError
+from tangram.link.linked_engine import LinkedEngine
 from tangram.serve.batch import BatchFiles, answer_all
 from tangram.serve.service import Service
 
@@ -33,7 +34,7 @@ def run(folder: Path, lines: list[str], engine: FakeEngine | None = None) -> tup
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     files = BatchFiles(folder / "in.jsonl", folder / "out.jsonl")
     failed = answer_all(
-        Service(engine or FakeEngine(), MODEL), files, at_once=3, on_line=lambda: None
+        Service(LinkedEngine(engine or FakeEngine()), MODEL), files, at_once=3, on_line=lambda: None
     )
     return [
         json.loads(record) for record in (folder / "out.jsonl").read_text().splitlines()
@@ -262,7 +263,9 @@ def test_a_full_disk_costs_one_answer_at_most(tmp_path: Path) -> None:
     files.output.close()
     files.output = FullFile(files.target, "a+")
     with pytest.raises(TangramError, match=r"cannot be written.*No space left"):
-        answer_all(Service(FakeEngine(), MODEL), files, at_once=1, on_line=lambda: None)
+        answer_all(
+            Service(LinkedEngine(FakeEngine()), MODEL), files, at_once=1, on_line=lambda: None
+        )
     assert (tmp_path / "out.jsonl").stat().st_size == 700
     records, failed = run(tmp_path, lines, engine := FakeEngine())
     assert ([record["custom_id"] for record in records], failed) == (["0", "1", "2", "3"], 0)

@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
@@ -191,7 +192,9 @@ def test_a_model_that_cannot_be_had_fails_the_demo(
 
 def test_reuse_and_a_smaller_cache_are_required(shown: Shown) -> None:
     whole, small = make_answer("", kv_bytes=100), make_answer("", kv_bytes=50)
-    reused = tuple(replace(a, usage=replace(a.usage, cached_tokens=2560)) for a in (whole, small))
+    reused = tuple(
+        replace(a, usage=structs.replace(a.usage, cached_tokens=2560)) for a in (whole, small)
+    )
 
     def problems(*pairs: tuple[DemoAnswer, ...]) -> list[str]:
         return replace(shown.findings, pairs=list(pairs)).problems

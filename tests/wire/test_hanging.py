@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tangram.serve import service
+from tangram.link import engine_port
 
 from .conftest import (
     CHAT,
@@ -27,12 +27,12 @@ from .conftest import (
 SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
 SCRIPT = """
 import sys, threading
-from tangram.serve import service
+from tangram.link import supervisor
 from tests.wire.fake_engine import FakeEngine, serve_fake
 class Hanging(FakeEngine):
     def stop(self):
         threading.Event().wait()
-service.LAST_STEP_S = 1
+supervisor.LAST_STEP_S = 1
 serve_fake(Hanging(), int(sys.argv[1]))
 """
 
@@ -40,7 +40,7 @@ serve_fake(Hanging(), int(sys.argv[1]))
 def test_a_step_that_does_not_end_is_no_health_until_it_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service, "MOST_STEP_S", 0.6)
+    monkeypatch.setattr(engine_port, "MOST_STEP_S", 0.6)
     with run_fake_server() as server, server.http() as client, ThreadPoolExecutor(1) as pool:
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
@@ -60,7 +60,7 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
 def test_steps_that_end_are_health_however_many(
     fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MOST_STEP_S", 0.3)
+    monkeypatch.setattr(engine_port, "MOST_STEP_S", 0.3)
     monkeypatch.setattr(
         type(fake_server.engine), "steps", property(lambda engine: time.monotonic_ns())
     )

@@ -21,14 +21,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from tangram.page.access import Access, Visibility
-from tangram.page.api import CachePage
-from tangram.serve.http import build_app, serve_on
-from tangram.serve.listening import Listener
+from tests.wire.fake_engine import serve_fake
 from tests.wire.watched_engine import ObservedFakeEngine
-engine = ObservedFakeEngine()
-page = CachePage(engine, "fake-model", Access(Visibility.auto, "127.0.0.1"))
-app = build_app(engine, served_model_name="fake-model", page=page)
-serve_on(Listener.at("127.0.0.1", int(sys.argv[1])), engine, app, shutdown_grace_s=60)
+access = Access(Visibility.auto, "127.0.0.1")
+serve_fake(ObservedFakeEngine(), int(sys.argv[1]), shutdown_grace_s=60, page=access)
 """
 SMALL = ("--kv-cache-gib", "0.1")
 SHOWN = ("/", "/learn", "/page/index.html", "/v1/kv/model")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tangram.errors import OverloadError
+from tangram.link.linked_engine import LinkedEngine
 from tangram.serve import preparation, receiving
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job, Limits
@@ -100,6 +101,7 @@ def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPat
         held = pool.submit(client.post, CHAT, json=chat_body())
         wait_until(lambda: gate.begun == 1, "nothing is tokenized")
         server.engine.waiting = 4
+        wait_until(lambda: server.linked.waiting == 4, "the engine does not tell")
         assert client.post(CHAT, json=chat_body()).status_code == 429
         gate.open.set()
         assert held.result().status_code == 200
@@ -125,12 +127,22 @@ def test_nothing_is_prepared_for_who_finds_the_queue_full(
     with fake_server.http() as client:
         with monkeypatch.context() as full:
             full.setattr(fake_server.engine, "check_queue", refuse)
+            # The engine tells of its queue after a step.
+            wait_until(
+                lambda: client.post(path, content=content, headers=headers).status_code == 429,
+                "nobody hears that the queue is full",
+            )
+            parsed.clear()
+            tokenized.clear()
             refused = client.post(path, content=content, headers=headers)
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "7")
             assert (len(parsed), len(tokenized)) == (0 if large else 1, 0)
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
         (before,) = connections(client)
-        assert client.post(path, content=content, headers=headers).status_code == 200
+        wait_until(
+            lambda: client.post(path, content=content, headers=headers).status_code == 200,
+            "nobody hears that it is not full any more",
+        )
         assert connections(client) == [before]
 
 
@@ -197,7 +209,7 @@ def test_whose_schema_is_slow_and_who_leaves_takes_no_time_from_others(
 
 class Compiler:
     """The server's grammars, of which none is made until it is `open`. `begun` has their sources,
-    `asked` counts.
+    `asked` counts: of a known one both ends of the link ask.
     """
 
     def __init__(self, server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +249,6 @@ def test_who_waits_for_new_grammars_keeps_nobody_else_out(
     """Hostile ones take seconds each: the next new one is sent away, others do not notice."""
     with run_fake_server(limits=Limits(max_queue=max_queue)) as server, server.http() as client:
         assert client.post(CHAT, json=of_value("known")).status_code == 200
-        (known, _) = server.engine.grammars.sources[0]
-        server.engine.grammars.remembered[known] = known
         compiler = Compiler(server, monkeypatch)
         with ThreadPoolExecutor(held + 1) as pool:
             waiting = [
@@ -259,7 +269,7 @@ def test_who_waits_for_new_grammars_keeps_nobody_else_out(
                 assert client.post(CHAT, json=asked).status_code == 200
             if max_queue > held:  # who asks for what is on its way already makes no more work
                 waiting.append(pool.submit(client.post, CHAT, json=of_value(0)))
-                wait_until(lambda: compiler.asked == held + 3, "it does not wait")
+                wait_until(lambda: compiler.asked == held + 4, "it does not wait")
             assert not any(each.done() for each in waiting)
             compiler.open.set()
             assert {each.result().status_code for each in waiting} == {200}
@@ -367,22 +377,20 @@ def test_a_large_answer_is_made_beside_the_others(
 def test_events_that_nobody_takes_are_bounded_and_end_with_an_error(n: int, most: int) -> None:
     """As many as 128 completions have with 512 each would be a hundred megabytes."""
     engine = FakeEngine()
-    engine.start()
 
     async def reader() -> None:
         prompt = tuple(map(ord, "endless"))
         job = Job("job", [prompt], SamplingParams(n=n, max_tokens=None), None, "", stream=True)
-        stream = EventStream(engine, job, ServerMetrics(engine.stats), Limits())
-        events = aiter(stream)
-        await anext(events)
+        linked = LinkedEngine(engine)
+        await linked.start()
+        metrics = ServerMetrics(linked.stats)
+        stream = await EventStream.open(linked, job, metrics, Limits())
         await asyncio.wait_for(stream.overrun.wait(), 20)
-        assert engine.stats().running == 0
+        await asyncio.to_thread(wait_until, lambda: engine.stats().running == 0, "they still run")
         # A few more are given between the last that is kept and its end.
         assert most <= engine.stats().generated_tokens <= most + 1000 * (n if n == 1 else 8)
         with pytest.raises(ApiError, match="read them faster"):
-            await anext(events)
+            stream.take()
+        await linked.stop()
 
-    try:
-        asyncio.run(reader())
-    finally:
-        engine.stop()
+    asyncio.run(reader())

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tangram.link.linked_engine import LinkedEngine
 from tangram.serve import wire
 from tangram.serve.http import build_app, transport_options
 from tangram.serve.listening import Listener
@@ -241,7 +242,7 @@ def test_a_body_does_not_wait_for_the_client_to_acknowledge_its_head(
 
     monkeypatch.setattr(HttpProtocol, "connection_made", noting)
     listener = Listener.at("127.0.0.1", 0)
-    app = build_app(FakeEngine(), served_model_name=MODEL)
+    app = build_app(LinkedEngine(FakeEngine()), served_model_name=MODEL)
     with run_app(app, listener.sockets, **transport_options()):
         assert httpx.get(f"{listener.url}/version", timeout=20).status_code == 200
         assert off and all(off)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import LoadedModel, load_model
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options
@@ -120,6 +121,6 @@ def run_tiny_server(
 ) -> Iterator[TinyServer]:
     """A real uvicorn on a free port, in a thread, over a `tiny_engine` of `options`."""
     engine = tiny_engine(folder, **options)
-    app = build_app(engine, served_model_name=MODEL, limits=limits)
+    app = build_app(LinkedEngine(engine), served_model_name=MODEL, limits=limits)
     with run_app(app, **transport_options()) as running:
         yield TinyServer(running.url, engine, running.stop)

@@ -1,0 +1,65 @@
+"""An API process: `python -m tangram.link.api_process FD LISTENER…`, started by `ApiProcesses`.
+
+It parses, tokenizes and compiles requests, and writes answers. The engine computes in the process
+at the other end of the pair of sockets FD. It accepts connections at the LISTENERs, which are open
+sockets. It ends with the engine's process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tangram.link.remote_engine import EngineNature
+    from tangram.page.access import Access
+    from tangram.serve.bridge import Limits
+    from tangram.serve.guard import Protection
+    from tangram.serve.logs import LogForm
+
+
+@dataclass(frozen=True)
+class ApiStart:
+    """What an API process begins with: facts of the engine, and the options of its server.
+
+    `page` says who may see the page, None that there is none.
+    """
+
+    facts: EngineNature
+    served_model_name: str
+    protection: Protection
+    limits: Limits
+    vllm_names: bool
+    otlp_endpoint: str | None
+    let_unknown_by: bool
+    page: Access | None
+    log_format: LogForm
+    shutdown_grace_s: float
+
+
+def main() -> None:
+    """Serve until the engine's process ends or says so."""
+    # Nothing is computed here. Transformers would import it for seconds, and hundreds of MB.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    pipe = Connection(int(sys.argv[1]))
+    listeners = [socket.socket(fileno=int(number)) for number in sys.argv[2:]]
+    # Imported while the engine's process loads the model.
+    from tangram.collection import keep_uncollected
+
+    with keep_uncollected():
+        from tangram.link import serving
+        from tangram.serve.logs import log_inside
+    try:
+        start: ApiStart = pipe.recv()
+    except EOFError:
+        return
+    with log_inside(start.log_format):
+        serving.serve_api(start, socket.socket(fileno=os.dup(pipe.fileno())), listeners)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The engine's end: requests of API processes in, one message a step to each of them out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from socket import socket
+from typing import Protocol
+
+import msgspec
+
+from tangram.errors import OverloadError, TangramError
+from tangram.link.frames import frame, read_frame
+from tangram.link.protocol import (
+    Abort,
+    Announced,
+    AnswerCount,
+    Drain,
+    PageAsk,
+    PageNews,
+    PageTold,
+    PageUnwatch,
+    PageWatch,
+    Queue,
+    Ready,
+    Refusal,
+    RequestMessage,
+    StepNews,
+    Submission,
+    Taken,
+    ToApi,
+    ToEngine,
+    make_encoder,
+)
+from tangram.metrics import EngineStats
+from tangram.page.desk import PageDesk
+from tangram.page.questions import Question
+from tangram.serve.api_errors import ApiError
+from tangram.serve.bridge import Grammars
+from tangram.types import Event, Grammar, Request
+
+# More than this waits for an API process that reads nothing: it hangs.
+MOST_UNREAD_BYTES = 64 << 20
+# A step takes seconds at most; the first may compile. After this time its device hangs.
+MOST_STEP_S = 600
+_log = logging.getLogger(__name__)
+
+
+class PortedEngine(Protocol):
+    """The part of `tangram.engine.loop.Engine` that API processes reach."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What makes grammars for the model's tokens."""
+
+    @property
+    def waiting(self) -> int:
+        """How many completions wait for a place in the batch."""
+
+    @property
+    def healthy(self) -> bool:
+        """False once its thread has died."""
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; raises `TangramError`."""
+
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions; waits for nothing."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; an unknown or finished one is ignored."""
+
+    def stats(self) -> EngineStats:
+        """The engine's statistics between two steps."""
+
+    def tell_after_steps(self, tell: Callable[[], None]) -> None:
+        """Call `tell` on the engine's thread after each step, and when its thread ends."""
+
+
+class EnginePort:
+    """Serves `engine` and its `page` to API processes. For one event loop, not the engine's thread.
+
+    Make it before the engine starts.
+    """
+
+    def __init__(self, engine: PortedEngine, page: PageDesk | None = None) -> None:
+        self._engine, self._page = engine, page
+        self._lines: set[_Line] = set()
+        # One thread: grammars are compiled one after the other, as in the API process that asks.
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        engine.tell_after_steps(self._tell_all)
+
+    async def serve(self, connection: socket) -> bool:
+        """Serve the API process at the other end of `connection` until it hangs up.
+
+        What it has asked for is then aborted. Returns whether it ever answered requests.
+        """
+        reader, writer = await asyncio.open_connection(sock=connection)
+        line = _Line(self._engine, self._page, self._compiler, writer)
+        self._lines.add(line)
+        try:
+            line.tell()
+            while (message := await read_frame(reader)) is not None:
+                line.take(message)
+        finally:
+            self._lines.discard(line)
+            line.close()
+        return line.ready
+
+    @property
+    def answers(self) -> int:
+        """How many requests of all API processes have not ended."""
+        return sum(len(line.left) for line in self._lines)
+
+    @property
+    def ready(self) -> int:
+        """How many API processes answer requests."""
+        return sum(line.ready for line in self._lines)
+
+    async def watch(self) -> None:
+        """PageWatch until cancelled whether steps end while requests run."""
+        steps, since_s, hung = None, 0.0, False
+        while True:
+            stats, now_s = self._engine.stats(), time.monotonic()
+            if stats.steps != steps or stats.running == 0:
+                steps, since_s = stats.steps, now_s
+            hangs = now_s - since_s > MOST_STEP_S
+            if hangs and not hung:
+                _log.error(
+                    "a step of the engine has not ended for %.0f s: the server is not healthy",
+                    now_s - since_s,
+                )
+            if hangs != hung:
+                for line in self._lines:
+                    line.tell_hanging(hangs=hangs)
+            hung = hangs
+            await asyncio.sleep(MOST_STEP_S / 60)
+
+    def drain(self, grace_s: float) -> None:
+        """Have the API processes take no new requests, and end in `grace_s` at the latest."""
+        for line in self._lines:
+            line.send(Drain(grace_s))
+
+    def close(self) -> None:
+        """Compile no more."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _tell_all(self) -> None:
+        for line in list(self._lines):
+            line.tell()
+
+
+class _Line:
+    """What is told to one API process, and what it has asked for."""
+
+    def __init__(
+        self,
+        engine: PortedEngine,
+        page: PageDesk | None,
+        compiler: ThreadPoolExecutor,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._engine, self._page = engine, page
+        self._compiler, self._writer = compiler, writer
+        self._loop = asyncio.get_running_loop()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._news_encoder, self._encoder = make_encoder(), make_encoder()  # one for each thread
+        self._events: list[Event] = []  # of the engine's thread
+        self._told: tuple[Queue, EngineStats, bool] | None = None
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self.left: dict[str, int] = {}  # completions of each request that have not ended
+        self.ready = False
+        self._answering: set[asyncio.Task[None]] = set()
+        self._watchers: dict[int, _RemoteWatcher] = {}
+
+    # -- on the engine's thread --------------------------------------------------------------------
+
+    def take_event(self, event: Event) -> None:
+        """Keep an event until the step has ended."""
+        self._events.append(event)
+
+    def tell(self) -> None:
+        """Send what there is to tell."""
+        state = self._read_queue(), self._engine.stats(), not self._engine.healthy
+        if not self._events and state == self._told:
+            return
+        events, self._events = self._events, []
+        queue, stats, ended = state
+        new = None if self._told is not None and stats == self._told[1] else stats
+        self._told = state
+        message = frame(self._news_encoder.encode(StepNews(events, queue, new, ended)))
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._pass_on, message, events)
+
+    def _read_queue(self) -> Queue:
+        full = None
+        try:
+            self._engine.check_queue(1)
+        except OverloadError as error:
+            full = Refusal.of(error)
+        return Queue(self._engine.waiting, full)
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    def _pass_on(self, message: bytes, events: list[Event]) -> None:
+        for event in events:
+            if event.finish_reason is not None:
+                self._count_end(event.request_id)
+        self._write(message)
+
+    def _count_end(self, request_id: str) -> None:
+        if request_id in self.left:
+            self.left[request_id] -= 1
+            if not self.left[request_id]:
+                del self.left[request_id]
+
+    def tell_hanging(self, *, hangs: bool) -> None:
+        """Tell of the engine's thread, which does not."""
+        self.send(StepNews([], self._read_queue(), None, hangs=hangs))
+
+    def send(self, message: ToApi) -> None:
+        """Send a message."""
+        self._write(frame(self._encoder.encode(message)))
+
+    def _write(self, message: bytes) -> None:
+        if self._writer.transport.is_closing():
+            return
+        self._writer.write(message)
+        if self._writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            _log.error("an API process reads nothing: its requests are ended")
+            self._writer.transport.abort()
+
+    def take(self, message: bytes) -> None:
+        """Do what the API process asks for."""
+        match self._decoder.decode(message):
+            case Submission() as asked:
+                task = asyncio.create_task(self._submit(asked))
+                for sent in asked.requests:
+                    self._asking[sent.request_id] = task
+                    forget = partial(self._forget, sent.request_id)
+                    task.add_done_callback(forget)
+            case Abort(request_id):
+                self._abort(request_id)
+            case Ready():
+                self.ready = True
+            case page_message if self._page is not None:
+                self._take_of_page(self._page, page_message)
+
+    def _forget(self, request_id: str, _: object) -> None:
+        self._asking.pop(request_id, None)
+
+    def _take_of_page(self, page: PageDesk, asked: ToEngine) -> None:
+        match asked:
+            case PageAsk(number, question):
+                task = asyncio.create_task(self._answer(page, number, question))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case PageWatch(number, client):
+                watcher = _RemoteWatcher(self, number, client)
+                try:
+                    page.watch(watcher)
+                except ApiError as error:
+                    self.send(_explain(number, error))
+                else:
+                    self._watchers[number] = watcher
+                    self.send(PageTold(number, b""))
+            case PageUnwatch(number):
+                if (left := self._watchers.pop(number, None)) is not None:
+                    page.unwatch(left)
+            case Announced(announcement):
+                page.announce(announcement)
+            case AnswerCount(times):
+                page.count(times)
+
+    async def _answer(self, page: PageDesk, number: int, question: Question) -> None:
+        try:
+            told = PageTold(number, await page.answer(question))
+        except ApiError as error:
+            told = _explain(number, error)
+        self.send(told)
+
+    async def _submit(self, asked: Submission) -> None:
+        refusal = None
+        try:
+            self._engine.submit(*[await self._prepare(sent) for sent in asked.requests])
+        except TangramError as error:
+            refusal = Refusal.of(error)
+        except Exception as error:
+            names = ", ".join(sent.request_id for sent in asked.requests)
+            _log.exception("the engine could not take %s", names)
+            refusal = Refusal.of(error)
+        else:
+            self.left |= {sent.request_id: sent.sampling.n for sent in asked.requests}
+        self.send(Taken(asked.number, refusal, self._read_queue()))
+
+    async def _prepare(self, sent: RequestMessage) -> Request:
+        grammar: Grammar | None = None
+        if sent.grammar is not None:
+            grammar = self._engine.grammars.look_up(*sent.grammar)
+            if grammar is None:
+                compiling = self._compiler.submit(self._engine.grammars.compile, *sent.grammar)
+                grammar = await asyncio.wrap_future(compiling)
+        return sent.request(self.take_event, grammar)
+
+    def _abort(self, request_id: str) -> None:
+        if (task := self._asking.get(request_id)) is not None:
+            task.cancel()
+        self.left.pop(request_id, None)
+        self._engine.abort(request_id)
+
+    def close(self) -> None:
+        """End what the API process has asked for."""
+        for request_id in [*self._asking, *self.left]:
+            self._abort(request_id)
+        for task in self._answering:
+            task.cancel()
+        for watcher in self._watchers.values():
+            if self._page is not None:
+                self._page.unwatch(watcher)
+        self._writer.close()
+
+
+class _RemoteWatcher:
+    """Watcher `number` of an API process, which bounds what waits for it."""
+
+    def __init__(self, line: _Line, number: int, client: bytes | None) -> None:
+        self._line, self._number, self.client = line, number, client
+
+    def send(self, frames: bytes) -> None:
+        self._line.send(PageNews(self._number, frames))
+
+    def close(self) -> None:
+        self._line.send(PageNews(self._number, b""))
+
+
+def _explain(number: int, error: ApiError) -> PageTold:
+    return PageTold(number, b"", (error.status, str(error), error.param, error.code))

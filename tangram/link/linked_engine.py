@@ -1,0 +1,55 @@
+"""An engine of this process as API processes see theirs: for batches, and where one is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Protocol
+
+from tangram.link.engine_port import EnginePort, PortedEngine
+from tangram.link.remote_engine import EngineNature, KnownEngine, RemoteEngine
+from tangram.page.desk import PageDesk
+
+
+class OwnEngine(KnownEngine, PortedEngine, Protocol):
+    """The part of `tangram.engine.loop.Engine` that is needed to serve it."""
+
+    def start(self) -> None:
+        """Run steps on a thread of its own."""
+
+    def stop(self) -> None:
+        """End that thread and abort what runs."""
+
+
+class LinkedEngine(RemoteEngine):
+    """`engine` at the other end of a pair of sockets, with what `desk` tells of it.
+
+    The engine must not have started: it starts and stops with this one.
+    """
+
+    def __init__(self, engine: OwnEngine, desk: PageDesk | None = None) -> None:
+        here, self._there = socket.socketpair()
+        super().__init__(EngineNature.of(engine), here, lambda grace_s: None)
+        self._own, self._desk, self._port = engine, desk, EnginePort(engine, desk)
+        self._beside: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        """See `ServedEngine`."""
+        self._beside = [
+            asyncio.create_task(self._port.serve(self._there)),
+            asyncio.create_task(self._port.watch()),
+        ]
+        if self._desk is not None:
+            self._desk.start()
+        await super().start()
+        self._own.start()
+
+    async def stop(self) -> None:
+        """See `ServedEngine`."""
+        await super().stop()
+        await asyncio.to_thread(self._own.stop)
+        if self._desk is not None:
+            self._desk.close()
+        self._port.close()
+        for task in self._beside:
+            task.cancel()

@@ -1,0 +1,236 @@
+"""What API processes and the engine's process tell each other, as msgspec spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tangram.errors import EngineError, MachineError, OverloadError, RequestError
+from tangram.metrics import EngineStats
+from tangram.page.questions import Announcement, AnswerTimes, Question
+from tangram.types import Event, Grammar, Marks, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from tangram.types import Int32
+
+# A field's name in a text that can be said of any field; no text has it.
+_FIELD = "\0field\0"
+# Tokens travel as int32.
+_MOST_TOKEN = 2**31 - 1
+
+
+class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request on its way: tokens as the bytes of int32 [n], a grammar as its text and field."""
+
+    request_id: str
+    tokens: bytes
+    sampling: SamplingParams
+    kv_retention: float | None
+    kv_scorer: str | None
+    speculative: bool | None
+    cache_salt: str
+    grammar: tuple[str, str] | None
+    marks: Marks
+
+    @classmethod
+    def of(cls, request: Request) -> RequestMessage:
+        """`request` without its callback. Raises `RequestError` for what is no token anywhere."""
+        grammar, sampling = request.grammar, request.sampling
+        _check_tokens(request.prompt_token_ids, "prompt")
+        _check_tokens(sampling.stop_token_ids, "stop_token_ids")
+        _check_tokens(sampling.logit_bias, "logit_bias")
+        return cls(
+            request.request_id,
+            np.asarray(request.prompt_token_ids, np.int32).tobytes(),
+            request.sampling,
+            request.kv_retention,
+            request.kv_scorer,
+            request.speculative,
+            request.cache_salt,
+            None if grammar is None else (grammar.source, grammar.field),
+            request.marks,
+        )
+
+    @property
+    def prompt(self) -> Int32:
+        """The tokens, int32 [n]."""
+        return np.frombuffer(self.tokens, np.int32)
+
+    def request(self, on_event: Callable[[Event], None], grammar: Grammar | None) -> Request:
+        """The request where it arrives; `grammar` is compiled there."""
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.prompt.tolist()),
+            sampling=self.sampling,
+            on_event=on_event,
+            kv_retention=self.kv_retention,
+            cache_salt=self.cache_salt,
+            grammar=grammar,
+            marks=self.marks,
+            kv_scorer=self.kv_scorer,
+            speculative=self.speculative,
+        )
+
+
+def _check_tokens(token_ids: Iterable[int], field: str) -> None:
+    """The engine compares tokens with its vocabulary; numbers that large do not reach it."""
+    if any(not -_MOST_TOKEN <= token <= _MOST_TOKEN for token in token_ids):
+        raise RequestError(
+            lambda name: f"{name} has a token id beyond ±{_MOST_TOKEN}: no model has so many", field
+        )
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An error about requests, which is raised where they come from."""
+
+    kind: str
+    text: str
+    field: str = ""
+    retry_after_s: int = 0
+    code: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Refusal:
+        """What says `error`; of a fault of the engine's own code, that there is one."""
+        match error:
+            case RequestError():
+                return cls("request", str(error.rename(error.field, _FIELD)), error.field)
+            case OverloadError():
+                return cls("overload", str(error), "", error.retry_after_s, error.code)
+            case MachineError():
+                return cls("machine", str(error))
+            case EngineError():
+                return cls("engine", str(error))
+            case _:
+                return cls("fault", "the engine could not take a request: its log has the reason")
+
+    @property
+    def error(self) -> Exception:
+        """The error that it says."""
+        match self.kind:
+            case "request":
+                return RequestError(lambda name: self.text.replace(_FIELD, name), self.field)
+            case "overload":
+                return OverloadError(self.text, self.retry_after_s, self.code)
+            case "machine":
+                return MachineError(self.text)
+            case "engine":
+                return EngineError(self.text)
+            case _:
+                return RuntimeError(self.text)
+
+
+# From an API process.
+
+
+class Submission(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """Submit `requests`, all or none; the answer has the same `number`."""
+
+    number: int
+    requests: list[RequestMessage]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """End a request."""
+
+    request_id: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """The API process answers requests."""
+
+
+class PageAsk(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """A question of the page; the answer has the same `number`."""
+
+    number: int
+    question: Question
+
+
+class PageWatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """Tell watcher `number`, of the key of digest `client`, what is new on the page."""
+
+    number: int
+    client: bytes | None
+
+
+class PageUnwatch(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """Tell watcher `number` nothing more."""
+
+    number: int
+
+
+class Announced(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """The page may show a request that is about to be asked for."""
+
+    announcement: Announcement
+
+
+class AnswerCount(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+    """A request has ended."""
+
+    times: AnswerTimes
+
+
+# From the engine's process.
+
+
+class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How many completions wait, and what is said to one more if that is too many."""
+
+    waiting: int = 0
+    full: Refusal | None = None
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """The answer to an `Submission`: no refusal if the requests are in the queue."""
+
+    number: int
+    refusal: Refusal | None
+    queue: Queue
+
+
+class StepNews(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """What a step has brought: events, the state of the queue, and statistics if they are new.
+
+    `ended` says that the engine's thread has, `hangs` that its step takes too long.
+    """
+
+    events: list[Event]
+    queue: Queue
+    stats: EngineStats | None
+    ended: bool = False
+    hangs: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """Take no new requests, and end `grace_s` after now at the latest."""
+
+    grace_s: float
+
+
+class PageTold(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """The answer to a `PageAsk` or `PageWatch`: JSON, or the status and texts of an `ApiError`."""
+
+    number: int
+    body: bytes
+    error: tuple[int, str, str | None, str | None] | None = None
+
+
+class PageNews(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """Server-sent events for watcher `number`; none is the end."""
+
+    number: int
+    frames: bytes
+
+
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """Counts may be numbers of numpy, which msgspec does not know."""
+    return msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())
+
+
+ToEngine = Submission | Abort | Ready | PageAsk | PageWatch | PageUnwatch | Announced | AnswerCount
+ToApi = Taken | StepNews | Drain | PageTold | PageNews

@@ -1,0 +1,335 @@
+"""The engine as an API process sees it: what `ServedEngine` says, over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from socket import socket
+from typing import Any, Protocol
+
+import msgspec
+
+from tangram.errors import EngineError
+from tangram.link.frames import frame, read_frame
+from tangram.link.protocol import (
+    Abort,
+    Announced,
+    AnswerCount,
+    Drain,
+    PageAsk,
+    PageNews,
+    PageTold,
+    PageUnwatch,
+    PageWatch,
+    Queue,
+    Ready,
+    RequestMessage,
+    StepNews,
+    Submission,
+    Taken,
+    ToApi,
+    ToEngine,
+)
+from tangram.metrics import EngineStats
+from tangram.page.questions import Announcement, AnswerTimes, Question
+from tangram.page.watchers import Watcher
+from tangram.serve.api_errors import ApiError
+from tangram.serve.bridge import Codec, Grammars
+from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
+
+_GONE = "the engine has stopped: the server's log has the reason"
+
+
+class KnownEngine(Protocol):
+    """The part of `tangram.engine.loop.Engine` that an API process must know of."""
+
+    @property
+    def codec(self) -> Codec:
+        """The model's tokenizer."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What makes grammars for the model's tokens."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer, of one sequence."""
+
+    @property
+    def sampling(self) -> SamplingValues:
+        """What holds where a request states nothing."""
+
+    @property
+    def most_completions(self) -> int | None:
+        """More completions at once than these may never run and wait; None is no limit."""
+
+    def stats(self) -> EngineStats:
+        """The engine's statistics between two steps."""
+
+
+@dataclass(frozen=True)
+class EngineNature:
+    """What an API process must know of the engine before it asks anything.
+
+    Codec and grammars travel as what they are made of, and are made again where they arrive.
+    """
+
+    codec: Codec
+    grammars: Grammars
+    max_model_len: int
+    sampling: SamplingValues
+    most_completions: int | None
+    stats: EngineStats
+
+    @classmethod
+    def of(cls, engine: KnownEngine) -> EngineNature:
+        """Those of `engine`."""
+        return cls(
+            engine.codec,
+            engine.grammars,
+            engine.max_model_len,
+            engine.sampling,
+            engine.most_completions,
+            engine.stats(),
+        )
+
+
+@dataclass
+class _Running:
+    """A request, and the completions of it that have not ended, with what they have used."""
+
+    request: Request
+    left: dict[int, Usage]
+
+    @classmethod
+    def of(cls, request: Request) -> _Running:
+        none = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
+        return cls(request, dict.fromkeys(range(request.sampling.n), none))
+
+    def take(self, event: Event) -> None:
+        if event.finish_reason is None:
+            self.left[event.index] = event.usage
+        else:
+            del self.left[event.index]
+        self.request.on_event(event)
+
+    def end(self, error: str | None) -> None:
+        """End all that have not ended."""
+        for index, usage in list(self.left.items()):
+            event = Event(
+                self.request.request_id,
+                index,
+                (),
+                (),
+                usage,
+                FinishReason.ABORT,
+                error,
+                may_retry=error is not None,
+            )
+            self.take(event)
+
+
+class RemoteEngine:
+    """The engine at the other end of `connection`, known by `facts`. For one event loop.
+
+    `on_drain` is called with the seconds that are left when the server is to end.
+    """
+
+    def __init__(
+        self, facts: EngineNature, connection: socket, on_drain: Callable[[float], None]
+    ) -> None:
+        self.codec, self.grammars = facts.codec, facts.grammars
+        self.max_model_len, self.sampling = facts.max_model_len, facts.sampling
+        self.ended = self._hangs = False
+        self._most_completions = facts.most_completions
+        self._stats, self._queue = facts.stats, Queue()
+        self._connection, self._on_drain = connection, on_drain
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._told: dict[int, asyncio.Future[bytes]] = {}
+        self._watchers: dict[int, Watcher] = {}
+        self._running: dict[str, _Running] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to take what the engine tells."""
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def tell_ready(self) -> None:
+        """Tell the engine's process that requests are answered."""
+        self._send(Ready())
+
+    async def stop(self) -> None:
+        """End what runs, and hang up. Safe to call twice."""
+        for request_id, running in list(self._running.items()):
+            self.abort(request_id)
+            running.end(None)
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def healthy(self) -> bool:
+        """See `ServedEngine`."""
+        return not self.ended and not self._hangs
+
+    @property
+    def waiting(self) -> int:
+        """How many completions wait for a place in the batch, as the engine has last told."""
+        return self._queue.waiting
+
+    def stats(self) -> EngineStats:
+        """The newest that the engine has told."""
+        return self._stats
+
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if the queue was full when the engine has last told of it.
+
+        Not for `coming` completions that may never enter it: `submit` says so.
+        """
+        may_enter = self._most_completions is None or coming <= self._most_completions
+        if self._queue.full is not None and may_enter:
+            raise self._queue.full.error
+
+    # -- as the source of the page -----------------------------------------------------------------
+
+    async def ask(self, question: Question) -> bytes:
+        """See `PageSource`."""
+        number = next(self._numbers)
+        return await self._call(number, PageAsk(number, question))
+
+    async def watch(self, watcher: Watcher) -> None:
+        """See `PageSource`."""
+        number = next(self._numbers)
+        self._watchers[number] = watcher
+        try:
+            await self._call(number, PageWatch(number, watcher.client))
+        except BaseException:
+            self.unwatch(watcher)
+            raise
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """See `PageSource`."""
+        for number in [number for number, one in self._watchers.items() if one is watcher]:
+            del self._watchers[number]
+            if not self.ended:
+                self._send(PageUnwatch(number))
+
+    def announce(self, announcement: Announcement) -> None:
+        """See `PageSource`."""
+        if not self.ended:
+            self._send(Announced(announcement))
+
+    def count(self, times: AnswerTimes) -> None:
+        """See `PageSource`."""
+        if not self.ended:
+            self._send(AnswerCount(times))
+
+    async def _call(self, number: int, message: ToEngine) -> bytes:
+        """The answer to a question of this `number`. Raises `ApiError`."""
+        told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._told[number] = told
+        try:
+            self._send(message)
+            return await told
+        finally:
+            del self._told[number]
+
+    # -- as the engine of a server -----------------------------------------------------------------
+
+    async def submit(self, *requests: Request) -> None:
+        """See `ServedEngine`."""
+        number, taken = next(self._numbers), asyncio.get_running_loop().create_future()
+        ask = Submission(number, list(map(RequestMessage.of, requests)))
+        self._asked[number] = taken
+        self._running |= {request.request_id: _Running.of(request) for request in requests}
+        try:
+            self._send(ask)
+            await taken
+        except Exception:
+            for request in requests:
+                self._running.pop(request.request_id, None)
+            raise
+        except asyncio.CancelledError:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
+        finally:
+            del self._asked[number]
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that has ended, or was never submitted, is ignored."""
+        if self._running.pop(request_id, None) is not None and not self.ended:
+            self._send(Abort(request_id))
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is None or self.ended:
+            raise EngineError(_GONE)
+        self._writer.write(frame(msgspec.msgpack.encode(message)))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = msgspec.msgpack.Decoder(ToApi)
+        while (message := await read_frame(reader)) is not None:
+            self._take(decoder.decode(message))
+        self._fail()
+
+    def _fail(self) -> None:
+        """The engine has stopped."""
+        self.ended = True
+        if self._writer is not None:
+            self._writer.close()
+        unanswered: list[asyncio.Future[Any]] = [*self._asked.values(), *self._told.values()]
+        for awaited in unanswered:
+            if not awaited.done():
+                awaited.set_exception(EngineError(_GONE))
+        for watcher in self._watchers.values():
+            watcher.close()
+        running, self._running = self._running, {}
+        for one in running.values():
+            one.end(_GONE)
+
+    def _take(self, told: ToApi) -> None:
+        match told:
+            case StepNews(events, queue, stats, ended, hangs):
+                self._queue, self._hangs = queue, hangs
+                self._stats = self._stats if stats is None else stats
+                for event in events:
+                    self._pass_on(event)
+                if ended:
+                    self._fail()
+            case Taken(number, refusal, queue):
+                self._queue = queue
+                taken = self._asked.get(number)
+                if taken is None or taken.done():  # its caller was cancelled
+                    return
+                if refusal is None:
+                    taken.set_result(None)
+                else:
+                    taken.set_exception(refusal.error)
+            case Drain(grace_s):
+                self._on_drain(grace_s)
+            case PageTold(number, body, error):
+                awaited = self._told.get(number)
+                if awaited is None or awaited.done():
+                    return
+                if error is None:
+                    awaited.set_result(body)
+                else:
+                    status, text, param, code = error
+                    awaited.set_exception(ApiError(status, text, param=param, code=code))
+            case PageNews(number, frames):
+                if (watcher := self._watchers.get(number)) is not None:
+                    watcher.send(frames) if frames else watcher.close()
+
+    def _pass_on(self, event: Event) -> None:
+        running = self._running.get(event.request_id)
+        if running is None:  # it was aborted
+            return
+        running.take(event)
+        if not running.left:
+            self._running.pop(event.request_id, None)

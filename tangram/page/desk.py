@@ -1,0 +1,208 @@
+"""What the page shows, in the engine's process: answers to its questions, news for its watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.metrics import EngineStats
+from tangram.page.collector import Collector, ToldWatcher
+from tangram.page.details import Details, encode
+from tangram.page.history import STEP_S, History
+from tangram.page.questions import (
+    Announcement,
+    AnswerTimes,
+    HistoryQuestion,
+    KeptQuestion,
+    ModelQuestion,
+    PoolQuestion,
+    Question,
+    RequestQuestion,
+)
+from tangram.page.requests import ShownCompletion
+from tangram.serve.api_errors import ApiError
+from tangram.serve.body import Json
+from tangram.serve.bridge import Codec
+from tangram.watch import CacheShape, Observer, RetentionShape, Watched
+
+MOST_WATCHERS = 64
+
+
+class WatchedEngine(Protocol):
+    """The part of `tangram.engine.loop.Engine` that the page sees."""
+
+    @property
+    def codec(self) -> Codec:
+        """The model's tokenizer."""
+        ...
+
+    def watch(self, observer: Observer) -> Watched:
+        """Tell `observer` of every step."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The engine's statistics between two steps."""
+        ...
+
+
+class PageDesk:
+    """Tells the page of an `engine` that serves `model`. For one event loop, that of `start`."""
+
+    def __init__(self, engine: WatchedEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+        self._collector = Collector(engine.stats().pages_total)
+        self._watched = engine.watch(self._collector)
+        self._collector.pool.host_total = self._watched.shape.host_pages_total
+        self._details = Details(self._watched, engine.codec, self._collector.begin_s)
+        self._history = History(self._collector.begin_s)
+        self._sampling: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """The event loop runs."""
+        self._collector.start()
+        self._sampling = asyncio.create_task(self._sample())
+
+    def drain(self) -> None:
+        """End all streams."""
+        self._collector.drain()
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._collector.drain()
+        if self._sampling is not None:
+            self._sampling.cancel()
+
+    async def _sample(self) -> None:
+        while True:
+            stats = await asyncio.to_thread(self._engine.stats)
+            self._history.sample(stats, time.monotonic())
+            await asyncio.sleep(STEP_S)
+
+    def announce(self, announcement: Announcement) -> None:
+        """The engine may soon tell of sequences of this request."""
+        self._collector.requests.announce(announcement)
+
+    def count(self, times: AnswerTimes) -> None:
+        """A request has ended."""
+        self._history.count(times)
+
+    def watch(self, watcher: ToldWatcher) -> None:
+        """Begin to tell `watcher` news. Raises `ApiError` if too many watch."""
+        if len(self._collector.watchers) >= MOST_WATCHERS:
+            raise ApiError(
+                429, f"{MOST_WATCHERS} clients watch already: close one of them, or wait"
+            )
+        self._collector.enter(watcher)
+
+    def unwatch(self, watcher: ToldWatcher) -> None:
+        """Tell `watcher` nothing more."""
+        self._collector.watchers.discard(watcher)
+
+    async def answer(self, question: Question) -> bytes:
+        """The answer as JSON. Raises `ApiError`."""
+        match question:
+            case ModelQuestion():
+                return _write(describe_model(self._model, self._watched.shape))
+            case RequestQuestion(id, index, tokens_from, client):
+                await self._collector.freshen()
+                one = self._find(id, index, client)
+                told = await asyncio.to_thread(self._details.describe, one, tokens_from)
+                return await asyncio.to_thread(_write, told)
+            case KeptQuestion(id, index, chunk, client):
+                self._collector.flush()
+                return _write(self._details.describe_kept(self._find(id, index, client), chunk))
+            case PoolQuestion(client):
+                await self._collector.freshen()
+                told = describe_pool(self._collector, client)
+                return await asyncio.to_thread(_write_pool, self._collector.pool.arrays, told)
+            case HistoryQuestion(seconds):
+                return _write(self._history.read(seconds))
+
+    def _find(self, name: str, choice: int, client: bytes | None) -> ShownCompletion:
+        """Raises `ApiError` 404, the same for requests of others and for those that never were."""
+        one = self._collector.requests.find(name, choice)
+        if one is None or one.announcement.client != client:
+            raise ApiError(
+                404,
+                "no such request of this key: it has not begun, or was forgotten since",
+                param="id",
+                code="no_such_request",
+            )
+        return one
+
+
+def _write(told: Json) -> bytes:
+    return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def describe_model(model: str, shape: CacheShape) -> Json:
+    """What never changes while the server runs."""
+    return {
+        "model": model,
+        "layers": shape.layers,
+        "kv_heads": shape.kv_heads,
+        "chunk_tokens": shape.chunk_tokens,
+        "page_tokens": shape.page_tokens,
+        "page_bytes": shape.page_bytes,
+        "kv_token_bytes": shape.kv_token_bytes,
+        "full_layers": [at for at, window in enumerate(shape.windows) if window is None],
+        "windows": list(shape.windows),
+        "retentions": [
+            _describe_retention(entry, default=not at) for at, entry in enumerate(shape.retentions)
+        ],
+        "speculation": None
+        if shape.drafts_by is None
+        else {"method": shape.drafts_by, "num_speculative_tokens": shape.most_drafted},
+        "pages_total": shape.pages_total,
+        "host_pages_total": shape.host_pages_total,
+        "recorded": shape.recorded,
+    }
+
+
+def _describe_retention(entry: RetentionShape, *, default: bool) -> Json:
+    return {
+        "kv_retention": entry.kv_retention,
+        "scorer": entry.scorer,
+        "budgets": entry.budgets.tolist(),
+        "drafted": entry.drafted,
+        "default": default,
+    }
+
+
+def describe_pool(collector: Collector, client: bytes | None) -> Json:
+    """The conversations that have pages, those of other clients without id, and all counts."""
+    pool, newest = collector.pool, dict[int, ShownCompletion]()
+    for one in collector.requests.newest:
+        newest.setdefault(one.conversation, one)
+    owning = np.flatnonzero(np.bincount(pool.owners))
+    return {
+        "pages_total": len(pool.states),
+        **pool.counts,
+        "host_total": pool.host_total,
+        "conversations": [
+            _describe_conversation(number, newest.get(number), client)
+            for number in owning.tolist()
+            if number
+        ],
+    }
+
+
+def _describe_conversation(number: int, one: ShownCompletion | None, client: bytes | None) -> Json:
+    own = one.announcement if one is not None and one.announcement.client == client else None
+    return {
+        "number": number,
+        "id": None if own is None else own.answer_id,
+        "request_id": None if own is None else own.request_id,
+        "tokens": 0 if one is None else len(one.reading.tokens),
+    }
+
+
+def _write_pool(arrays: Mapping[str, npt.NDArray[Any]], told: Json) -> bytes:
+    """Millions of pages take a while: call it on a thread."""
+    return _write(told | {name: encode(array) for name, array in arrays.items()})

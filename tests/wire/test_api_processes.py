@@ -1,0 +1,191 @@
+"""Processes of a server that end, hang or are killed: who is told, and who goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tangram.link.api_processes import WORKER
+
+from .conftest import CHAT, USER, chat_body, free_port, healthy, scrape, wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import logging, sys, threading
+logging.basicConfig(level=logging.INFO)
+from tests.wire.fake_engine import FakeEngine, serve_fake
+engine = FakeEngine()
+def obey():
+    for line in sys.stdin:
+        if line.strip() == "die":
+            engine.die()
+threading.Thread(target=obey, daemon=True).start()
+serve_fake(engine, int(sys.argv[1]), float(sys.argv[3]), api_processes=int(sys.argv[2]))
+print("stopped", engine.stopped, "aborted", len(engine.aborted))
+"""
+ENDLESS = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
+
+
+def is_api_process(process: psutil.Process) -> bool:
+    try:
+        return WORKER in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
+
+
+class ServerOfProcesses:
+    """A server of the engine without a model, in processes of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        """Its API processes."""
+        return [one for one in psutil.Process(self.process.pid).children() if is_api_process(one)]
+
+    def end(self) -> tuple[int, str, str]:
+        """Its code, what it has printed, and its log."""
+        output, log = self.process.communicate(timeout=20)
+        return self.process.returncode, output, log
+
+
+@contextmanager
+def run_server(api_processes: int = 1, grace_s: float = 0.5) -> Iterator[ServerOfProcesses]:
+    port = free_port()
+    command = [sys.executable, "-c", SCRIPT, str(port), str(api_processes), str(grace_s)]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        server = ServerOfProcesses(process, f"http://127.0.0.1:{port}")
+        try:
+            wait_until(lambda: healthy(server.url), "the server is not healthy", timeout_s=60)
+            yield server
+        finally:
+            process.kill()
+
+
+def test_an_api_process_has_no_torch() -> None:
+    with run_server() as server:
+        (child,) = server.children
+        mapped = Path(f"/proc/{child.pid}/maps").read_text()
+        libraries = {line.split()[-1] for line in mapped.splitlines()}
+        assert not [path for path in libraries if "torch" in path]
+
+
+def test_a_killed_api_process_is_replaced_and_leaves_nothing_behind() -> None:
+    with run_server() as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        with client.stream("POST", CHAT, json=ENDLESS) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            (child,) = server.children
+            child.kill()
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        wait_until(
+            lambda: healthy(server.url) and server.children != [child], "no other one", timeout_s=60
+        )
+        with httpx.Client(base_url=server.url, timeout=30) as other:
+            answer = other.post(CHAT, json=chat_body()).json()
+            assert answer["choices"][0]["message"]["content"]
+            counted = scrape(other)
+        assert counted["tangram_requests_running", ""] == 0
+        # What the killed one has counted stays.
+        assert counted["tangram_completions_total", "stop"] >= 1
+        server.process.send_signal(signal.SIGTERM)
+        code, output, log = server.end()
+    assert (code, output.strip()) == (0, "stopped True aborted 1")
+    assert "was ended by signal 9" in log and "Traceback" not in log
+
+
+def test_the_others_go_on_when_one_is_killed() -> None:
+    with run_server(api_processes=2) as server:
+        wait_until(lambda: len(server.children) == 2, "two processes")
+        first, second = server.children
+        os.kill(first.pid, signal.SIGSTOP)  # all that comes now goes to the second
+        try:
+            with (
+                httpx.Client(base_url=server.url, timeout=30) as client,
+                client.stream("POST", CHAT, json=ENDLESS) as response,
+            ):
+                lines = response.iter_lines()
+                assert next(lines)
+                first.kill()
+                wait_until(lambda: len(server.children) == 2, "another one", timeout_s=60)
+                for _ in range(100):
+                    assert next(lines, None) is not None
+            assert second in server.children
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                first.kill()
+
+
+def test_one_scrape_tells_of_all_processes() -> None:
+    with run_server(api_processes=2) as server:
+        for _ in range(20):  # each on a connection of its own
+            httpx.post(f"{server.url}{CHAT}", json=chat_body(), timeout=30)
+        told = []
+        for _ in range(8):
+            with httpx.Client(base_url=server.url, timeout=30) as client:
+                told.append(scrape(client)["tangram_completions_total", "stop"])
+        assert set(told) == {20}
+
+
+def test_nothing_is_left_of_a_server_whose_engine_process_is_killed() -> None:
+    with run_server(api_processes=2) as server:
+        children = server.children
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
+            lines = response.iter_lines()  # kept: without it the client hangs up
+            assert next(lines)
+            server.process.kill()
+            _, alive = psutil.wait_procs(children, timeout=15)
+        assert not alive
+        assert not healthy(server.url)
+
+
+def test_an_engine_that_dies_ends_the_server_and_says_so() -> None:
+    with run_server() as server, ThreadPoolExecutor(1) as pool:
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines)
+            assert server.process.stdin is not None
+            server.process.stdin.write("die\n")
+            server.process.stdin.flush()
+            said = pool.submit(lambda: [line for line in lines if line])
+            *_, error, done = said.result(timeout=20)
+        code, _, log = server.end()
+    assert code == 1 and "EngineError" in log
+    assert "stopped" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert done == "data: [DONE]"
+
+
+def test_a_second_signal_ends_everything_at_once() -> None:
+    with run_server(grace_s=60) as server:
+        children = server.children
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
+            lines = response.iter_lines()  # kept: without it the client hangs up
+            assert next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
+            _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
