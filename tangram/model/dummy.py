@@ -37,7 +37,11 @@ def tokenizer_or_numbers(folder: Path, config: PretrainedConfig) -> PreTrainedTo
     """The tokenizer beside the config. Without one, token 17 reads "17"."""
     if has_vocabulary(folder):
         return read_tokenizer(folder, config=config)
-    vocab_size = config.get_text_config().vocab_size
+    return number_tokens(config.get_text_config().vocab_size)
+
+
+def number_tokens(vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of which token 17 reads "17"."""
     numbers = Tokenizer(
         WordLevel({str(token): token for token in range(vocab_size)}, unk_token="0")
     )

@@ -79,10 +79,15 @@ class Split:
 
 
 class PartClock:
-    """Times all engines by part inside `watching`; `reset` discards what was measured."""
+    """Times all engines by part inside `watching`; `reset` discards what was measured.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._within = device, list[str]()
+    `clock_s` is the host's clock.
+    """
+
+    def __init__(
+        self, device: torch.device, clock_s: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._device, self._within, self._clock_s = device, list[str](), clock_s
         self._marks: list[tuple[str | None, float, Any]] = []
         self._replays = Counter[GraphBlocks]()
 
@@ -155,7 +160,7 @@ class PartClock:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((self._within[-1] if self._within else None, time.perf_counter(), event))
+        self._marks.append((self._within[-1] if self._within else None, self._clock_s(), event))
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
