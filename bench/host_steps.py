@@ -12,8 +12,8 @@ The parts are those of `tangram/lab/load/parts.py`:
 - `emit`: the rest: the inputs of the pass, the choice of tokens, their events.
 
 The shape is that of Qwen3-4B; ρ 0.25 has one of its profiles. Every row is a request of its own,
-whose prompt shares nothing. The clock is the thread's processor time. With --profile the functions with the most time of their own are listed
-instead.
+whose prompt shares nothing. The clock is the thread's processor time. With --profile the functions
+with the most time of their own are listed instead.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from bench.kernels.budgets import load
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
+from tangram.collection import keep_uncollected
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
@@ -191,7 +191,8 @@ def main() -> None:
     for kv_retention in options.retentions:
         for rows in options.rows:
             answer = options.steps + 4 * SETTLING_STEPS + rows
-            engine = idle_engine(rows, kv_retention, options.tokens + answer)
+            with keep_uncollected():  # as a server does
+                engine = idle_engine(rows, kv_retention, options.tokens + answer)
             events = list[Event]()
             begin(engine, rows, options.tokens, answer, events)
             if options.profile:

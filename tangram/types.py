@@ -157,8 +157,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class ChosenToken:
+class ChosenToken(Struct, frozen=True, gc=False):
     """A token that the model goes on with; `logprob` for a request that asks for it."""
 
     token_id: int

@@ -56,5 +56,10 @@ def check_accounting(cache: CacheManager) -> None:
         raise IntegrityError(
             f"{idle} cached pages are idle, the cache counts {cache.prefix.idle_pages}"
         )
+    owed = sum(seq.owed_pages for seq in cache.sequences.values())
+    if owed != cache.counted_owed_pages:
+        raise IntegrityError(
+            f"sequences are owed {owed} pages, the cache counts {cache.counted_owed_pages}"
+        )
     if cache.spare_pages < 0:
         raise IntegrityError(f"{-cache.spare_pages} pages were promised that do not exist")

@@ -122,7 +122,7 @@ class Layout:
             sealed_pages=[chunk_tokens // page_tokens] * len(groups),
         )
 
-    @property
+    @cached_property
     def chunk_pages(self) -> int:
         """Pages one group needs for a whole raw chunk, C / P."""
         return self.chunk_tokens // self.page_tokens
@@ -200,8 +200,11 @@ class Layout:
         step = self.sealed_pages[self.span_group].astype(np.int64)
         return self.group_offset[self.span_group] + self._span_rank, step
 
-    def raw_entries(self, sealed_chunks: int, page: int | Int64) -> Int64:
-        """[…, groups]: offsets of a raw tail page of every group in a row of the block tables."""
+    def raw_entries(self, sealed_chunks: int | Int64, page: int | Int64) -> Int64:
+        """[…, groups]: offsets of a raw tail page of every group in a row of the block tables.
+
+        `sealed_chunks` are one number, or [n, 1] beside `page` [n].
+        """
         first = self.group_offset[:-1] + sealed_chunks * self.sealed_pages.astype(np.int64)
         return np.asarray(first + np.asarray(page, np.int64)[..., None], np.int64)
 
@@ -222,7 +225,7 @@ class Layout:
         """
         return int(self.sealed_pages[: self.full_groups].sum())
 
-    @property
+    @cached_property
     def window_span_pages(self) -> int:
         """Pages of one sealed chunk over the sliding-window groups."""
         return self.span_pages - self.full_span_pages
@@ -252,9 +255,10 @@ class Layout:
 
         This is the footprint formula.
         """
-        windowed = min(sealed_chunks, self.window_chunks) * self.window_span_pages
         raw = -(-raw_tokens // self.page_tokens) * len(self.groups)
-        return sealed_chunks * self.full_span_pages + windowed + raw
+        if self.window_chunks:
+            raw += min(sealed_chunks, self.window_chunks) * self.window_span_pages
+        return sealed_chunks * self.full_span_pages + raw
 
     def count_held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
         """KV entries in the pages of `count_held_pages`, over all heads.
@@ -307,16 +311,17 @@ class Layout:
 
     def count_uncompressed_entries(self, tokens: int) -> int:
         """KV entries over all heads for `tokens` tokens if only what left a window is dropped."""
-        seen = sum(
-            count * (tokens if window is None else min(tokens, window))
-            for window, count in self._windows
-        )
-        return seen * self.geometry.kv_heads
+        full_heads, windows = self._heads_by_window
+        if not windows:
+            return tokens * full_heads
+        return tokens * full_heads + sum([min(tokens, one) * heads for one, heads in windows])
 
     @cached_property
-    def _windows(self) -> list[tuple[int | None, int]]:
-        """Each window, and how many layers have it."""
-        return list(Counter(self.geometry.windows).items())
+    def _heads_by_window(self) -> tuple[int, list[tuple[int, int]]]:
+        """How many heads see the whole context; each window, and how many heads have it."""
+        heads, windows = self.geometry.kv_heads, Counter(self.geometry.windows)
+        full = windows.pop(None, 0)
+        return full * heads, [(one, n * heads) for one, n in windows.items() if one is not None]
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page: the entries of Hp heads × P tokens."""

@@ -10,6 +10,7 @@ reclaimed. This always holds:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class CacheManager:
     `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
     `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
     drafts read, if a retention has a draft. `rounds_chunks` says whether sealing rounds entries.
+    `counted_owed_pages` is the sum of `SequenceCache.owed_pages`, which is kept.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CacheManager:
         self.host = HostTier(host_pages, total_pages)
         self.prefix = PrefixCache(self.ledger, self.host)
         self.prefix_caching, self.rounds_chunks = prefix_caching, rounds_chunks
+        self.page_tokens = layouts[0].page_tokens  # all lie in one pool
         width = max(int(layout.group_offset[-1]) for layout in layouts)
         groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
@@ -62,14 +65,16 @@ class CacheManager:
         self.drafts = PartTables(drafted, max_sequences) if drafted else None
         self._slots = list(range(max_sequences - 1, -1, -1))
         self.sequences: dict[int, SequenceCache] = {}
+        self.counted_owed_pages = 0  # of all sequences: added up again only where one changes
+        self._arriving: list[SequenceCache] = []
 
     # -- capacity ----------------------------------------------------------------------------------
 
     @property
     def spare_pages(self) -> int:
         """Pages that are neither held nor promised."""
-        owed = sum(seq.owed_pages for seq in self.sequences.values())
-        return self.ledger.free + self.prefix.idle_pages - self.prefix.crowded_pages - owed
+        free = self.ledger.free + self.prefix.idle_pages
+        return free - self.prefix.crowded_pages - self.counted_owed_pages
 
     def extend(self, seq: SequenceCache, limit: int, tokens: int | None = None) -> bool:
         """Promise `seq` the pages that it needs until its current chunk ends.
@@ -82,6 +87,7 @@ class CacheManager:
         if (more := wanted - seq.promised_pages) > 0 and more > self.spare_pages:
             return False
         seq.promised_pages = max(wanted, seq.formula_pages)
+        self._count_owed(seq)
         return True
 
     def can_go_on(self, seq: SequenceCache, tokens: int) -> bool:
@@ -134,6 +140,7 @@ class CacheManager:
             self._attach_raw(seq, tokens)
         seq.cached_tokens = seq.computed_tokens
         self._write_lengths(seq)
+        self._count_owed(seq)
         return seq
 
     def take_moves(self, slots: Iterable[int]) -> tuple[tuple[PageMove, ...], bool]:
@@ -142,8 +149,9 @@ class CacheManager:
         The second value is true if a row of `slots` touches a page that they fill. Later steps find
         everything in place.
         """
-        awaited = any(self.sequences[slot].arriving for slot in slots)
-        for seq in self.sequences.values():
+        arriving, self._arriving = self._arriving, []
+        awaited = bool(arriving) and any(self.sequences[slot].arriving for slot in slots)
+        for seq in arriving:
             seq.arriving = False
         return self.host.take_moves(), awaited
 
@@ -152,18 +160,22 @@ class CacheManager:
 
         Raises `IntegrityError` if the chunk has no place for them.
         """
-        layout = seq.layout
-        wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
-        if seq.raw_tokens + tokens > layout.chunk_tokens:
-            raise IntegrityError(
-                f"{seq.raw_tokens} + {tokens} raw tokens exceed the chunk of {layout.chunk_tokens}"
-            )
-        while len(seq.raw_pages) < wanted:
-            pages = self._take(len(layout.groups))
-            self._enter(seq, layout.raw_entries(seq.sealed_chunks, len(seq.raw_pages)), pages)
-            seq.raw_pages.append(pages)
-        seq.raw_tokens += tokens
-        self.lengths[seq.slot, : len(layout.groups)] += tokens
+        self._take_raw(seq, tokens)
+        self.lengths[seq.slot, : len(seq.layout.groups)] += tokens
+
+    def grow_each(self, seqs: Sequence[SequenceCache]) -> None:
+        """`grow` each of `seqs`, all different, by one token."""
+        page_tokens, full = self.page_tokens, list[SequenceCache]()
+        for seq in seqs:
+            if seq.raw_tokens % page_tokens:
+                seq.raw_tokens += 1
+            else:
+                full.append(seq)
+        for retention in {seq.keys.retention for seq in full}:
+            own = [seq for seq in full if seq.keys.retention is retention]
+            self._take_page_each(retention.layout, own)
+        # Beyond the groups of a layout with fewer there is nothing that anyone reads.
+        self.lengths[[seq.slot for seq in seqs]] += 1
 
     def shrink(self, seq: SequenceCache, tokens: int) -> None:
         """Release the last `tokens` raw tokens, which were drafted and refused.
@@ -182,6 +194,7 @@ class CacheManager:
         del seq.raw_pages[kept:]
         seq.raw_tokens = left
         self.lengths[seq.slot, : len(layout.groups)] -= tokens
+        self._count_owed(seq)
 
     def seal(self, seq: SequenceCache) -> None:
         """Release the raw tail and take the final pages of the current chunk.
@@ -198,6 +211,7 @@ class CacheManager:
         if layout.window_span_pages:
             seq.window_spans.append(pages[layout.full_span_pages :])
         self._write_lengths(seq)
+        self._count_owed(seq)
 
     def can_leave_open(self, seq: SequenceCache) -> bool:
         """Whether decode has filled a chunk that can be read without being sealed.
@@ -227,6 +241,7 @@ class CacheManager:
         seq.open_nodes += seq.raw_nodes
         seq.open_chunks += 1
         seq.raw_pages, seq.raw_nodes, seq.raw_tokens = [], [], 0
+        self._count_owed(seq)
 
     def drop_open(self, seq: SequenceCache) -> None:
         """Release the open chunks of `seq` and the raw tail: they are to be computed and sealed."""
@@ -239,6 +254,7 @@ class CacheManager:
         del seq.spans[closed:]
         seq.open_nodes, seq.open_chunks = [], 0
         self._write_lengths(seq)
+        self._count_owed(seq)
 
     def commit(self, seq: SequenceCache, tokens: Int64) -> None:
         """After the step: publish the newest chunks or raw pages, and release what left the window.
@@ -252,6 +268,7 @@ class CacheManager:
             self._publish_chunk(seq, tokens)
         while len(seq.window_spans) > layout.window_chunks:
             self._drop_oldest_window(seq)
+            self._count_owed(seq)
         if not self.prefix_caching or seq.open_chunks:
             return
         for page in range(len(seq.raw_nodes), seq.raw_tokens // layout.page_tokens):
@@ -268,6 +285,9 @@ class CacheManager:
             self.ledger.release(pages)
         for node in reversed(seq.chunk_nodes):
             self.prefix.release(node)
+        self.counted_owed_pages -= seq.counted_owed_pages
+        if seq.arriving:
+            self._arriving.remove(seq)
         del self.sequences[seq.slot]
         self._slots.append(seq.slot)
 
@@ -296,6 +316,40 @@ class CacheManager:
     def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
         return self.prefix.longest(keys, tokens if self.prefix_caching else tokens[:0])
 
+    def _count_owed(self, seq: SequenceCache) -> None:
+        """What `seq` is owed has changed."""
+        owed = seq.owed_pages
+        self.counted_owed_pages += owed - seq.counted_owed_pages
+        seq.counted_owed_pages = owed
+
+    def _take_raw(self, seq: SequenceCache, tokens: int) -> None:
+        """Take pages for `tokens` more raw tokens, which count from now on."""
+        layout = seq.layout
+        wanted = -(-(seq.raw_tokens + tokens) // layout.page_tokens)
+        if seq.raw_tokens + tokens > layout.chunk_tokens:
+            raise IntegrityError(
+                f"{seq.raw_tokens} + {tokens} raw tokens exceed the chunk of {layout.chunk_tokens}"
+            )
+        while len(seq.raw_pages) < wanted:
+            pages = self._take(len(layout.groups))
+            self._enter(seq, layout.raw_entries(seq.sealed_chunks, len(seq.raw_pages)), pages)
+            seq.raw_pages.append(pages)
+        seq.raw_tokens += tokens
+        self._count_owed(seq)
+
+    def _take_page_each(self, layout: Layout, seqs: Sequence[SequenceCache]) -> None:
+        """Take a raw page of every group for each of `seqs`, of `layout`, and its first token."""
+        if any(seq.raw_tokens == layout.chunk_tokens for seq in seqs):
+            raise IntegrityError(f"a raw token exceeds the chunk of {layout.chunk_tokens}")
+        pages = self._take(len(seqs) * len(layout.groups)).reshape(len(seqs), -1)
+        chunks, number = np.array([(len(seq.spans), len(seq.raw_pages)) for seq in seqs]).T
+        entries = layout.raw_entries(chunks[:, None], number)
+        for seq, where, own in zip(seqs, entries, pages, strict=True):
+            self._enter(seq, where, own)
+            seq.raw_pages.append(own)
+            seq.raw_tokens += 1
+            self._count_owed(seq)
+
     def _take_span(self, seq: SequenceCache) -> Int32:
         return self._take(seq.layout.span_pages)
 
@@ -310,7 +364,9 @@ class CacheManager:
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
         self.tables[seq.slot, entries] = pages
-        seq.arriving |= bool(self.host.arriving[pages].any())
+        if not seq.arriving and self.host.arriving[pages].any():
+            seq.arriving = True
+            self._arriving.append(seq)
         if self.follower is not None:
             self.follower(seq.slot, entries)
         if self.drafts is not None:
@@ -410,17 +466,18 @@ class CacheManager:
         layout, chunk = seq.layout, len(seq.chunk_nodes)
         parent = seq.chunk_nodes[-1] if seq.chunk_nodes else None
         key = seq.keys.after(chunk + 1, tokens)
-        entries, full = layout.span_entries(chunk), layout.full_span_pages
+        full = layout.full_span_pages
+        places = partial(layout.span_entries, chunk)
         if self.prefix.find(key) is None:
             self._note_stored(seq, tokens, chunk)
-        node = self._adopt(seq, entries[:full], key, parent, seq.spans[chunk], Link.CHUNK)
+        node = self._adopt(seq, lambda: places()[:full], key, parent, seq.spans[chunk], Link.CHUNK)
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
         if layout.window_span_pages:
             window = seq.keys.window_after(chunk + 1, tokens)
             place = chunk - seq.sealed_chunks  # from the end: older parts were released
             newest = self._adopt(
-                seq, entries[full:], window, node, seq.window_spans[place], Link.WINDOW
+                seq, lambda: places()[full:], window, node, seq.window_spans[place], Link.WINDOW
             )
             seq.window_spans[place] = newest.pages
             seq.window_nodes.append(newest)
@@ -448,7 +505,7 @@ class CacheManager:
             seq.raw_nodes[-1].key if seq.raw_nodes else seq.keys.after(seq.sealed_chunks, tokens)
         )
         key = raw_key(parent_key, tokens[begin : begin + layout.page_tokens])
-        entries = layout.raw_entries(seq.sealed_chunks, page)
+        entries = partial(layout.raw_entries, seq.sealed_chunks, page)
         node = self._adopt(seq, entries, key, parent, seq.raw_pages[page], Link.RAW)
         seq.raw_pages[page] = node.pages
         seq.raw_nodes.append(node)
@@ -456,7 +513,7 @@ class CacheManager:
     def _adopt(
         self,
         seq: SequenceCache,
-        entries: Int64,
+        entries: Callable[[], Int64],
         key: bytes,
         parent: Node | None,
         pages: Int32,
@@ -472,6 +529,6 @@ class CacheManager:
         else:
             self.ledger.share(node.pages)
             self.ledger.release(pages)
-            self._enter(seq, entries, node.pages)
+            self._enter(seq, entries(), node.pages)
         self.prefix.acquire(node)
         return node

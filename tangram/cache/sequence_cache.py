@@ -20,7 +20,7 @@ class SequenceCache:
     raw links of their pages. `keys` are those of the sequence. The node lists name the prefix-cache
     links that it uses.
     It may grow to `promised_pages` without a new promise. `arriving` is true if the moves before
-    the next step fill pages in its tables.
+    the next step fill pages in its tables. `counted_owed_pages` are its part of the manager's sum.
     """
 
     slot: int
@@ -37,11 +37,11 @@ class SequenceCache:
     promised_pages: int = 0
     cached_tokens: int = 0
     arriving: bool = False
+    counted_owed_pages: int = 0
+    layout: Layout = field(init=False)
 
-    @property
-    def layout(self) -> Layout:
-        """Where its entries lie."""
-        return self.keys.retention.layout
+    def __post_init__(self) -> None:
+        self.layout = self.keys.retention.layout
 
     @property
     def sealed_chunks(self) -> int:

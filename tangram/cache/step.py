@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+
+from msgspec import Struct
 
 from tangram.cache.retention import Retention
 from tangram.types import Int64, PageMove
@@ -22,13 +25,13 @@ class RowKind(Enum):
     SEAL = "seal"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True, eq=False, gc=False):
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
     `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
     row of the block tables. With `pending` only the device knows the last of `tokens`, which the
-    step before samples. In a row with drafts these are what only the device knows.
+    step before samples. In a row with drafts these are what only the device knows. It is a struct
+    because a step makes one for each sequence.
     """
 
     request_id: str
@@ -62,7 +65,18 @@ class Step:
     moves: tuple[PageMove, ...] = ()
     awaited: bool = False
 
-    @property
+    @cached_property
     def decode_rows(self) -> int:
         """The number of DECODE rows; they come first."""
-        return sum(row.kind is RowKind.DECODE for row in self.rows)
+        decode = RowKind.DECODE
+        return sum([row.kind is decode for row in self.rows])
+
+    @cached_property
+    def decode_tokens(self) -> int:
+        """The tokens of its DECODE rows, drafts included."""
+        return sum([len(row.tokens) for row in self.rows[: self.decode_rows]])
+
+    @property
+    def drafts(self) -> int:
+        """The tokens of its DECODE rows that are drafts."""
+        return self.decode_tokens - self.decode_rows

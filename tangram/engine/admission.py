@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from reprlib import repr as shortened
 
 from tangram.cache.accounting import PageStates
@@ -203,10 +204,8 @@ class Admission:
 
         Tokens count up to the one before the newest: accepted drafts do as they become known.
         """
-        layout = sequence.retention.layout
         sealed, raw = count_state(sequence)
-        computed, held = sealed * layout.chunk_tokens + raw, layout.count_held_pages(sealed, raw)
-        return self._usage(sequence, completion_tokens, computed, held, drafted)
+        return self._usage(sequence, completion_tokens, sealed, raw, drafted)
 
     def usage_at(
         self,
@@ -216,29 +215,27 @@ class Admission:
         drafted: DraftedTokens,
     ) -> Usage:
         """`usage` as it was when the sequence had so many tokens and chunks."""
-        layout = sequence.retention.layout
         computed = sequence.prompt_tokens + completion_tokens - 1
-        raw = computed - sealed_chunks * layout.chunk_tokens
-        held = layout.count_held_pages(sealed_chunks, raw)
-        return self._usage(sequence, completion_tokens, computed, held, drafted)
+        raw = computed - sealed_chunks * sequence.retention.layout.chunk_tokens
+        return self._usage(sequence, completion_tokens, sealed_chunks, raw, drafted)
 
     def _usage(
         self,
         sequence: TokenSequence,
         completion_tokens: int,
-        computed: int,
-        held: int,
+        sealed_chunks: int,
+        raw_tokens: int,
         drafted: DraftedTokens | None,
     ) -> Usage:
-        layout = sequence.retention.layout
+        layout = sequence.keys.retention.layout
+        computed = sealed_chunks * layout.chunk_tokens + raw_tokens
         return Usage(
-            prompt_tokens=sequence.prompt_tokens,
-            completion_tokens=completion_tokens,
-            cached_tokens=sequence.cached_tokens or 0,
-            kv_bytes=held * layout.page_bytes(self.element_bytes),
-            kv_bytes_uncompressed=layout.count_uncompressed_entries(computed)
-            * self._entry_bytes(layout),
-            drafted=drafted,
+            sequence.prompt_tokens,
+            completion_tokens,
+            sequence.cached_tokens or 0,
+            layout.count_held_pages(sealed_chunks, raw_tokens) * self.page_bytes,
+            layout.count_uncompressed_entries(computed) * self._entry_bytes,
+            drafted,
         )
 
     @property
@@ -254,18 +251,20 @@ class Admission:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's entries in all layers, with nothing dropped."""
-        layout = self.retentions[0].layout
-        return layout.count_uncompressed_entries(1) * self._entry_bytes(layout)
+        return self.retentions[0].layout.count_uncompressed_entries(1) * self._entry_bytes
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page; those of all retentions have one shape."""
+        return self.retentions[0].layout.page_bytes(self.element_bytes)
 
     def stats(
         self, scheduler: Scheduler, meters: Meters, speculation: SpeculationStats | None = None
     ) -> EngineStats:
         """One reading of the scheduler's state, of the meters, and of what was drafted."""
         cache, counters = scheduler.cache, scheduler.counters
-        usages = [self.usage(sequence, 0) for sequence in scheduler.running]
+        in_use = KvInUse.of(scheduler)
         layout, pages = self.retentions[0].layout, PageStates.of(cache)
-        page_bytes = layout.page_bytes(self.element_bytes)
-        held = list(cache.sequences.values())
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -274,20 +273,18 @@ class Admission:
             pages_cached=pages.cached,
             pages_free=pages.free,
             pages_promised=pages.promised,
-            slots_held=sum(seq.held_pages for seq in held) * layout.page_slots,
-            slots_used=sum(
-                seq.layout.count_held_entries(seq.sealed_chunks, seq.raw_tokens) for seq in held
-            ),
+            slots_held=in_use.held_pages * layout.page_slots,
+            slots_used=in_use.held_entries,
             chunk_tokens=layout.chunk_tokens,
             capacity_tokens=layout.tokens_in(self.total_pages, self.max_model_len),
             capacity_uncompressed_tokens=self.uncompressed.tokens_in(
                 self.total_pages, self.max_model_len
             ),
             cache_dtype=self.cache_dtype,
-            page_bytes=page_bytes,
+            page_bytes=self.page_bytes,
             kv_token_bytes=self.kv_token_bytes,
-            kv_bytes_held=sum(usage.kv_bytes for usage in usages),
-            kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
+            kv_bytes_held=in_use.pages * self.page_bytes,
+            kv_bytes_uncompressed=in_use.uncompressed_entries * self._entry_bytes,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             computed_prompt_tokens=counters.computed_prompt_tokens,
@@ -310,8 +307,37 @@ class Admission:
             speculation=speculation,
         )
 
-    def _entry_bytes(self, layout: Layout) -> int:
-        return layout.geometry.entry_elements * self.element_bytes
+    @cached_property
+    def _entry_bytes(self) -> int:
+        return self.retentions[0].layout.geometry.entry_elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class KvInUse:
+    """What all sequences use together: `pages` and `uncompressed_entries` as in their `Usage`.
+
+    `held_pages` and `held_entries` are those in the pool now, for tokens whose values are still to
+    come, too.
+    """
+
+    pages: int
+    uncompressed_entries: int
+    held_pages: int
+    held_entries: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> KvInUse:
+        """Of the running sequences, and of all that hold pages."""
+        totals = [0, 0, 0, 0]
+        for one in scheduler.running:
+            sealed, raw = count_state(one)
+            layout = one.keys.retention.layout
+            totals[0] += layout.count_held_pages(sealed, raw)
+            totals[1] += layout.count_uncompressed_entries(sealed * layout.chunk_tokens + raw)
+        for seq in scheduler.cache.sequences.values():
+            totals[2] += seq.booked_pages
+            totals[3] += seq.layout.count_held_entries(len(seq.spans), seq.raw_tokens)
+        return cls(*totals)
 
 
 def count_state(sequence: TokenSequence) -> tuple[int, int]:
@@ -319,10 +345,11 @@ def count_state(sequence: TokenSequence) -> tuple[int, int]:
 
     Of a preempted sequence, as it was when last computed.
     """
-    cache, chunk_tokens = sequence.cache, sequence.retention.layout.chunk_tokens
+    cache, chunk_tokens = sequence.cache, sequence.keys.retention.layout.chunk_tokens
     if cache is not None:
-        ahead = max(0, cache.computed_tokens - (sequence.known - 1))
-        return cache.sealed_chunks, cache.raw_tokens - ahead
+        sealed, raw = len(cache.spans), cache.raw_tokens
+        ahead = sealed * chunk_tokens + raw - sequence.known + 1
+        return sealed, raw - ahead if ahead > 0 else raw
     if sequence.cached_tokens is None:
         return 0, 0
     return divmod(sequence.known - 1 - sequence.pending, chunk_tokens)

@@ -126,11 +126,12 @@ class Completion:
         error_field: str | None = None,
     ) -> Event:
         """An event for the client."""
+        asked = self.request.sampling.logprobs is not None
         return Event(
             request_id=self.request.request_id,
             index=self.index,
-            token_ids=tuple(token.token_id for token in tokens),
-            logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
+            token_ids=tuple([token.token_id for token in tokens]),
+            logprobs=tuple([one.logprob for one in tokens if one.logprob]) if asked else (),
             usage=usage,
             finish_reason=reason,
             error=error,
@@ -241,9 +242,9 @@ class Answers:
     def of(self, step: Step) -> list[Completion]:
         """The completions that get a token from `step`, in the order of its rows."""
         by_slot = {
-            completion.sequence.cache.slot: completion
+            cache.slot: completion
             for completion in self._all.values()
-            if completion.sequence.cache is not None
+            if (cache := completion.sequence.cache) is not None
         }
         return [by_slot[row.slot] for row in step.rows if row.sample]
 

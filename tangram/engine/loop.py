@@ -264,7 +264,7 @@ class Engine:
         if self._watching is not None:
             self._watching.tell_admissions()
         sampled = self._answers.of(step)
-        if any(row.drafts for row in step.rows):
+        if step.drafts:
             self._verify(step, sampled)
         else:
             self._run_plainly(step, sampled)
@@ -274,15 +274,15 @@ class Engine:
     def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
         """Run a step without drafts. The tokens of the step before are read while it runs."""
         samplers = [entry.sampler for entry in sampled]
-        constrained = any(entry.constrained for entry in sampled)
+        constrained = any(sampler.matcher is not None for sampler in samplers)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._send_parcels()
         awaited = self._land() or not self.ahead
         self._commit(step)
-        for completion in sampled:
-            completion.sequence.expect()
+        for sequence in [completion.sequence for completion in sampled]:
+            sequence.expect()
         self._flight = None if choice is None else Flight(sampled, choice)
         if not self.ahead:
             self._land()
@@ -548,9 +548,9 @@ class Engine:
             self._drop(completion.request.request_id, *completion.error)
             return
         self._scheduler.counters.generated_tokens += 1
-        if completion.sequence.read_tokens == 1:
-            self._start_siblings(completion)
         usage = self._usage(completion)
+        if usage.completion_tokens == 1:
+            self._start_siblings(completion)
         if reason is not None:
             self._answers.remove(completion)
             self._end(completion)

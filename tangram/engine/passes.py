@@ -191,18 +191,24 @@ def flatten(rows: Sequence[Row], attention: StepAttention) -> Flattened:
 
     Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
     """
-    decode_rows = sum(row.kind is RowKind.DECODE for row in rows)
-    decoded = sum(len(row.tokens) for row in rows[:decode_rows])
-    fill = np.zeros(attention.width - decoded, np.int64)
+    decode = RowKind.DECODE
+    decode_rows = sum([row.kind is decode for row in rows])
     tokens = [row.tokens for row in rows]
-    positions = [np.arange(row.start, row.start + len(row.tokens)) for row in rows]
-    ends = np.cumsum([len(own) for own in tokens]) - 1
+    counts = np.array([len(own) for own in tokens])
+    ends = np.cumsum(counts) - 1
+    decoded = int(counts[:decode_rows].sum())
+    fill = np.zeros(attention.width - decoded, np.int64)
+    # A token's place in the batch, moved to where its row starts.
+    places = np.arange(counts.sum())
+    places += np.repeat([row.start for row in rows] - (ends + 1 - counts), counts)
+    positions = [places[:decoded], places[decoded:]]
     ends[decode_rows:] += len(fill)
     beyond = np.zeros(
         0 if attention.padded_tokens is None else attention.padded_tokens - ends[-1] - 1, np.int64
     )
+    tokens.insert(decode_rows, fill)
+    positions.insert(1, fill)
     for parts in (tokens, positions):
-        parts.insert(decode_rows, fill)
         parts.append(beyond)
     sampled = [
         end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample

@@ -32,6 +32,23 @@ def row_of(
     )
 
 
+def newest_row(sequence: TokenSequence, cache: SequenceCache) -> Row:
+    """The DECODE row of the newest token of `sequence`."""
+    end, tokens = sequence.known, sequence.tokens
+    begin = end - 1
+    return Row(
+        sequence.request_id,
+        cache.slot,
+        sequence.keys.retention,
+        RowKind.DECODE,
+        begin,
+        tokens[begin:end],
+        tokens[max(0, begin - PRECEDING_TOKENS) : begin],
+        True,
+        sequence.pending,
+    )
+
+
 def prefill_span(cache: SequenceCache, known: int) -> tuple[RowKind, int, int]:
     """What comes next of `known` tokens: a whole chunk to seal, or the tail that fills none.
 

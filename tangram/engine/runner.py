@@ -149,8 +149,8 @@ class Runner:
 
     @staticmethod
     def _append(sample_rows: Sequence[SampleRow], tokens: Tensor) -> None:
-        for sample_row, token in zip(sample_rows, tokens[:, None].unbind(), strict=True):
-            sample_row.append(token)
+        for number, sample_row in enumerate(sample_rows):
+            sample_row.append(tokens[number : number + 1] if sample_row.remembers else None)
 
     def draft_passes(
         self, retention: Retention, tables: PartTables, kernels: KernelChoice
@@ -238,13 +238,14 @@ class Runner:
 
     def _carry(self, rows: Sequence[Row], ends: Int64, drafted: Tensor | None) -> Carry:
         """What writes the last step's tokens and drafts into those of a pass of `rows`."""
-        drafts = [number for number, row in enumerate(rows) if row.drafts and row.pending]
-        pending = [number for number, row in enumerate(rows) if row.pending and not row.drafts]
+        unknown = [number for number, row in enumerate(rows) if row.pending]
+        drafts = [number for number in unknown if rows[number].drafts]
+        pending = [number for number in unknown if not rows[number].drafts] if drafts else unknown
         sources: list[tuple[Tensor, Tensor]] = []
         if pending:
             place_of, chosen = self._chosen
-            places = np.stack([ends[pending], [place_of[rows[number].slot] for number in pending]])
-            target, source = place(places, self._loaded.device)
+            found = [place_of[rows[number].slot] for number in pending]
+            target, source = place(np.array([ends[pending], found]), self._loaded.device)
             sources.append((target, chosen.index_select(0, source)))
         if drafts and drafted is not None:
             targets = [

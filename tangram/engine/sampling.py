@@ -53,7 +53,9 @@ class SampleRow:
     completions of a request. `step` is the number of tokens generated so far. `device` is that of
     the logits. `matcher` says which tokens may come next; None allows any. `end_token_ids` end the
     completion, so none of them comes before `min_tokens`. `values` are what `params` state and, for
-    the rest, `defaults`. Raises `RequestError` if `params` name a token outside the vocabulary.
+    the rest, `defaults`. `greedy` says whether the likeliest token is taken and nothing is drawn,
+    `takes_largest` whether nothing else is asked of the logits, either. Raises `RequestError` if
+    `params` name a token outside the vocabulary.
     """
 
     def __init__(
@@ -85,11 +87,9 @@ class SampleRow:
             else []
         )
         self._ends = on_device(torch.device(device), ends) if ends else None
-
-    @property
-    def greedy(self) -> bool:
-        """True when the likeliest token is taken and nothing is drawn."""
-        return self.values.temperature < _GREEDY_BELOW
+        self.greedy = self.values.temperature < _GREEDY_BELOW
+        asks_more = self._bias is not None or params.logprobs is not None
+        self.takes_largest = self.stays and not asks_more
 
     @property
     def remembers(self) -> bool:
@@ -100,11 +100,6 @@ class SampleRow:
     def stays(self) -> bool:
         """True when every later token is chosen alike, by the logits alone."""
         return self.greedy and not self.remembers and self._ends is None and self.matcher is None
-
-    @property
-    def takes_largest(self) -> bool:
-        """True when the largest logit says the token, and nothing else is asked of the logits."""
-        return self.stays and self._bias is None and self.params.logprobs is None
 
     @property
     def changes_logits(self) -> bool:
@@ -128,10 +123,13 @@ class SampleRow:
             later._history = self._history.ahead(tokens[:count])
         return later
 
-    def append(self, token: Tensor) -> None:
-        """Add a token, int64 [1] on the logits' device, to the completion."""
+    def append(self, token: Tensor | None) -> None:
+        """Add a token, int64 [1] on the logits' device, to the completion.
+
+        It may be None if the row does not remember tokens.
+        """
         self.step += 1
-        if self._history is not None:
+        if self._history is not None and token is not None:
             self._history.add(token)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -209,6 +207,8 @@ class SampledTokens:
         The logits of such a row hold NaN or +∞, or are all −∞.
         """
         token_ids, largest = (part.tolist() for part in self.figures.get())
+        if not self.logprobs and all(map(math.isfinite, largest)):
+            return list(map(ChosenToken, token_ids))
         logprobs: dict[int, TokenLogprob] = {}
         for rows, found in self.logprobs:
             parts = zip(*(part.tolist() for part in found.get()), strict=True)
@@ -231,8 +231,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
     Greedy rows take the first of equal maxima.
     """
     raw = logits.float()
-    # A row that stays is the same object behind each of its drafts.
-    if all(row.takes_largest for row in set(rows)):
+    if all(row.takes_largest for row in rows):
         largest, tokens = raw.max(dim=-1)
         return SampledTokens(tokens, HostCopies(tokens, largest), ())
     raw = _mask_forbidden(raw, rows)

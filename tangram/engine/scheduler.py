@@ -27,10 +27,11 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
@@ -39,7 +40,7 @@ from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.open_chunks import OpenChunks
-from tangram.engine.rows import prefill_span, row_of
+from tangram.engine.rows import newest_row, prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 from tangram.watch import SequenceState
@@ -91,7 +92,7 @@ class Scheduler:
     open_chunks: OpenChunks = field(init=False)
     passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
-    _members: tuple[tuple[int, Retention, int], ...] = ()
+    _members: list[tuple[int, Retention, int]] = field(default_factory=list)
     _epoch: int = 0
     _decode_waits: bool = False
 
@@ -124,9 +125,12 @@ class Scheduler:
 
         Where too many are open, they are computed again.
         """
-        for sequence in self.running:
+        self._leave_open(self._at_boundary())
+
+    def _leave_open(self, sequences: Iterable[TokenSequence]) -> None:
+        for sequence in sequences:
             cache = _require_cache(sequence)
-            if sequence.complete or cache.raw_tokens < cache.layout.chunk_tokens:
+            if sequence.complete or not cache.raw_tokens:
                 continue
             if self.cache.can_leave_open(cache):
                 self.cache.leave_open(cache)
@@ -169,14 +173,11 @@ class Scheduler:
         self._sealing.clear()
         if self.running or self.waiting:
             self.open_chunks.release()
-        self.leave_open()
-        self._secure_promises()
-        fresh_batch, active = (
-            not self.running,
-            [sequence for sequence in self.running if not sequence.complete],
-        )
-        unfinished = [sequence for sequence in active if not _decodes(sequence)]
-        decoding = [sequence for sequence in active if _decodes(sequence)]
+        at_boundary = self._at_boundary()
+        self._leave_open(at_boundary)
+        self._secure_promises(at_boundary)
+        fresh_batch = not self.running
+        decoding, unfinished = self._sort_running()
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
@@ -201,8 +202,11 @@ class Scheduler:
         # Whole chunks lie end to end, because they are sealed together.
         prefill.sort(key=lambda row: row.kind is RowKind.TAIL)
         rows = tuple(decode + prefill)
-        self.counters.computed_tokens += sum(len(row.tokens) for row in rows)
-        return Step(rows, self._epoch_of(decode), *self.cache.take_moves(row.slot for row in rows))
+        moves = self.cache.take_moves(row.slot for row in rows)
+        step = Step(rows, self._epoch_of(decode), *moves)
+        self.counters.computed_tokens += step.decode_tokens
+        self.counters.computed_tokens += sum(len(row.tokens) for row in prefill)
+        return step
 
     def settle(self, sequence: TokenSequence, drafts: Sequence[int], accepted: int) -> None:
         """Of `drafts`, which a step has computed, the model takes the first `accepted`.
@@ -240,7 +244,7 @@ class Scheduler:
             for sequence in self.computing
             if sequence.cache is not None
         }
-        for row in step.rows:
+        for row in _publishing(step, self.cache.page_tokens):
             self.counters.sealed_chunks += row.kind is RowKind.SEAL
             sequence = by_slot.get(row.slot)
             if sequence is not None and sequence.cache is not None:
@@ -248,15 +252,32 @@ class Scheduler:
 
     # -- internals ---------------------------------------------------------------------------------
 
-    def _secure_promises(self) -> None:
+    def _secure_promises(self, at_boundary: Iterable[TokenSequence]) -> None:
         """Promise each sequence that enters a new chunk that chunk's pages, in order."""
-        for sequence in list(self.running):
+        for sequence in at_boundary:
             while (
                 sequence.cache is not None and not sequence.complete and _at_chunk_start(sequence)
             ):
                 if self.cache.extend(sequence.cache, sequence.limit):
                     break
                 self._preempt(self.running[-1])
+
+    def _at_boundary(self) -> list[TokenSequence]:
+        """The running sequences that are at the end of a chunk: sealed, or full and not yet."""
+        size = self.config.chunk_tokens
+        return [one for one in self.running if not _require_cache(one).raw_tokens % size]
+
+    def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence]]:
+        """The running sequences whose next row decodes, and the others that are not complete."""
+        size, decoding, others = self.config.chunk_tokens, list[TokenSequence](), []
+        for one in self.running:
+            known, cache = one.known, _require_cache(one)
+            if known > one.limit:
+                continue
+            raw_tokens = cache.raw_tokens
+            left = known - len(cache.spans) * size - raw_tokens
+            (decoding if left == 1 and raw_tokens < size else others).append(one)
+        return decoding, others
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""
@@ -359,6 +380,10 @@ class Scheduler:
 
     def _decode_rows(self, sequences: Sequence[TokenSequence], spare: int) -> list[Row]:
         """The newest token of each sequence, and its drafts, up to `spare` in all."""
+        if self.drafts is None:
+            caches = [_require_cache(one) for one in sequences]
+            self.cache.grow_each(caches)
+            return [newest_row(*pair) for pair in zip(sequences, caches, strict=True)]
         rows: list[Row] = []
         for sequence in sequences:
             row = self._decode_row(sequence, spare)
@@ -369,9 +394,9 @@ class Scheduler:
     def _decode_row(self, sequence: TokenSequence, spare: int) -> Row:
         """The newest token and up to `spare` drafts, with pages for them."""
         cache = _require_cache(sequence)
-        start, drafts = cache.computed_tokens, self._draft(sequence, cache, spare)
+        drafts = self._draft(sequence, cache, spare)
         self.cache.grow(cache, 1 + len(drafts))
-        row = row_of(sequence, cache, RowKind.DECODE, start, start + 1, sample=True)
+        row = newest_row(sequence, cache)
         if self.drafts is None or not len(drafts):
             return row
         tokens = np.concatenate([row.tokens, drafts])
@@ -429,7 +454,7 @@ class Scheduler:
 
     def _epoch_of(self, decode: list[Row]) -> int:
         size = self.config.chunk_tokens
-        members = tuple((row.slot, row.retention, row.start // size) for row in decode)
+        members = [(row.slot, row.retention, row.start // size) for row in decode]
         if members != self._members:
             self._members = members
             self._epoch += 1
@@ -440,6 +465,18 @@ def _require_cache(sequence: TokenSequence) -> SequenceCache:
     if sequence.cache is None:
         raise RuntimeError(f"{sequence.request_id} runs without pages")
     return sequence.cache
+
+
+def _publishing(step: Step, page_tokens: int) -> list[Row]:
+    """The rows of `step` that may leave something to publish.
+
+    A row that decodes one token does if it fills a page.
+    """
+    first = step.decode_rows
+    decode = [
+        row for row in step.rows[:first] if len(row.tokens) > 1 or not (row.start + 1) % page_tokens
+    ]
+    return [*decode, *step.rows[first:]]
 
 
 def _decodes(sequence: TokenSequence) -> bool:

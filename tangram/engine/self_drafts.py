@@ -7,10 +7,10 @@ entries, before anything reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tangram.cache.part_tables import PartTables

@@ -92,9 +92,12 @@ class TokenSequence:
 
     def expect(self) -> None:
         """Count one more token, which is being sampled."""
-        self._allocate()
-        self.foreseen = max(0, self.foreseen - 1)
-        self.known += 1
+        known = self.known
+        if known == len(self.tokens):
+            self._allocate()
+        if self.foreseen:
+            self.foreseen -= 1
+        self.known = known + 1
         self.pending = True
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -166,16 +166,16 @@ class Watching:
         return SequenceChange(state, time.monotonic(), self.read(sequence))
 
     def _describe(self, step: Step, begin_s: float, now_s: float) -> StepDone:
-        decode = [row for row in step.rows if row.kind is RowKind.DECODE]
+        prefill = step.rows[step.decode_rows :]
         drafted, accepted = self._count_drafts()
         return StepDone(
             number=self._scheduler.counters.steps,
             at_s=now_s,
             seconds=now_s - begin_s,
-            decode_rows=len(decode),
-            decode_tokens=sum(len(row.tokens) for row in decode),
-            chunks=sum(row.kind is RowKind.SEAL for row in step.rows),
-            tail_tokens=sum(len(row.tokens) for row in step.rows if row.kind is RowKind.TAIL),
+            decode_rows=step.decode_rows,
+            decode_tokens=step.decode_tokens,
+            chunks=sum(row.kind is RowKind.SEAL for row in prefill),
+            tail_tokens=sum(len(row.tokens) for row in prefill if row.kind is RowKind.TAIL),
             moves=sum(len(move.pages) for move in step.moves),
             drafted=drafted,
             accepted=accepted,

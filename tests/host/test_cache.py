@@ -131,9 +131,13 @@ def test_check_finds_a_lost_page_a_wrong_footprint_and_a_promise_without_pages()
     seq = admit(cache, tokens_of(20))
     compute(cache, seq, tokens_of(20))
     seq.promised_pages += 2000
+    with pytest.raises(IntegrityError, match="pages, the cache counts"):
+        check_accounting(cache)
+    cache.counted_owed_pages += 2000
     with pytest.raises(IntegrityError, match="pages were promised that do not exist"):
         check_accounting(cache)
     seq.promised_pages -= 2000
+    cache.counted_owed_pages -= 2000
     lost = seq.raw_pages.pop()
     with pytest.raises(IntegrityError, match="the formula says"):
         check_accounting(cache)
