@@ -17,6 +17,9 @@ A step may be scheduled while the tokens of the one before are still on the devi
 number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
 not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
 
+A chunk that decode has filled is computed again before its sequence goes on. While others decode, a
+step takes few of these, so that no row waits for the chunks of all others.
+
 Where a chunk that decode filled has its place already (ρ = 1.0), its sequence goes on at once. The
 chunk is computed again, and sealed for others, when nothing else is to be computed. Where drafts
 read a part of each chunk, only few stay open: then all of them are computed again at once.
@@ -178,6 +181,8 @@ class Scheduler:
         self._secure_promises(at_boundary)
         fresh_batch = not self.running
         decoding, unfinished = self._sort_running()
+        if decoding:
+            unfinished = self._without_held(unfinished)
         in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
@@ -278,6 +283,23 @@ class Scheduler:
             left = known - len(cache.spans) * size - raw_tokens
             (decoding if left == 1 and raw_tokens < size else others).append(one)
         return decoding, others
+
+    def _without_held(self, unfinished: Iterable[TokenSequence]) -> list[TokenSequence]:
+        """`unfinished` without the sequences that wait with a chunk that decode has filled.
+
+        A step beside rows that decode takes as many such chunks as the batch fills in a step on
+        average, those of the first sequences: with fewer, ever more would wait.
+        """
+        size = self.config.chunk_tokens
+        most = -(-len(self.running) // size)
+        kept = []
+        for one in unfinished:
+            if _require_cache(one).raw_tokens == size:
+                most -= 1
+                if most < 0:
+                    continue
+            kept.append(one)
+        return kept
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""

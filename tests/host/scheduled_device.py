@@ -335,7 +335,9 @@ class ScheduledDevice:
             for entry in starts
             if entry.cache and not entry.complete and entry not in served and entry not in waiting
         ]
+        held = self._check_filled(step, by_slot, starts, others_decode=bool(waiting))
         prefilled = served[step.decode_rows :]
+        skipped = [entry for entry in skipped if entry not in held]
         assert all(one.rank < other.rank for one in prefilled for other in skipped), (
             "overtaken within a step"
         )
@@ -343,6 +345,37 @@ class ScheduledDevice:
         assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
             "one epoch, two sets of decoding rows"
         )
+
+    def _check_filled(
+        self,
+        step: Step,
+        by_slot: dict[int, TokenSequence],
+        starts: dict[TokenSequence, int],
+        *,
+        others_decode: bool,
+    ) -> list[TokenSequence]:
+        """The sequences that wait with a chunk that decode has filled, while others decode.
+
+        A step takes as many such chunks as the batch fills in a step on average, so that a row
+        that decodes never waits for those of all others.
+        """
+        size = self.config.chunk_tokens
+        ends = [(by_slot[row.slot], row.start + len(row.tokens)) for row in step.rows]
+        taken = [
+            one
+            for row, (one, end) in zip(step.rows, ends, strict=True)
+            if row.kind is RowKind.SEAL and starts.get(one) == end
+        ]
+        if not taken or not (step.decode_rows or others_decode):
+            return []
+        assert len(taken) <= -(-len(starts) // size), "too many chunks let rows that decode wait"
+        held = [
+            one
+            for one, start in starts.items()
+            if one.cache and one.cache.raw_tokens == size and one.cache.computed_tokens == start
+        ]
+        assert all(one.rank < other.rank for one in taken for other in held)
+        return held
 
     def _check_postponed(
         self, step: Step, served: Sequence[TokenSequence], starts: dict[TokenSequence, int]

@@ -415,6 +415,31 @@ def test_a_chunk_that_decode_filled_lets_no_decode_row_wait() -> None:
     assert ["decode", "seal"] in kinds and ["seal"] not in kinds[:-1]
 
 
+def test_of_chunks_that_decode_fills_at_once_a_step_takes_one_while_others_decode() -> None:
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=4, slack_tokens=40)
+    service.submit([1] * 3, 12)
+    for token in (2, 3, 4):
+        service.submit([token] * 6, 12)
+    steps = []
+    while (step := service.step()) is not None:
+        kinds = [row.kind.value for row in step.rows]
+        if "seal" in kinds:
+            steps.append((kinds.count("decode"), [row.slot for row in step.rows][-1], kinds[-2:]))
+    filled = [seal for seal in steps if seal[0]]
+    assert [(decode, slot) for decode, slot, _ in filled[:3]] == [(1, 1), (2, 2), (3, 3)]
+    assert all(kinds == ["decode", "seal"] for _, _, kinds in filled)
+
+
+def test_chunks_that_decode_fills_are_sealed_together_where_nobody_waits() -> None:
+    service = ScheduledDevice([layout(1)], slack_pages=1000, max_num_seqs=3, slack_tokens=40)
+    for token in (2, 3, 4):
+        service.submit([token] * 6, 12)
+    kinds = []
+    while (step := service.step()) is not None:
+        kinds.append([row.kind.value for row in step.rows])
+    assert kinds.count(["seal"] * 3) == 2 and kinds.count(["tail"] * 3) == 1
+
+
 def test_chunks_of_one_token_are_promised_one_by_one() -> None:
     service = ScheduledDevice([layout(1, chunk=1, page=1)], slack_pages=0, max_num_seqs=2)
     for token in (1, 2):
