@@ -27,7 +27,7 @@ from tangram.types import Float64, Geometry
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class SimulatedTimes:
     """Milliseconds of a step that decodes, of each chunk in it, and of each token of a tail."""
 
     decode_ms: float
@@ -48,7 +48,7 @@ class SimulatedLoad:
     """`rows` requests at once, and when each of their tokens came."""
 
     scheduler: Scheduler
-    times: StepTimes
+    times: SimulatedTimes
     now_ms: float = 0.0
     came_ms: dict[TokenSequence, list[float]] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class SimulatedLoad:
         return [np.diff(came) for came in self.came_ms.values()]
 
 
-def make_load(rows: int, prompt: int, answer: int, times: StepTimes) -> SimulatedLoad:
+def make_load(rows: int, prompt: int, answer: int, times: SimulatedTimes) -> SimulatedLoad:
     """`rows` requests of `prompt` tokens for `answer` tokens each, all waiting."""
     profile = load(PROFILE, None, page_tokens=None, heads_per_page=None)
     shape, windows = profile.model, (None,) * len(profile.layers)
@@ -112,7 +112,7 @@ def main() -> None:
     for name, measured in {"decode-ms": 7.5, "chunk-ms": 11.0, "token-us": 20.0}.items():
         parser.add_argument(f"--{name}", type=float, default=measured)
     options = parser.parse_args()
-    times = StepTimes(options.decode_ms, options.chunk_ms, options.token_us / 1e3)
+    times = SimulatedTimes(options.decode_ms, options.chunk_ms, options.token_us / 1e3)
     simulated = make_load(options.rows, options.prompt, options.answer, times)
     gaps = simulated.run()
     every = np.concatenate(gaps)
@@ -120,8 +120,8 @@ def main() -> None:
     longest = [own.max() for own in gaps]
     print(
         f"between tokens: median {median:.1f} ms, p99 {most:.1f} ms ({most / median:.2f} x), "
-        f"longest {np.median(longest):,.0f} ms in half of the answers, {max(longest):,.0f} ms in one; "
-        f"all answers took {simulated.now_ms / 1e3:.1f} s"
+        f"longest {np.median(longest):,.0f} ms in half of the answers, "
+        f"{max(longest):,.0f} ms in one; all answers took {simulated.now_ms / 1e3:.1f} s"
     )
 
 

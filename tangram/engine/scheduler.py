@@ -274,7 +274,8 @@ class Scheduler:
 
     def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence]]:
         """The running sequences whose next row decodes, and the others that are not complete."""
-        size, decoding, others = self.config.chunk_tokens, list[TokenSequence](), []
+        size, decoding = self.config.chunk_tokens, list[TokenSequence]()
+        others = list[TokenSequence]()
         for one in self.running:
             known, cache = one.known, _require_cache(one)
             if known > one.limit:
