@@ -80,6 +80,36 @@ def pages_of(cache: NumberedCache, seq: SequenceCache) -> set[int]:
     return {page for pages in held_by_group(cache, seq.slot) for page in pages}
 
 
+@FEW
+@given(st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(1, 30)), min_size=1, max_size=6))
+def test_rows_that_grow_together_hold_what_they_hold_one_by_one(
+    sequences: list[tuple[int, int]],
+) -> None:
+    """Also where their layouts have unlike groups."""
+    layouts = layout(1), layout(3, model=geometry(2, 2, (None, 11)))
+    together, apart = manager(*layouts), manager(*layouts)
+    for number, (which, count) in enumerate(sequences):
+        for cache in (together, apart):
+            seq = admit(cache, tokens_of(count, number), layout=which)
+            compute(cache, seq, tokens_of(count, number))
+            assert cache.extend(seq, 96)
+    for _ in range(8):
+        rows = [one for one in together.sequences.values() if one.raw_tokens < 8]
+        together.grow_each(rows)
+        for one in rows:
+            apart.grow(apart.sequences[one.slot], 1)
+        recount(together)
+        for slot, one in together.sequences.items():
+            other, groups = apart.sequences[slot], len(one.layout.groups)
+            assert (one.raw_tokens, one.held_pages) == (other.raw_tokens, other.held_pages)
+            assert (together.lengths[slot, :groups] == apart.lengths[slot, :groups]).all()
+    assert together.spare_pages == apart.spare_pages
+    full = [one for one in together.sequences.values() if one.raw_tokens == 8]
+    if full:
+        with pytest.raises(IntegrityError, match="exceeds the chunk of 8"):
+            together.grow_each(full)
+
+
 # -- the ledger ------------------------------------------------------------------------------------
 
 
