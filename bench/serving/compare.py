@@ -1,7 +1,8 @@
 """One engine under the loads of docs/serving.md.
 
 Run it once for each engine, without a break, on one machine. It writes serving_NAME.json and
-trace_NAME.json after every case, so that later failures lose nothing.
+trace_NAME.json after every case, so that later failures lose nothing. With --http it starts the
+engine's server and asks as clients do, and writes served_NAME.json.
 """
 
 from __future__ import annotations
@@ -9,14 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.serving.competitors import MODEL, MODELS, ServingEngine, Tangram, start_vllm
+from bench.percentiles import percentiles
+from bench.serving.competitors import (
+    MODEL,
+    MODELS,
+    MOST_REQUESTS,
+    ServingEngine,
+    Tangram,
+    Vllm,
+    choose_options,
+    choose_vllm_options,
+)
 from bench.serving.timeline import measure_steps
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
@@ -31,12 +45,22 @@ from tangram.lab.load.clock import (
 
 # A case yields its parts one by one, as they are measured.
 Case = Callable[[ServingEngine], Iterator[tuple[str, list[TimedAnswer]]]]
+WARM_TOKENS = 8
+STREAMS = (8, 32, 64, 128, 256, 512, 1024)
 
 
 def requests(
-    count: int, input_tokens: int, output_tokens: int, shared_tokens: int = 0, repeats: int = 1
+    count: int,
+    input_tokens: int,
+    output_tokens: int,
+    shared_tokens: int = 0,
+    repeats: int = 1,
+    warm_tokens: int = 0,
 ) -> Case:
-    """`count` requests at once, `repeats` times, each time with an empty cache."""
+    """`count` requests at once, `repeats` times, each time with an empty cache.
+
+    Before them the same requests with answers of `warm_tokens`, if not 0, which do not count.
+    """
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
         asks = alike(
@@ -46,6 +70,9 @@ def requests(
             shared_tokens=shared_tokens,
             vocab_size=engine.vocab_size,
         )
+        if warm_tokens:
+            engine.clear_cache()
+            _complete(engine, [replace(ask, output_tokens=warm_tokens) for ask in asks])
         for number in range(repeats):
             engine.clear_cache()
             yield f"run {number + 1}", _complete(engine, asks)
@@ -172,6 +199,14 @@ CASES: dict[str, Case] = {
     "answers-16k": requests(64, 16384, 256),
     "answers-32k": requests(24, 32768, 256),
     "decode-64x16k": decoding(64, 16384, 256),
+    "batch-128": requests(256, 128, 128, repeats=3, warm_tokens=WARM_TOKENS),
+    "batch-1k": requests(256, 1024, 256, repeats=3, warm_tokens=WARM_TOKENS),
+    "batch-8k": requests(64, 8192, 256, repeats=3, warm_tokens=WARM_TOKENS),
+    "batch-2k-out": requests(128, 512, 2048, repeats=3, warm_tokens=WARM_TOKENS),
+    **{
+        f"streams-{count}": requests(count, 512, 256, repeats=3, warm_tokens=WARM_TOKENS)
+        for count in STREAMS
+    },
 }
 # What takes more than the default of --max-model-len.
 LONG_CASES = {"decode-4x128k": decoding(4, 131072, 256)}
@@ -193,13 +228,29 @@ def measure_cases(
         try:
             for part, answers in case(engine):
                 summary = Summary.of(answers, limits if name == "trace" else NO_LIMITS)
-                kept[part] = asdict(summary)
+                kept[part] = asdict(summary) | describe_output(answers, summary) | engine.costs
                 keep(results)
                 print(f"{name:12} {part:7} {_line(summary)}", flush=True)
         except GivenUpError as error:
             kept["given up"] = str(error)
             keep(results)
             print(f"{name:12} {error}", flush=True)
+
+
+def describe_output(answers: Sequence[TimedAnswer], summary: Summary) -> dict[str, Any]:
+    """Output tokens a second, and ms between each token and the next one of its answer.
+
+    Tokens that come together have no time between them.
+    """
+    between_ms = [
+        1e3 * (later_s - sooner_s)
+        for answer in answers
+        for sooner_s, later_s in pairwise(answer.times_s)
+    ]
+    return {
+        "output_tokens_per_s": summary.output_tokens / summary.seconds,
+        "between_tokens_ms": percentiles(between_ms),
+    }
 
 
 def warm(engine: ServingEngine) -> None:
@@ -229,32 +280,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             "vllm runs with its defaults: leave kv-retention, chunk-tokens and kv-cache-dtype out"
         )
+    if options.http and (options.trace or options.timeline or options.ranks > 1):
+        parser.error("http measures one GPU from outside: leave trace, timeline and ranks out")
+    if options.api_processes is not None and not options.http:
+        parser.error("api-processes are those of a server: add --http")
     known = CASES | LONG_CASES | ({"trace": make_replay(options)} if options.trace else {})
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
-    if options.model != MODEL.name and options.series == parser.get_default("series"):
-        options.series = options.model
+    if options.series is None:
+        shape = "" if options.model == MODEL.name else options.model
+        options.series = "-".join(filter(None, ("served" if options.http else "", shape)))
+        options.series = options.series or "serving"
     options.model = MODELS / options.model
-    engine = _start(options)
-    name = _name(options)
-    written = {
-        "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
-        "environment": environment(),
-        "engine": name,
-        "options": engine.options,
-    }
-    warm(engine)
+    # A server outlives a process that is ended without its last steps.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     cases = {case: known[case] for case in options.cases.split(",")}
     limits = LatencyLimits(ttft_s=options.hold_ttft_s)
-    measure_cases(
-        engine, cases, partial(_keep, options.output, options.series, name, written), limits
-    )
-    if options.timeline:
-        path = options.output / f"timeline_{name}.json"
-        measure_steps(engine, name, partial(_write, path, written))
+    name = _name(options)
+    with _start(options) as engine:
+        written = {
+            "command": shlex.join(["python", "-m", "bench.serving.compare", *sys.argv[1:]]),
+            "environment": environment(),
+            "engine": name,
+            "options": engine.options,
+        }
+        warm(engine)
+        measure_cases(
+            engine, cases, partial(_keep, options.output, options.series, name, written), limits
+        )
+        if options.timeline:
+            path = options.output / f"timeline_{name}.json"
+            measure_steps(engine, name, partial(_write, path, written))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -275,8 +334,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
         "--series",
-        default="serving",
-        help="name of the result files; one for each lease, and that of another --model by itself",
+        help="name of the result files, one for each lease; serving, or served with --http, and "
+        "the name of another --model",
     )
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
@@ -293,7 +352,17 @@ def _parser() -> argparse.ArgumentParser:
         default=5.0,
         help="stop when a tenth waits longer for a first token",
     )
+    parser.add_argument(
+        "--http", action="store_true", help="measure the engine's server, by clients over HTTP"
+    )
+    parser.add_argument("--clients", type=int, default=4, help="processes that ask with --http")
+    parser.add_argument(
+        "--api-processes", type=int, help="of the server, with --http; what each chooses"
+    )
     parser.add_argument("--max-model-len", type=int, default=40960)
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=MOST_REQUESTS, help="of either engine, in one step"
+    )
     parser.add_argument(
         "--offload-gib",
         type=float,
@@ -309,18 +378,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start(options: argparse.Namespace) -> ServingEngine:
-    if options.engine == "vllm":
-        return start_vllm(options.max_model_len, options.offload_gib, options.ranks, options.model)
-    return Tangram(
-        _retention(options),
-        512 if options.chunk_tokens is None else options.chunk_tokens,
-        options.max_model_len,
-        options.offload_gib,
-        options.kv_cache_dtype or "auto",
-        options.ranks,
-        options.model,
+@contextmanager
+def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
+    chosen = (
+        choose_vllm_options(
+            options.max_model_len, options.max_num_seqs, options.offload_gib, options.ranks
+        )
+        if options.engine == "vllm"
+        else choose_options(
+            _retention(options),
+            512 if options.chunk_tokens is None else options.chunk_tokens,
+            options.max_model_len,
+            options.max_num_seqs,
+            options.offload_gib,
+            options.kv_cache_dtype or "auto",
+            options.ranks,
+        )
     )
+    if options.http:
+        # Where it is not asked for, what it imports need not be there.
+        from bench.serving.servers import HttpEngine
+
+        log = options.output / f"{options.series}_{_name(options)}.log"
+        engine = HttpEngine(
+            options.engine, options.model, chosen, log, options.clients, options.api_processes
+        )
+        with closing(engine):
+            yield engine
+    elif options.engine == "vllm":
+        yield Vllm(options.model, **chosen)
+    else:
+        yield Tangram(options.model, chosen)
 
 
 def _retention(options: argparse.Namespace) -> float:

@@ -47,10 +47,14 @@ def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 class ServingEngine(Protocol):
-    """An engine under load; `options` says how it was started, `vocab_size` what ids it knows."""
+    """An engine under load; `options` says how it was started, `vocab_size` what ids it knows.
+
+    `costs` are what the last `answer_all` cost, where that is measured.
+    """
 
     options: dict[str, Any]
     vocab_size: int
+    costs: dict[str, Any]
 
     def clear_cache(self) -> None:
         """Forget every prefix."""
@@ -67,7 +71,7 @@ class StartedEngine:
     """An engine in this process."""
 
     def __init__(self, engine: Engine, options: dict[str, Any]) -> None:
-        self._engine, self.options = engine, options
+        self._engine, self.options, self.costs = engine, options, dict[str, Any]()
         self.vocab_size = engine.geometry.vocab_size
 
     def clear_cache(self) -> None:
@@ -82,41 +86,19 @@ class StartedEngine:
 
 
 class Tangram(StartedEngine):
-    """Tangram at one retention ratio, with the budgets that ship for the model."""
+    """Tangram on random weights, with the budgets that ship for the model."""
 
-    def __init__(
-        self,
-        kv_retention: float,
-        chunk_tokens: int,
-        most_tokens: int,
-        offload_gib: float = 0.0,
-        cache_dtype: Literal["auto", "fp8"] = "auto",
-        ranks: int = 1,
-        model: Path = MODEL,
-    ) -> None:
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
         from tangram.collection import keep_uncollected
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
 
-        model = model if ranks == 1 else save_checkpoint(model)
-        started: dict[str, Any] = {
-            "load_format": "dummy" if ranks == 1 else "auto",
-            "tensor_parallel_size": ranks,
-            "dtype": "bfloat16",
-            "kv_retention": kv_retention,
-            "scorer": "keydiff",
-            "scope": "model",
-            "chunk_tokens": chunk_tokens,
-            "max_model_len": most_tokens,
-            "max_num_seqs": MOST_REQUESTS,
-            "max_num_batched_tokens": 2 * 8192 + MOST_REQUESTS,
-            "kv_offload_gib": offload_gib,
-            "kv_cache_dtype": cache_dtype,
-        }
+        if options["load_format"] != "dummy":
+            model = save_checkpoint(model)
         with keep_uncollected():  # as `tangram serve` does, and vLLM's engine
-            engine = build_engine(EngineConfig(model=str(model), **started))
+            engine = build_engine(EngineConfig(model=str(model), **options))
         stats, config = engine.stats(), engine.config
-        started |= {
+        started = options | {
             "fits_tokens": stats.capacity_tokens,
             "cache_dtype": stats.cache_dtype,
             "pool_bytes": stats.pool_bytes,
@@ -136,6 +118,7 @@ class Vllm:
         from vllm import LLM
 
         self.options, self.vocab_size = options, read_vocab_size(model)
+        self.costs = dict[str, Any]()
         self._llm: Any = LLM(
             model=str(model), skip_tokenizer_init=True, disable_log_stats=True, **self.options
         )
@@ -236,21 +219,46 @@ def save_checkpoint(model: Path) -> Path:
     return folder
 
 
-def start_vllm(
-    most_tokens: int, offload_gib: float = 0.0, ranks: int = 1, model: Path = MODEL
-) -> Vllm:
-    """vLLM with its defaults, on random weights."""
-    return Vllm(
-        model,
-        load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=most_tokens,
-        max_num_seqs=MOST_REQUESTS,
-        gpu_memory_utilization=0.9,
-        enable_prefix_caching=True,
-        kv_offloading_size=offload_gib or None,
-        tensor_parallel_size=ranks,
-    )
+def choose_options(
+    kv_retention: float,
+    chunk_tokens: int,
+    most_tokens: int,
+    most_requests: int,
+    offload_gib: float,
+    cache_dtype: Literal["auto", "fp8"],
+    ranks: int,
+) -> dict[str, Any]:
+    """The options of Tangram at one retention ratio."""
+    return {
+        "load_format": "dummy" if ranks == 1 else "auto",
+        "tensor_parallel_size": ranks,
+        "dtype": "bfloat16",
+        "kv_retention": kv_retention,
+        "scorer": "keydiff",
+        "scope": "model",
+        "chunk_tokens": chunk_tokens,
+        "max_model_len": most_tokens,
+        "max_num_seqs": most_requests,
+        "max_num_batched_tokens": 2 * 8192 + most_requests,
+        "kv_offload_gib": offload_gib,
+        "kv_cache_dtype": cache_dtype,
+    }
+
+
+def choose_vllm_options(
+    most_tokens: int, most_requests: int = MOST_REQUESTS, offload_gib: float = 0.0, ranks: int = 1
+) -> dict[str, Any]:
+    """The options of vLLM with its defaults, on random weights."""
+    return {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": most_tokens,
+        "max_num_seqs": most_requests,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": True,
+        "kv_offloading_size": offload_gib or None,
+        "tensor_parallel_size": ranks,
+    }
 
 
 def read_vocab_size(model: Path) -> int:

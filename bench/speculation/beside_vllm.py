@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.serving.competitors import start_vllm
+from bench.serving.competitors import MODEL, Vllm, choose_vllm_options
 from bench.speculation.cases import CASES, WARM_TOKENS, SpeculationCase, draw_prompts, shrink
 from bench.speculation.options import make_parser, output_folder
 from bench.speculation.report import CaseKeeper, describe_run, print_table, summarise
@@ -38,7 +38,8 @@ def measure(
 ) -> dict[str, Mapping[str, Any]]:
     """The figures of each case."""
     found: dict[str, Mapping[str, Any]] = {}
-    engine = start_vllm(max(case.longest for case in cases.values()))
+    longest = max(case.longest for case in cases.values())
+    engine = Vllm(MODEL, **choose_vllm_options(longest))
     for name, case in cases.items():
         runs: list[dict[str, Any]] = []
         found[name] = {"vllm": {"options": engine.options, "runs": runs}}
