@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.stats import linregress
 
+from bench.percentiles import percentiles
 from bench.stress.conversations import Outcome
 from bench.stress.server import GaugeReading
 
@@ -76,11 +77,7 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, float]:
         for outcome in outcomes
         if outcome.kind == "answered" and outcome.ttft_s is not None
     ]
-    if not seen:
-        return {}
-    return {f"p{share}": float(np.percentile(seen, share)) for share in (50, 90, 99)} | {
-        "requests": len(seen)
-    }
+    return (percentiles(seen) | {"requests": len(seen)}) if seen else {}
 
 
 def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:

@@ -23,8 +23,8 @@ from random import Random
 from typing import Any
 
 import httpx
-import numpy as np
 
+from bench.percentiles import percentiles
 from bench.stress.conversations import TURN_WORDS, WORDS, Outcome, UserTurn, ask
 from bench.stress.laws import latencies
 from bench.stress.server import ServerError, ServerProcess, start_server, surroundings
@@ -79,12 +79,8 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "answered": sum(outcome.kind == "answered" for outcome in outcomes),
         "refused": sum(is_refusal(outcome) for outcome in outcomes),
         "ttft_s": latencies(outcomes),
-        "gap_s": {f"p{share}": float(np.percentile(gaps_s, share)) for share in (50, 90, 99)}
-        if gaps_s
-        else {},
-        "refusal_s": {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)}
-        if refused_s
-        else {},
+        "gap_s": percentiles(gaps_s),
+        "refusal_s": percentiles(refused_s),
     }
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
+from bench.percentiles import percentiles
 from bench.stress.conversations import PATH, WORDS
 from bench.stress.server import MODEL, ServerError, books_of, start_server, surroundings
 
@@ -86,7 +86,7 @@ def measure_tree(tree: Path, running: int, requests: int) -> dict[str, Any]:
     options = (*SERVER_OPTIONS, "--max-num-seqs", str(running))
     with tempfile.TemporaryFile() as log, start_server(options, log, tree=tree) as server:
         refused_s = asyncio.run(measure(server.url, running, requests))
-    shares = {f"p{share}": float(np.percentile(refused_s, share)) for share in (50, 90, 99)}
+    shares = percentiles(refused_s)
     print(f"{tree}, {running} running: {shares}", flush=True)
     return {"running": running, "commit": commit_of(tree), "refusal_s": shares}
 

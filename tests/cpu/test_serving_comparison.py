@@ -14,6 +14,8 @@ from bench.render.page import Page
 from bench.serving import compare
 from bench.serving.competitors import StartedEngine
 from tangram.engine.llm import LLM
+from tangram.lab.load.asks import Ask
+from tangram.lab.load.clock import Patience, TimedAnswer
 
 
 def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving") -> dict[str, str]:
@@ -94,11 +96,79 @@ def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else(tmp_
     assert "| 4 | 3 · 1.33 × |" in one_lease["fp8"] and "FP8" not in one_lease["engines"]
 
 
-@pytest.mark.parametrize("given", [["--kv-retention", "0.5"], ["--chunk-tokens", "256"]])
-def test_what_vllm_does_not_have_is_refused(given: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--kv-retention", "0.5"],
+        ["--chunk-tokens", "256"],
+        ["--api-processes", "2"],
+        ["--http", "--timeline"],
+        ["--http", "--ranks", "2"],
+        ["--http", "--cases", "trace", "--trace", "trace.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_what_would_not_be_measured_is_refused(given: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
         compare.main(["vllm", *given, "-o", str(tmp_path)])
     assert refused.value.code == 2
+
+
+class RecordingEngine:
+    """Answers at once, and records what was asked since which empty cache."""
+
+    def __init__(self) -> None:
+        self.options, self.vocab_size, self.costs = dict[str, Any](), 100, {"api_us_a_token": 3.0}
+        self.asked: list[tuple[int, set[tuple[int, int]]]] = []
+        self.caches = 0
+
+    def clear_cache(self) -> None:
+        self.caches += 1
+
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
+        assert len({ask.tokens for ask in asks}) == len(asks), "prompts are alike"
+        self.asked.append((len(asks), {(len(ask.tokens), ask.output_tokens) for ask in asks}))
+        return [
+            TimedAnswer(
+                0.0,
+                len(ask.tokens),
+                [1.0 + number / 100 for number in range(ask.output_tokens)],
+                [1] * ask.output_tokens,
+            )
+            for ask in asks
+        ]
+
+
+@pytest.mark.parametrize(
+    ("case", "load"),
+    [
+        ("batch-128", (256, {(128, 128)})),
+        ("batch-1k", (256, {(1024, 256)})),
+        ("batch-8k", (64, {(8192, 256)})),
+        ("batch-2k-out", (128, {(512, 2048)})),
+        *((f"streams-{count}", (count, {(512, 256)})) for count in (8, 32, 64, 128, 256, 512)),
+        ("streams-1024", (1024, {(512, 256)})),
+    ],
+)
+def test_loads_of_many_streams_are_warmed_up_and_run_three_times_with_an_empty_cache(
+    case: str, load: tuple[int, set[tuple[int, int]]]
+) -> None:
+    engine, kept = RecordingEngine(), dict[str, Any]()
+    compare.measure_cases(engine, {case: compare.CASES[case]}, kept.update)
+    count, ((input_tokens, _),) = load
+    assert engine.asked == [(count, {(input_tokens, compare.WARM_TOKENS)}), *[load] * 3]
+    assert engine.caches == 4 and list(kept[case]) == ["run 1", "run 2", "run 3"]
+
+
+def test_time_between_tokens_is_kept_and_what_the_answers_cost() -> None:
+    kept: dict[str, Any] = {}
+    compare.measure_cases(RecordingEngine(), {"few": compare.requests(2, 5, 11)}, kept.update)
+    run = kept["few"]["run 1"]
+    assert run["output_tokens_per_s"] == pytest.approx(22 / 1.1)
+    assert run["between_tokens_ms"] == pytest.approx({"p50": 10.0, "p90": 10.0, "p99": 10.0})
+    assert run["api_us_a_token"] == 3.0
 
 
 def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(

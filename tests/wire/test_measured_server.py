@@ -1,0 +1,62 @@
+"""A server as `bench.serving.compare --http` measures it: started, asked by clients, ended."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.serving.servers import HttpEngine
+from tangram.lab.load.asks import Ask, alike
+
+from .tiny import CHUNK, VOCABULARY, tiny_folder
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "kv_retention": 1.0,
+    "chunk_tokens": CHUNK,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "kv_cache_gib": 0.01,
+}
+
+
+def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "tiny")
+    engine = HttpEngine("tangram", model, OPTIONS, tmp_path / "log", clients=2, api_processes=2)
+    with closing(engine):
+        asks = alike(5, 70, 9, shared_tokens=0, vocab_size=VOCABULARY)
+        answers = engine.answer_all(asks)
+        assert [len(answer.token_ids) for answer in answers] == [9] * 5
+        assert all(answer.times_s == sorted(answer.times_s) for answer in answers)
+        assert not any(answer.cached_tokens for answer in answers)
+        assert engine.costs["cpu_s"].keys() == {"engine", "api"}
+        assert engine.costs["api_us_a_token"] > 0 and engine.costs["chunks"] <= 5 * 9
+        assert 0 < engine.costs["busiest_client"] < 1 and engine.options["fits_tokens"] > 512
+
+        # The same tokens come again, and a turn that follows them finds what they left.
+        history = asks[0].tokens + tuple(answers[0].token_ids)
+        (again,) = engine.answer_all([Ask(asks[0].tokens, 9)])
+        (later,) = engine.answer_all([Ask((*history, 5), 2)])
+        assert again.token_ids == answers[0].token_ids
+        assert again.cached_tokens and later.cached_tokens >= again.cached_tokens
+        engine.clear_cache()
+        (fresh,) = engine.answer_all([Ask(asks[0].tokens, 9)])
+        assert fresh.token_ids == again.token_ids and fresh.cached_tokens == 0
+        started = psutil.Process().children(recursive=True)
+        assert sum("tangram.link.api_process" in " ".join(one.cmdline()) for one in started) == 2
+    lines = [" ".join(one.cmdline()) for one in started if one.is_running()]
+    assert not any("tangram" in line or "spawn_main" in line for line in lines)
+
+
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_folder(tmp_path / "tiny")
+    with pytest.raises(SystemExit, match="its exit code is 2"):
+        HttpEngine("tangram", model, OPTIONS | {"max_num_seqs": 0}, tmp_path / "log", clients=1)
+    assert "max_num_seqs is 0" in capfd.readouterr().err
