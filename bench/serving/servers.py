@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.serving.competitors import read_vocab_size
-from bench.serving.streams import ClientCost, Clients, Post, StreamedAnswer
+from bench.serving.streams import ClientCost, Post, StreamClients, StreamedAnswer
 from tangram.lab.load.asks import Ask
 from tangram.lab.load.clock import Patience, TimedAnswer
 
@@ -41,7 +41,7 @@ class ServerKind:
     """How servers of one kind are started and read.
 
     `module` is what `python -m` runs, `ready` the path that answers 200 when the server does,
-    `processes` the option that says how many API processes it has. `is_engine` knows the processes
+    `processes` the option for the number of API processes. `is_engine` knows the processes
     that compute by their command lines. `count_fitting` reads from /metrics how many tokens fit.
     """
 
@@ -71,14 +71,14 @@ KINDS = {
     "tangram": ServerKind(
         ("tangram", "serve"),
         "/ready",
-        "--api-processes",
+        "api_processes",
         lambda line: "tangram.link.api_process" not in line,
         _count_of_tangram,
     ),
     "vllm": ServerKind(
         ("vllm.entrypoints.cli.main", "serve"),
         "/health",
-        "--api-server-count",
+        "api_server_count",
         # The others are API servers, or start them.
         lambda line: line.startswith(("VLLM::EngineCore", "VLLM::Worker")),
         _count_of_vllm,
@@ -205,11 +205,11 @@ class HttpEngine:
             folder = Path(opened.enter_context(TemporaryDirectory(prefix="served-")))
             shutil.copy(model / "config.json", folder)
             write_tokenizer(folder, self.vocab_size)
-            given = options | {kind.processes.strip("-"): api_processes}
+            given = options | {kind.processes: api_processes}
             self._server = opened.enter_context(
                 run_server(kind, folder, spell_options(given), log, HF_HUB_OFFLINE="1")
             )
-            self._clients = Clients(self._server.port, clients)
+            self._clients = StreamClients(self._server.port, clients)
             opened.callback(self._clients.close)
             fitting = kind.count_fitting(self._server.get("/metrics").text)
             self.options = given | {"fits_tokens": fitting, "clients": clients}

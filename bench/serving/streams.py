@@ -103,7 +103,7 @@ def read_completion(parts: Parts) -> StreamedAnswer:
     return answer
 
 
-class Clients:
+class StreamClients:
     """`count` processes that ask the server at `port` of this machine; close them at the end."""
 
     def __init__(self, port: int, count: int) -> None:
