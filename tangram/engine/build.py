@@ -67,6 +67,7 @@ from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import MOST_QUERIES, KernelChoice
 from tangram.kernels.threads import use_threads
 from tangram.model.compiled import compile_layers
+from tangram.model.experts import fix_launches
 from tangram.model.few_rows import multiply_few_rows_fast
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel, load_configured, load_model, resolve_source
@@ -538,6 +539,7 @@ class EngineBuilder:
         if fast or loaded.device.type == "cpu":
             join_projections(loaded.model)
         if fast:
+            fix_launches(loaded.model)
             compile_layers(loaded.model)
         if loaded.device.type == "cpu":
             multiply_few_rows_fast(loaded.model, config.chunk_tokens)
