@@ -26,6 +26,7 @@ from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refus
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.latent import latent_heads, pass_latents
+from tangram.model.own_code import copy_function
 from tangram.model.place import cpu_dtype, find_device
 from tangram.model.quantized import check_quantization, held_bytes, quantize
 from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
@@ -243,10 +244,11 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     model.train(False).requires_grad_(False)
     pass_latents(model, {IMPLEMENTATION, probe.IMPLEMENTATION})
     geometry = probe_geometry(model)
+    hook = copy_function(keep_hidden)
     for module in model.modules():
         own = hasattr(module, "k_proj") or latent_heads(module) is not None
         if hasattr(module, "layer_idx") and own:
-            module.register_forward_pre_hook(keep_hidden, with_kwargs=True)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
     return LoadedModel(
         name=name,
         model=model,
