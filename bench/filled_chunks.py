@@ -4,7 +4,8 @@ The real scheduler and cache manager run a load in which every request decodes, 
 their own: a step takes --decode-ms, --chunk-ms more for each chunk that it computes, and --token-us
 for each other token of a prompt. So it shows what scheduling makes of given times. The figures are
 the time between two tokens of a request, behind its first, and of its longest wait. The shape is
-that of Qwen3-4B with a profile for ρ 0.25. The default times were measured on an H200.
+that of Qwen3-4B with a profile for ρ 0.25. The default times are
+estimates for an H200, made of steps that were measured there as a whole.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def main() -> None:
     )
     for name, default in {"rows": 128, "prompt": 512, "answer": 2048}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, measured in {"decode-ms": 7.5, "chunk-ms": 11.0, "token-us": 20.0}.items():
-        parser.add_argument(f"--{name}", type=float, default=measured)
+    for name, estimate in {"decode-ms": 7.5, "chunk-ms": 11.0, "token-us": 20.0}.items():
+        parser.add_argument(f"--{name}", type=float, default=estimate)
     options = parser.parse_args()
     times = SimulatedTimes(options.decode_ms, options.chunk_ms, options.token_us / 1e3)
     simulated = make_load(options.rows, options.prompt, options.answer, times)

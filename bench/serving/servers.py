@@ -113,7 +113,7 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Server:
+class MeasuredServer:
     """A running server: its port, and its first process."""
 
     kind: ServerKind
@@ -161,7 +161,7 @@ class Server:
 @contextmanager
 def run_server(
     kind: ServerKind, folder: Path, options: Sequence[str], log: Path, **environment: str
-) -> Iterator[Server]:
+) -> Iterator[MeasuredServer]:
     """A server of the model in `folder` that is ready; its output goes to `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -172,7 +172,7 @@ def run_server(
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
         )
-    server = Server(kind, port, process)
+    server = MeasuredServer(kind, port, process)
     try:
         server.wait_until_ready()
         yield server

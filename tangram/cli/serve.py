@@ -55,6 +55,7 @@ from tangram.serve.logs import LogForm
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.kv_events.publisher import EventPublisher
+    from tangram.page.access import Access
     from tangram.page.desk import PageDesk
 
 _log = logging.getLogger(__name__)
@@ -88,21 +89,18 @@ def serve(
     begin_s = time.monotonic()
     check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
-    name = name_served_model(config.model) if served_model_name is None else served_model_name
-    check_served_name(name)
-    events = EventAddress.of(kv_events, kv_events_replay, kv_events_topic)
+    name = _choose_name(config, served_model_name)
     with (
+        _publish_events(EventAddress.of(kv_events, kv_events_replay, kv_events_topic)) as publisher,
         closing(Listener.at(host, port)) as listener,
         logging_as(log_format),
         ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
-        _publish_events(events) as publisher,
         unfreeze_at_end(),
     ):
         protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
         _report_listening(listener, config.model)
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
-            from tangram.page.access import Access, Visibility
             from tangram.serve.bridge import Limits
             from tangram.serve.tracing import check_traces
 
@@ -118,13 +116,26 @@ def serve(
                 metrics_aliases is not None,
                 otlp_endpoint,
                 unknown_fields is UnknownFields.warn,
-                None if desk is None else Access(Visibility(shown.value), host),
+                _choose_access(shown, host),
                 log_format,
                 shutdown_grace_s,
             )
-        locked = bool(api_key)
-        ready = partial(_report_ready, listener, engine, name, log_format, begin_s, locked=locked)
+        ready = partial(_report_ready, listener, engine, name, log_format, begin_s, keys=api_key)
         _supervise(engine, desk, start, processes, ready)
+
+
+def _choose_name(config: EngineConfig, given: str | None) -> str:
+    """The name by which requests call the model."""
+    name = name_served_model(config.model) if given is None else given
+    check_served_name(name)
+    return name
+
+
+def _choose_access(page: PageFor, host: str) -> Access | None:
+    """Who may see the page; None if there is none."""
+    from tangram.page.access import Access, Visibility
+
+    return None if page is PageFor.off else Access(Visibility(page.value), host)
 
 
 def _build(
@@ -184,12 +195,18 @@ def _report_listening(listener: Listener, model: str) -> None:
 
 
 def _report_ready(
-    listener: Listener, engine: Engine, model: str, form: LogForm, begin_s: float, *, locked: bool
+    listener: Listener,
+    engine: Engine,
+    model: str,
+    form: LogForm,
+    begin_s: float,
+    *,
+    keys: list[str] | None,
 ) -> None:
     seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
     _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
     if form is LogForm.text:
-        _tell_first_request(listener, engine, model, locked=locked)
+        _tell_first_request(listener, engine, model, locked=bool(keys))
 
 
 def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:

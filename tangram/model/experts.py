@@ -43,7 +43,7 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor
     `use_experts_implementation` sets. Each weight is read once, or the few that are chosen are
     copied first.
     """
-    others: Any = ExpertsInterface()
+    others: Any = ExpertsInterface()  # type: ignore[no-untyped-call]
     tokens = hidden.shape[0]
     if tokens > _MOST_TOKENS:
         result: Tensor = others["grouped_mm"](experts, hidden, chosen, shares)

@@ -16,10 +16,10 @@ from tangram.page import collector as collector_module
 from tangram.page import requests as page_requests
 from tangram.page.collector import Collector
 from tangram.page.history import History
+from tangram.page.questions import AnswerTimes
 from tangram.page.requests import Announcement, Requests, ShownCompletion
 from tangram.page.watchers import MOST_PENDING_BYTES, Watcher, frame
-from tangram.serve.record import Generation, Record
-from tangram.types import Event, FinishReason, SamplingParams, Usage
+from tangram.types import Usage
 from tangram.watch import (
     News,
     PageState,
@@ -71,23 +71,11 @@ STATS = EngineStats(
 )
 
 
-def make_record(first_s: float, end_s: float, tokens: int) -> Record:
-    """The record of a request that began at 100 s."""
-    record = Record("req-1", "POST", "/v1/chat/completions", {}, 100.0, 0)
-    generation = record.generation = Generation("chatcmpl-1", SamplingParams(), None, True)
-    usage = Usage(10, tokens, 0, 0, 0)
-    generation.note(0, Event("req-1", 0, (1,), (), usage), first_s)
-    generation.note(0, Event("req-1", 0, (1,), (), usage, FinishReason.STOP), end_s)
-    record.ended_s = end_s
-    return record
-
-
 def test_a_line_of_history_has_rates_of_its_time_and_the_state_at_its_end() -> None:
     history = History(begin_s=90.0)
     history.sample(replace(STATS, generated_tokens=50, prompt_tokens=7), 100.0)
-    for first_s, end_s, tokens in ((100.1, 101.1, 11), (100.3, 101.3, 5), (100.5, 100.5, 1)):
-        history.count(make_record(first_s, end_s, tokens))
-    history.count(Record("req-2", "GET", "/health", {}, 100.0, 0, ended_s=101.0))
+    for first_s, each_s in ((0.1, 0.1), (0.3, 0.25), (0.5, None)):
+        history.count(AnswerTimes(first_s, each_s))
     now = replace(
         STATS,
         generated_tokens=150,

@@ -78,7 +78,7 @@ def test_a_refusal_of_the_server_is_shown() -> None:
         read_completion([(0.0, head + body)])
 
 
-def streamed(**changes: Any) -> StreamedAnswer:
+def make_stream(**changes: Any) -> StreamedAnswer:
     plain: dict[str, Any] = {
         "times_s": [2.0, 2.5, 4.0],
         "texts": [" a", " b 1f", " 10"],
@@ -90,7 +90,7 @@ def streamed(**changes: Any) -> StreamedAnswer:
 
 
 def test_tokens_of_one_chunk_come_at_one_time() -> None:
-    answer = time_answer(ASK, streamed(cached_tokens=2))
+    answer = time_answer(ASK, make_stream(cached_tokens=2))
     assert answer.token_ids == [0xA, 0xB, 0x1F, 0x10]
     assert answer.times_s == [2.0, 2.5, 2.5, 4.0]
     assert (answer.first_token_s, answer.per_token_s) == (1.0, pytest.approx(2 / 3))
@@ -109,12 +109,12 @@ def test_tokens_of_one_chunk_come_at_one_time() -> None:
 )
 def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(changes: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="was asked for"):
-        time_answer(ASK, streamed(**changes))
+        time_answer(ASK, make_stream(**changes))
 
 
 def test_the_processors_time_is_divided_by_tokens_and_by_chunks() -> None:
     clients = [ClientCost(0.001, 2.0), ClientCost(0.002, 4.0)]
-    costs = describe_costs({"engine": 1.0, "api": 0.004}, [streamed(), streamed()], clients)
+    costs = describe_costs({"engine": 1.0, "api": 0.004}, [make_stream(), make_stream()], clients)
     assert costs["api_us_a_token"] == pytest.approx(500.0)  # 4,000 µs, 8 tokens
     assert costs["client_us_a_chunk"] == pytest.approx(500.0)  # 3,000 µs, 6 chunks
     assert costs["busiest_client"] == pytest.approx(0.0005)
