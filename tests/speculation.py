@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from tangram.engine.answer_text import read_text
 from tangram.engine.loop import Engine
@@ -124,7 +125,7 @@ def _answer(events: Sequence[Event], text: str) -> DraftedAnswer:
         [token for event in events for token in event.token_ids],
         text,
         str(last.finish_reason),
-        replace(last.usage, drafted=None),
+        structs.replace(last.usage, drafted=None),
         [
             (step.logprob, *(value for _, value in step.top))
             for event in events

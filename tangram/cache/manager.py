@@ -9,6 +9,7 @@ reclaimed. This always holds:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -165,14 +166,13 @@ class CacheManager:
 
     def grow_each(self, seqs: Sequence[SequenceCache]) -> None:
         """`grow` each of `seqs`, all different, by one token."""
-        page_tokens, full = self.page_tokens, list[SequenceCache]()
+        page_tokens, full = self.page_tokens, defaultdict[Retention, list[SequenceCache]](list)
         for seq in seqs:
             if seq.raw_tokens % page_tokens:
                 seq.raw_tokens += 1
             else:
-                full.append(seq)
-        for retention in {seq.keys.retention for seq in full}:
-            own = [seq for seq in full if seq.keys.retention is retention]
+                full[seq.keys.retention].append(seq)
+        for retention, own in full.items():
             self._take_page_each(retention.layout, own)
         # Beyond the groups of a layout with fewer there is nothing that anyone reads.
         self.lengths[[seq.slot for seq in seqs]] += 1

@@ -433,7 +433,7 @@ def test_a_template_that_never_ends_holds_up_no_other_request_and_not_the_end(
     started = process("-m", "tangram", *options(folder, "--kv-retention", "1.0"), start_s=180)
     with started as (url, server), ThreadPoolExecutor(1) as pool:
         children = list_children(server.pid)
-        assert len(children) == 2, "the API process, and what renders for it"
+        assert len(children) == 3, "the API process, and what renders for it"
         looping = pool.submit(httpx.post, url + CHAT, json=said("loop"), timeout=60)
         slowest_s = 0.0
         while not looping.done():
