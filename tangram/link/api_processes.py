@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 WORKER = "tangram.link.api_process"
 # Where they keep their counts; prometheus_client reads it when it is imported.
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# Transformers would say on standard error that it finds no PyTorch, which is meant.
+_QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 class ApiProcess:
@@ -33,7 +35,7 @@ class ApiProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, *map(str, numbers)],
                 pass_fds=numbers,
-                env=os.environ | {FOLDER_VARIABLE: folder},
+                env=os.environ | {FOLDER_VARIABLE: folder, **_QUIET},
                 start_new_session=True,  # an interrupt is for the engine's process, which ends it
             )
 
