@@ -141,6 +141,11 @@ class Engine:
         self._mail.submit(jobs, coming, "n" if len(requests) == 1 else "prompt")
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+        return self.geometry.vocab_size
+
+    @property
     def most_completions(self) -> int | None:
         """More completions at once than these may never run and wait; None is no limit."""
         return self._mail.most_completions

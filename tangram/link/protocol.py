@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,12 +37,12 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     marks: Marks
 
     @classmethod
-    def of(cls, request: Request) -> RequestMessage:
-        """`request` without its callback. Raises `RequestError` for what is no token anywhere."""
+    def of(cls, request: Request, vocab_size: int) -> RequestMessage:
+        """`request` without its callback. Raises `RequestError` for numbers that cannot travel."""
         grammar, sampling = request.grammar, request.sampling
-        _check_tokens(request.prompt_token_ids, "prompt")
-        _check_tokens(sampling.stop_token_ids, "stop_token_ids")
-        _check_tokens(sampling.logit_bias, "logit_bias")
+        _check_tokens(request.prompt_token_ids, "prompt", vocab_size)
+        _check_tokens(sampling.stop_token_ids, "stop_token_ids", vocab_size)
+        _check_tokens(sampling.logit_bias, "logit_bias", vocab_size)
         return cls(
             request.request_id,
             np.asarray(request.prompt_token_ids, np.int32).tobytes(),
@@ -75,12 +76,12 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-def _check_tokens(token_ids: Iterable[int], field: str) -> None:
-    """The engine compares tokens with its vocabulary; numbers that large do not reach it."""
-    if any(not -_MOST_TOKEN <= token <= _MOST_TOKEN for token in token_ids):
-        raise RequestError(
-            lambda name: f"{name} has a token id beyond ±{_MOST_TOKEN}: no model has so many", field
-        )
+def _check_tokens(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
+    """The engine compares tokens with its vocabulary; numbers this large do not reach it."""
+    for token in token_ids:
+        if not -_MOST_TOKEN <= token <= _MOST_TOKEN:
+            wrong = f"has token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
+            raise RequestError(lambda name: f"{name} {wrong}", field)
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -62,6 +62,10 @@ class KnownEngine(Protocol):
         """What holds where a request states nothing."""
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+
+    @property
     def most_completions(self) -> int | None:
         """More completions at once than these may never run and wait; None is no limit."""
 
@@ -80,6 +84,7 @@ class EngineNature:
     grammars: Grammars
     max_model_len: int
     sampling: SamplingValues
+    vocab_size: int
     most_completions: int | None
     stats: EngineStats
 
@@ -91,6 +96,7 @@ class EngineNature:
             engine.grammars,
             engine.max_model_len,
             engine.sampling,
+            engine.vocab_size,
             engine.most_completions,
             engine.stats(),
         )
@@ -143,7 +149,7 @@ class RemoteEngine:
         self.codec, self.grammars = facts.codec, facts.grammars
         self.max_model_len, self.sampling = facts.max_model_len, facts.sampling
         self.ended = self._hangs = False
-        self._most_completions = facts.most_completions
+        self._vocab_size, self._most_completions = facts.vocab_size, facts.most_completions
         self._stats, self._queue = facts.stats, Queue()
         self._connection, self._on_drain = connection, on_drain
         self._numbers = itertools.count()
@@ -245,11 +251,11 @@ class RemoteEngine:
     async def submit(self, *requests: Request) -> None:
         """See `ServedEngine`."""
         number, taken = next(self._numbers), asyncio.get_running_loop().create_future()
-        ask = Submission(number, list(map(RequestMessage.of, requests)))
+        sent = [RequestMessage.of(request, self._vocab_size) for request in requests]
         self._asked[number] = taken
         self._running |= {request.request_id: _Running.of(request) for request in requests}
         try:
-            self._send(ask)
+            self._send(Submission(number, sent))
             await taken
         except Exception:
             for request in requests:

@@ -85,7 +85,7 @@ def test_requests_arrive_as_they_were_sent(
     sampling = SamplingParams(temperature=temperature, stop=stop, logit_bias=bias)
     marks = Marks(names, frozenset(names))
     sent = Request("a", prompt, sampling, ignore, 0.5, "salt", None, marks, "keydiff", False)
-    message = msgspec.msgpack.encode(RequestMessage.of(sent))
+    message = msgspec.msgpack.encode(RequestMessage.of(sent, 1000))
     arrived = msgspec.msgpack.decode(message, type=RequestMessage).request(ignore, None)
     assert arrived == sent
 

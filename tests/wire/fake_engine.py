@@ -146,6 +146,7 @@ class FakeEngine:
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     max_model_len: int = CONTEXT_TOKENS
     sampling: SamplingValues = OPENAI_SAMPLING
+    vocab_size: int = 0x110000
     most_completions: int | None = None
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)

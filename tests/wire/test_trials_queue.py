@@ -121,6 +121,10 @@ def test_what_could_never_run_and_wait_is_not_told_to_come_again(
         for connection in held:
             connection.close()
         wait_until(lambda: not small.engine.busy, "somebody still runs or waits")
+        wait_until(
+            lambda: client.post(COMPLETIONS, json=body(prompts(1))).status_code == 200,
+            "nobody hears that the queue is empty",
+        )
         fits = client.post(COMPLETIONS, json=body(prompts(5)))
         assert (fits.status_code, len(fits.json()["choices"])) == (200, 5)
     small.check_baseline()
