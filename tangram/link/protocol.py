@@ -78,10 +78,10 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def _check_tokens(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
     """The engine compares tokens with its vocabulary; numbers this large do not reach it."""
-    for token in token_ids:
-        if not -_MOST_TOKEN <= token <= _MOST_TOKEN:
-            wrong = f"has token {shortened(token)}, it must lie in [0, {vocab_size - 1}]"
-            raise RequestError(lambda name: f"{name} {wrong}", field)
+    wrong = next((one for one in token_ids if not -_MOST_TOKEN <= one <= _MOST_TOKEN), None)
+    if wrong is not None:
+        said = f"has token {shortened(wrong)}, it must lie in [0, {vocab_size - 1}]"
+        raise RequestError(lambda name: f"{name} {said}", field)
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
