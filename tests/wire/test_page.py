@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from tangram.page.access import Visibility
-from tangram.page.api import MOST_WATCHERS
 from tangram.page.collector import READ_EVERY_S, Collector
+from tangram.page.desk import MOST_WATCHERS
 from tangram.page.history import History, Line
 from tangram.page.watchers import PING_S, Watcher
 from tangram.watch import News, PageState, PoolReading, StepDone
