@@ -15,7 +15,9 @@ import pytest
 
 from tangram.version import __version__
 
-MOST_CPU_S = 2.0  # of the process, whatever else the machine does
+# Of the process. A first start, which writes its byte code, takes 4 s of one core, and a core
+# that another process shares counts up to twice as much for the same work.
+MOST_CPU_S = 8.0
 # The package of the embedded model is there for a test that runs; None hides it.
 RUN = """
 import json, sys, time

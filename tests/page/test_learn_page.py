@@ -330,13 +330,14 @@ def test_batching(page: Any) -> None:
     ]
     begun = [min(x for x, other in bars if other == y) for y in sorted({y for _, y in bars})]
     assert begun == sorted(begun), "a line is a request, in the order of their start"
-    kinds = {
-        kind
+    sealed = sum(
+        kind == "seal"
         for found in recorded["schedules"].values()
         for step in found["steps"]
         for _, kind, _ in step["rows"]
-    }
-    assert ("sealing" in widget.locator(".legend").inner_text()) == ("seal" in kinds)
+    )
+    expect(widget.locator("rect.seal")).to_have_count(sealed)
+    assert ("sealing" in widget.locator(".legend").inner_text()) == (sealed > 0)
     widget.get_by_label("Your own answers, in tokens").fill("6 2 3 9 1")
     slide(widget, "Places in the batch", "Home", "ArrowRight")
     table = widget.locator("table").last
