@@ -112,6 +112,8 @@ class AnswerText:
     def take(self, event: Event) -> list[Piece]:
         """What is certain with `event`, the next one of the completion."""
         tokens, reason = event.token_ids, event.finish_reason
+        if reason is None:
+            return self._stream.push(tokens)
         if reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
         pieces = self._stream.push(tokens)
@@ -149,7 +151,7 @@ class _Detokenizer:
     """
 
     def __init__(self, codec: Decoder, context: Sequence[int]) -> None:
-        self._codec = codec
+        self._codec, self._special = codec, codec.special_token_ids
         self._ids = list(context)
         self._group = len(self._ids)
         self._text = codec.decode(self._ids)
@@ -157,7 +159,7 @@ class _Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         # As context a special token would hide that a text precedes.
-        plain = [token for token in token_ids if token not in self._codec.special_token_ids]
+        plain = [token for token in token_ids if token not in self._special]
         if not plain:
             return ""
         self._ids += plain

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
+_KEPT_TEXTS = 1 << 14  # of single tokens; a stream reads each of its tokens alone once
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -54,6 +55,7 @@ class TextCodec:
     ) -> None:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
+        self._decode_one = lru_cache(_KEPT_TEXTS)(self._decode_alone)
         self.template = ChatTemplate(tokenizer)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         added = {
@@ -266,6 +268,8 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
+        if len(token_ids) == 1:
+            return self._decode_one(token_ids[0])
         return self._decode(list(token_ids), skip_special_tokens=True)
 
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
@@ -287,6 +291,9 @@ class TextCodec:
         text = self._decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
         raw = self._piece_bytes(token_id) if _REPLACEMENT in text else text.encode()
         return TokenText(text, raw)
+
+    def _decode_alone(self, token_id: int) -> str:
+        return self._decode([token_id], skip_special_tokens=True)
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._decoder(token_ids, skip_special_tokens=skip_special_tokens)

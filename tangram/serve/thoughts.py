@@ -33,10 +33,10 @@ class Reader(Protocol):
     def called(self) -> bool:
         """Whether there was a call."""
 
-    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterable[Part]:
         """The parts that are certain now."""
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self) -> Iterable[Part]:
         """What was held back, once the completion has ended."""
 
 
@@ -45,13 +45,13 @@ class TextReader:
 
     thinking, called = False, False
 
-    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+    def push(self, pieces: Iterable[Piece]) -> Iterable[Part]:
         """The text itself."""
-        yield spell(pieces)
+        return (spell(pieces),)
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self) -> Iterable[Part]:
         """Nothing is held back."""
-        return iter(())
+        return ()
 
 
 class ThoughtReader:
