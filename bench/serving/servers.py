@@ -72,7 +72,8 @@ KINDS = {
         ("tangram", "serve"),
         "/ready",
         "api_processes",
-        lambda line: "tangram.link.api_process" not in line,
+        # The others accept requests, or render the conversations of those that do.
+        lambda line: not any(name in line for name in ("api_process", "template_process")),
         _count_of_tangram,
     ),
     "vllm": ServerKind(

@@ -9,35 +9,27 @@ there in turns with this one.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
-import os
 import shlex
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
 from bench.bare_tokenizer import load_tokenizer
+from bench.serving.servers import KINDS, NAME, MeasuredServer, describe_costs, run_server
+from bench.serving.streams import ClientCost, Post, StreamClients, StreamedAnswer
 from tangram.lab.environment import environment
 
 HERE = Path(__file__).parents[2]
 RESULT = HERE / "bench" / "results" / "stream_cost.json"
-START_S = 180.0
-MODEL = "tiny"
+MOST_CLIENTS = 2
 
 
 def make_model(folder: Path) -> None:
@@ -58,111 +50,44 @@ def make_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@contextmanager
-def run_server(root: Path, model: Path, options: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The server of the checkout at `root`: its port, and the id of its process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tangram", "serve", str(model), "--port", str(port)]
-    command += ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.25"]
-    command += ["--served-model-name", MODEL, "--threads", "1", *options]
-    variables = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=root, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+def measure(root: Path, model: Path, streams: int, tokens: int) -> dict[str, Any]:
+    """Microseconds of the processor for each token, and tokens a second, at the checkout `root`."""
+    options = ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.25"]
+    options += ["--threads", "1", "--max-num-seqs", str(streams)]
+    variables = {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    log = model / "server.log"
+    with run_server(KINDS["tangram"], model, options, log, **variables) as server:
+        clients = StreamClients(server.port, min(MOST_CLIENTS, streams))
         try:
-            _wait_until_ready(process, f"http://127.0.0.1:{port}/ready")
-            yield str(port), process.pid
+            answer(server, clients, streams, 8)  # what is compiled or loaded at its first use
+            answers, costs, before, after = answer(server, clients, streams, tokens)
         finally:
-            process.terminate()
+            clients.close()
+    used = {role: after[role] - before[role] for role in after}
+    count = sum(one.completion_tokens for one in answers)
+    if count != streams * tokens:
+        raise SystemExit(f"{count} tokens came of {streams * tokens}")
+    return {
+        "engine_us_a_token": 1e6 * used["engine"] / count,
+        "tokens_per_s": count / max(one.times_s[-1] for one in answers),
+        **describe_costs(used, answers, costs),
+    }
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        try:
-            if httpx.get(url, timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise SystemExit(f"the server is not ready, its code is {process.poll()}")
-
-
-def cpu_seconds(pid: int) -> dict[str, float]:
-    """The processor's time so far of the engine's process, and of the API processes."""
-    engine = psutil.Process(pid)
-    api = [one for one in engine.children() if "api_process" in " ".join(one.cmdline())]
-    return {"engine": _read_cpu_s(engine), "api": sum(map(_read_cpu_s, api))}
-
-
-def _read_cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def follow_streams(port: str, streams: int, tokens: int, counted: Any) -> None:
-    """So many streams at once, in this process; puts the number of events that have come."""
-    counted.put(asyncio.run(_follow_all(port, streams, tokens)))
-
-
-async def _follow_all(port: str, streams: int, tokens: int) -> int:
-    return sum(await asyncio.gather(*(_follow(port, tokens) for _ in range(streams))))
-
-
-async def _follow(port: str, tokens: int) -> int:
-    body = json.dumps(
-        {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Say something."}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    writer.write((head + body).encode())
-    events, rest = 0, b""
-    while part := await reader.read(1 << 16):
-        events += (rest + part).count(b"data: ")
-        rest = part[-5:]
-    writer.close()
-    return events
-
-
-def measure(root: Path, model: Path, streams: int, tokens: int, options: Sequence[str]) -> Any:
-    """Microseconds of the processor for each token, and tokens a second."""
-    with run_server(root, model, options) as (port, pid):
-        _run_clients(port, min(4, streams), 8)  # what is compiled or loaded at its first use
-        before, begin_s = cpu_seconds(pid), time.monotonic()
-        events = _run_clients(port, streams, tokens)
-        seconds, after = time.monotonic() - begin_s, cpu_seconds(pid)
-    count = streams * tokens
-    if events < count:
-        raise SystemExit(f"{events} events came of {count} tokens")
-    used = {name: 1e6 * (after[name] - before[name]) / count for name in after}
-    return {"us": used, "tokens_per_s": count / seconds}
-
-
-def _run_clients(port: str, streams: int, tokens: int) -> int:
-    context = multiprocessing.get_context("spawn")
-    counted: Any = context.Queue()
-    shares = [len(range(at, streams, 2)) for at in range(2) if at < streams]
-    clients = [
-        context.Process(target=follow_streams, args=(port, share, tokens, counted))
-        for share in shares
-    ]
-    for client in clients:
-        client.start()
-    events = sum(counted.get() for _ in clients)
-    for client in clients:
-        client.join()
-    return events
+def answer(
+    server: MeasuredServer, clients: StreamClients, streams: int, tokens: int
+) -> tuple[list[StreamedAnswer], list[ClientCost], dict[str, float], dict[str, float]]:
+    """So many streams at once; see `StreamClients.answer_all`."""
+    body = {
+        "model": NAME,
+        "prompt": "Say something.",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return clients.answer_all([Post("/v1/completions", body)] * streams, server.cpu_seconds)
 
 
 def main() -> None:
@@ -181,12 +106,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         for streams in options.streams:
-            seats = ["--max-num-seqs", str(streams)]
             found: dict[str, list[Any]] = {name: [] for name in roots}
             for _ in range(options.repeats):
                 for name, root in roots.items():
                     found[name].append(
-                        measure(root.resolve(), Path(folder), streams, options.tokens, seats)
+                        measure(root.resolve(), Path(folder), streams, options.tokens)
                     )
             rows += [{"streams": streams, "of": name, "runs": runs} for name, runs in found.items()]
     content = {
@@ -203,14 +127,14 @@ def main() -> None:
         table.add_row(
             str(row["streams"]),
             str(row["of"]),
-            _spread([run["us"]["api"] for run in row["runs"]]),
-            _spread([run["us"]["engine"] for run in row["runs"]]),
+            _spread([run["api_us_a_token"] for run in row["runs"]]),
+            _spread([run["engine_us_a_token"] for run in row["runs"]]),
             _spread([run["tokens_per_s"] for run in row["runs"]]),
         )
     Console().print(table)
 
 
-def _spread(values: list[float]) -> str:
+def _spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.0f} ({min(values):.0f}–{max(values):.0f})"
 
 
