@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,10 +47,10 @@ class Delta(Struct, frozen=True):
 
     @property
     def plain_text(self) -> str | None:
-        """The text, if the completion goes on and that is all of this."""
-        if self.finish is None and len(self.parts) == 1 and isinstance(self.parts[0], str):
-            return self.parts[0]
-        return None
+        """The text, if the completion has begun, goes on, and that is all of this."""
+        if self.is_first or self.finish is not None or len(self.parts) != 1:
+            return None
+        return part if isinstance(part := self.parts[0], str) else None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Writer(ABC):
         """What a stream has before the first event."""
 
     @abstractmethod
-    def write(self, event: AnswerEvent) -> Iterator[str]:
+    def write(self, event: AnswerEvent) -> Iterable[str]:
         """What a stream has of `event`."""
 
     @abstractmethod

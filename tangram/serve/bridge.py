@@ -348,20 +348,19 @@ class EventStream:
 
         Raises `ApiError` if the engine gave up, or if the client did not read.
         """
+        if not self._pending and not self.overrun.is_set():
+            return None
         try:
             news = self._next()
         except ApiError as error:
             self.generation.failure = error.status
             raise
-        if news is not None:
-            self._measure(*news)
+        self._measure(*news)
         return news
 
-    def _next(self) -> tuple[int, Event] | None:
+    def _next(self) -> tuple[int, Event]:
         if self.overrun.is_set():  # all is aborted, so the events left have no end
             raise ApiError(408, "too many events wait for the client: read them faster")
-        if not self._pending:
-            return None
         news = self._pending.popleft()
         if isinstance(news, ApiError):
             raise news

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -72,6 +72,8 @@ class ChunkWriter(Writer):
     ) -> None:
         self._codec, self._head, self._wants_logprobs = codec, head, logprobs
         self._options = StreamOptions() if options is None else options
+        # Whether chunks of a text differ in that text alone.
+        self._has_constant_frames = not (logprobs or self._options.continuous_usage_stats)
         self._choices = defaultdict[int, Content](Content)
         self._frames: dict[int, tuple[str, str]] = {}
 
@@ -79,12 +81,15 @@ class ChunkWriter(Writer):
         """Nothing."""
         return iter(())
 
-    def write(self, event: AnswerEvent) -> Iterator[str]:
+    def write(self, event: AnswerEvent) -> Iterable[str]:
         """A chunk for each delta, the usage if the client asked for it, [DONE]."""
+        if isinstance(event, Delta) and self._has_constant_frames and (text := event.plain_text):
+            before, after = self._frame_around(event.choice)
+            return (f"{before}{write_line(text)}{after}",)
+        return self._write_frames(event)
+
+    def _write_frames(self, event: AnswerEvent) -> Iterator[str]:
         match event:
-            case Delta() if self._has_constant_frames and not event.is_first and event.plain_text:
-                before, after = self._frame_around(event.choice)
-                yield f"{before}{write_line(event.plain_text)}{after}"
             case Delta():
                 opening = self.write_opening(event.choice) if event.is_first else None
                 for choice in (opening, self.write_delta(event.choice, Content.of(event))):
@@ -109,11 +114,6 @@ class ChunkWriter(Writer):
         ]
         head = self._head | {"object": self.whole_object}
         return head | {"choices": choices, "usage": self._write_usage(usage)}
-
-    @property
-    def _has_constant_frames(self) -> bool:
-        """Whether chunks of a text differ in that text alone."""
-        return not (self._wants_logprobs or self._options.continuous_usage_stats)
 
     def _frame_around(self, index: int) -> tuple[str, str]:
         """What stands before and after the text in a chunk of completion `index`."""
