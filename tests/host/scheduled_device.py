@@ -373,6 +373,7 @@ class ScheduledDevice:
             one
             for one, start in starts.items()
             if one.cache and one.cache.raw_tokens == size and one.cache.computed_tokens == start
+            if not one.complete
         ]
         assert all(one.rank < other.rank for one in taken for other in held)
         return held

@@ -20,6 +20,8 @@ TTFT = {"case": "short-turns", "parts": ["turns"], "figure": "ttft_s p50"}
 TPOT = {"case": "short-turns", "parts": ["turns"], "figure": "tpot_ms p50"}
 ALONE_TTFT = {"case": "alone-8k", "parts": ["run"], "figure": "ttft_s p50"}
 ALONE = {"case": "alone-8k", "parts": ["run"], "figure": "tpot_ms p50"}
+STREAMS_256 = {"case": "streams-256", "parts": ["run"], "figure": "requests_per_s"}
+BATCH_128 = {"case": "batch-128", "parts": ["run"], "figure": "requests_per_s"}
 TURN_3 = {"case": "sessions-40", "parts": ["turn 3"], "figure": "requests_per_s"}
 SHARED = {"case": "shared", "parts": ["run"], "figure": "tpot_ms p50"}
 # What a measured figure looks like in a sentence: a number with its unit or of what it is a share.
@@ -71,7 +73,12 @@ def changelog_sentences() -> list[str]:
     fp8 = sorted(decode_over_fp8(case) for case in ("decode-64x16k", "decode-4x128k"))
     gpt = {card: f"gpt-oss-20b-{card}" for card in (2, 3)}
     least, most = products()
+    http, inside = "over-http/served_tangram-0.25", "over-http/serving-9_tangram-0.25"
     return [
+        f"a server makes {256e-3 * at(http, STREAMS_256):.1f} K tokens/s, "
+        f"{over(http, inside, STREAMS_256):.2f} of what the engine makes alone.",
+        f"On an H200 256 × (128 in, 128 out) make {128e-3 * at(inside, BATCH_128):.1f} K tokens/s "
+        "inside the process.",
         f"Two H100 hold {'twice' if 1.95 < fits < 2.05 else fits} as many tokens as one and "
         f"prefill {over(two, one, PREFILL):.2f} times as fast; rows that share a prefix decode "
         f"{over(one, two, SHARED):.2f} times as fast.",

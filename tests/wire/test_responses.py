@@ -13,7 +13,16 @@ import pytest
 from tangram import __version__
 from tangram.errors import RequestError
 
-from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body, run_fake_server
+from .conftest import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    USER,
+    EngineServer,
+    chat_body,
+    run_fake_server,
+    wait_until,
+)
 
 
 def respond(server: EngineServer, **fields: Any) -> Any:
@@ -276,5 +285,5 @@ def test_the_version_and_whether_it_is_ready() -> None:
         assert client.get("/version").json() == {"version": __version__}
         assert client.get("/ready").status_code == 200
         server.engine.healthy = False
-        assert client.get("/ready").status_code == 503
+        wait_until(lambda: client.get("/ready").status_code == 503, "it is not ready")
         server.engine.healthy = True
