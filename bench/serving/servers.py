@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,9 +129,10 @@ class MeasuredServer:
         """The processor's time so far, of `engine` and of the API processes, `api`."""
         used = {"engine": 0.0, "api": 0.0}
         for process in self._tree():
-            times = process.cpu_times()
-            role = "engine" if self.kind.is_engine(" ".join(process.cmdline())) else "api"
-            used[role] += times.user + times.system
+            with suppress(psutil.Error):  # it has just ended
+                times = process.cpu_times()
+                role = "engine" if self.kind.is_engine(" ".join(process.cmdline())) else "api"
+                used[role] += times.user + times.system
         return used
 
     def wait_until_ready(self) -> None:

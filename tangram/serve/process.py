@@ -93,13 +93,14 @@ class Server(uvicorn.Server):
         self.drain(self._grace_s)
 
     def drain(self, grace_s: float) -> None:
-        """Take no new requests, and end within `grace_s`."""
+        """Take no new requests, and end within `grace_s`, or earlier if that was said before."""
         self._service.drain()
-        self._ends_s = time.monotonic() + grace_s
+        ends_s = time.monotonic() + grace_s
+        self._ends_s = ends_s if self._ends_s is None else min(self._ends_s, ends_s)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to end; called ten times a second."""
-        if self._service.engine_ended and self._ends_s is None:
+        if self._service.engine_ended:
             self.drain(LAST_WORDS_S)
         if self._ends_s is not None:
             # A dead engine's answers end by themselves. The time is for requests of /health.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -113,6 +114,74 @@ def test_a_killed_api_process_is_replaced_and_leaves_nothing_behind() -> None:
         code, output, log = server.end()
     assert (code, output.strip()) == (0, "stopped True aborted 1")
     assert "was ended by signal 9" in log and "Traceback" not in log
+
+
+def begin(moment: str, server: ServerOfProcesses, opened: ExitStack) -> None:
+    """Bring the server to a moment at which one of its processes may be killed."""
+    match moment:
+        case "half a body has come":
+            host, port = server.url.removeprefix("http://").split(":")
+            connection = opened.enter_context(socket.create_connection((host, int(port))))
+            connection.sendall(
+                f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                'Content-Length: 100\r\n\r\n{"model"'.encode()
+            )
+        case "an answer that is sent whole is under way":
+            pool = opened.enter_context(ThreadPoolExecutor(1))
+            pool.submit(httpx.post, f"{server.url}{CHAT}", json=ENDLESS | {"stream": False})
+            with httpx.Client(base_url=server.url, timeout=30) as client:
+                wait_until(
+                    lambda: scrape(client)["tangram_requests_running", ""] == 1, "nothing runs"
+                )
+        case "another one has just been killed":
+            (child,) = server.children
+            child.kill()
+            wait_until(lambda: server.children not in ([], [child]), "no other one", timeout_s=60)
+        case "the server ends":
+            stream = httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30)
+            lines = opened.enter_context(stream).iter_lines()
+            opened.callback(lambda: lines)  # without it the client hangs up
+            assert next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+
+
+MOMENTS = (
+    "nothing runs",
+    "half a body has come",
+    "an answer that is sent whole is under way",
+    "another one has just been killed",
+    "the server ends",
+)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_api_process_may_be_killed_while(moment: str) -> None:
+    with run_server(grace_s=20) as server, ExitStack() as opened:
+        begin(moment, server, opened)
+        (child,) = server.children
+        child.kill()
+        if moment != "the server ends":
+            wait_until(
+                lambda: healthy(server.url) and child not in server.children, "no other one", 60
+            )
+            answer = httpx.post(f"{server.url}{CHAT}", json=chat_body(), timeout=30).json()
+            assert answer["choices"][0]["message"]["content"]
+            with httpx.Client(base_url=server.url, timeout=30) as client:
+                assert scrape(client)["tangram_requests_running", ""] == 0
+            server.process.send_signal(signal.SIGTERM)
+        code, output, log = server.end()
+        assert code == 0 and output.startswith("stopped True") and "Traceback" not in log
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_engine_process_may_be_killed_while(moment: str) -> None:
+    with run_server(grace_s=20) as server, ExitStack() as opened:
+        begin(moment, server, opened)
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.kill()
+        _, alive = psutil.wait_procs(below, timeout=15)
+        assert not alive
 
 
 def test_the_others_go_on_when_one_is_killed() -> None:

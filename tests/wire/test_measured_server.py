@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "kv_cache_gib": 0.01,
 }
+
+
+def command_lines(processes: Iterable[psutil.Process]) -> list[str]:
+    """Those of the processes that run; other tests may have left some that have ended."""
+    lines = []
+    for process in processes:
+        with suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
@@ -48,9 +58,9 @@ def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
         (fresh,) = engine.answer_all([Ask(asks[0].tokens, 9)])
         assert fresh.token_ids == again.token_ids and fresh.cached_tokens == 0
         started = psutil.Process().children(recursive=True)
-        assert sum("tangram.link.api_process" in " ".join(one.cmdline()) for one in started) == 2
-    lines = [" ".join(one.cmdline()) for one in started if one.is_running()]
-    assert not any("tangram" in line or "spawn_main" in line for line in lines)
+        assert sum("tangram.link.api_process" in line for line in command_lines(started)) == 2
+    left = command_lines(started)
+    assert not any("tangram" in line or "spawn_main" in line for line in left)
 
 
 def test_a_server_that_does_not_start_says_why(
