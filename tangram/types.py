@@ -321,6 +321,18 @@ class Request:
     kv_scorer: str | None = None  # None = the engine's default
     speculative: bool | None = None  # None = as the engine does; False = nothing is drafted
 
+    def check_length(self, max_model_len: int) -> None:
+        """Raise `RequestError` if the prompt leaves no room for a token."""
+        tokens = len(self.prompt_token_ids)
+        if tokens >= max_model_len:
+            raise RequestError(
+                lambda field: (
+                    f"{field} has {tokens} tokens, at most {max_model_len - 1} and one "
+                    f"generated fit here (max_model_len {max_model_len}): shorten it"
+                ),
+                "prompt",
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class PageMove:

@@ -164,15 +164,8 @@ class Admission:
                 ),
                 "prompt",
             )
+        request.check_length(self.max_model_len)
         most_tokens = self.max_model_len - len(prompt)
-        if most_tokens < 1:
-            raise RequestError(
-                lambda field: (
-                    f"{field} has {len(prompt)} tokens, at most {self.max_model_len - 1} and one "
-                    f"generated fit here (max_model_len {self.max_model_len}): shorten it"
-                ),
-                "prompt",
-            )
         stated = request.sampling.max_tokens
         if stated is not None and stated > most_tokens:
             raise RequestError(

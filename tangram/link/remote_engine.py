@@ -251,6 +251,8 @@ class RemoteEngine:
     async def submit(self, *requests: Request) -> None:
         """See `ServedEngine`."""
         number, taken = next(self._numbers), asyncio.get_running_loop().create_future()
+        for request in requests:  # here: one that is far too long is not sent
+            request.check_length(self.max_model_len)
         sent = [RequestMessage.of(request, self._vocab_size) for request in requests]
         self._asked[number] = taken
         self._running |= {request.request_id: _Running.of(request) for request in requests}
