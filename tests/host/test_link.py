@@ -164,7 +164,7 @@ def test_what_is_refused_is_raised_and_nothing_runs() -> None:
     async def run() -> None:
         engine, told = FakeEngine(), HeardEvents([])
         async with link_engine(engine) as served:
-            with pytest.raises(RequestError, match="kv_retention is 7.0"):
+            with pytest.raises(RequestError, match="kv_retention is 7"):
                 await served.submit(replace(request("a", "abc", told), kv_retention=7.0))
             with pytest.raises(RequestError, match="at most 511 and one generated fit here"):
                 await served.submit(request("a", "x" * 600, told))
