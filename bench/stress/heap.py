@@ -1,20 +1,22 @@
-"""`tangram` with a count of its heap: `python -m bench.stress.heap COUNT serve MODEL …`.
+"""Counts the heap of a server: that of its engine's process, and of all that it starts.
 
-It writes to the file COUNT. Resident memory includes the allocator's gaps, which grow, so it does
-not show what is in use. glibc counts that itself (`mallinfo2`). With `EVERY_BYTE` its count
-includes Python's own objects.
+Resident memory includes the allocator's gaps, which grow, so it does not show what is in use. glibc
+counts that itself (`mallinfo2`). Every process of the server begins to count when its Python
+starts, and writes to a file of its own. The count includes Python's own objects.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+FOLDER_VARIABLE = "TANGRAM_BENCH_HEAP_COUNTS"
+COUNTED = Path(__file__).parent / "counted"
+ROOT = Path(__file__).parents[2]
 EVERY_BYTE = {"PYTHONMALLOC": "malloc"}
 COUNT_EVERY_S = 0.5
 # One write of a fixed length, so that readers never see half a count.
@@ -43,8 +45,19 @@ def counter() -> Callable[[], Mallinfo]:
     return count
 
 
-def watch(count: Callable[[], Mallinfo], target: Path) -> None:
-    """Write the bytes in use to `target` repeatedly, as long as the process lives."""
+def count_into(folder: Path) -> dict[str, str]:
+    """The variables with which a process, and all that it starts, count into `folder`."""
+    paths = [str(COUNTED), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {FOLDER_VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(paths), **EVERY_BYTE}
+
+
+def begin_to_count() -> None:
+    """Write the bytes in use repeatedly, as long as this process lives."""
+    target = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
+    threading.Thread(target=_watch, args=(counter(), target), daemon=True).start()
+
+
+def _watch(count: Callable[[], Mallinfo], target: Path) -> None:
     file = os.open(target, os.O_WRONLY | os.O_CREAT)
     while True:
         now = count()
@@ -52,18 +65,7 @@ def watch(count: Callable[[], Mallinfo], target: Path) -> None:
         time.sleep(COUNT_EVERY_S)
 
 
-def in_use_mb(target: Path) -> float:
-    """The last count of the process that writes to `target`."""
-    return int(target.read_text()) / 1e6
-
-
-def main() -> None:
-    from tangram.cli import main as tangram  # readers of a count need no engine
-
-    target, *sys.argv[1:] = sys.argv[1:]
-    threading.Thread(target=watch, args=(counter(), Path(target)), daemon=True).start()
-    tangram()
-
-
-if __name__ == "__main__":
-    main()
+def in_use_mb(folder: Path) -> float:
+    """The last counts of the processes that count into `folder` and still run, together."""
+    counts = [one.read_text() for one in folder.iterdir() if Path("/proc", one.name).exists()]
+    return sum(int(count) for count in counts if count) / 1e6

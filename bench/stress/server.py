@@ -18,7 +18,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.stress.heap import EVERY_BYTE, in_use_mb
+from bench.stress.heap import count_into, in_use_mb
 from tangram.lab.environment import environment
 
 MODEL = "smollm2"
@@ -70,12 +70,12 @@ class GaugeReading:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running server: address, process, authorization headers, and the file of its heap."""
+    """A running server: address, process, authorization headers, and the folder of its counts."""
 
     url: str
     process: subprocess.Popen[bytes]
     headers: dict[str, str]
-    count: Path | None
+    counts: Path | None
 
     def read_gauges(self) -> GaugeReading:
         """Read /metrics."""
@@ -111,10 +111,13 @@ class ServerProcess:
         )
 
     def heap_mb(self) -> float:
-        """The bytes of its heap in use, by the last count. Raises `ServerError` if it has none."""
-        if self.count is None:
+        """What is in use of the heaps of its processes, by the last counts.
+
+        Raises `ServerError` if there are none.
+        """
+        if self.counts is None:
             raise ServerError("the server does not count its heap: start it with counted=True")
-        return in_use_mb(self.count)
+        return in_use_mb(self.counts)
 
     def check_health(self) -> None:
         """Raises `ServerError` unless the process lives and /health says 200."""
@@ -142,13 +145,12 @@ def books_of(text: str) -> GaugeReading:
     )
 
 
-def serve_command(port: int, options: Sequence[str], count: Path | None = None) -> list[str]:
-    """The command of a server for the embedded model, with a count of its heap in `count`."""
-    module = ["tangram"] if count is None else ["bench.stress.heap", str(count)]
+def serve_command(port: int, options: Sequence[str]) -> list[str]:
+    """The command of a server for the embedded model."""
     command = [
         sys.executable,
         "-m",
-        *module,
+        "tangram",
         "serve",
         MODEL,
         "--served-model-name",
@@ -170,35 +172,31 @@ def start_server(
 ) -> Iterator[ServerProcess]:
     """A healthy server on a free port with `options`; it is ended in any case.
 
-    It counts its heap if `counted`, and runs the package of the checkout `tree` if given. Raises
-    `ServerError` if it does not start, or if it ends by itself.
+    Its processes count their heaps if `counted`. With `tree` it is the package of that checkout.
+    Raises `ServerError` if it does not start, or if it ends by itself.
     """
-    with tempfile.NamedTemporaryFile() as kept:
-        count = Path(kept.name) if counted else None
-        yield from _start_server(options, log, api_key, count, tree)
+    with tempfile.TemporaryDirectory() as kept:
+        counts = Path(kept) if counted else None
+        yield from _start_server(options, log, api_key, counts, tree)
 
 
 def _start_server(
     options: Sequence[str],
     log: IO[bytes],
     api_key: str | None,
-    count: Path | None,
+    counts: Path | None,
     tree: Path | None,
 ) -> Iterator[ServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     keys = {} if api_key is None else {"TANGRAM_API_KEY": api_key}
-    variables = {**os.environ, **keys, **({} if count is None else EVERY_BYTE)}
+    variables = {**os.environ, **keys, **({} if counts is None else count_into(counts))}
     process = subprocess.Popen(
-        serve_command(port, options, count),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=variables,
-        cwd=tree,
+        serve_command(port, options), stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=tree
     )
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    server = ServerProcess(f"http://127.0.0.1:{port}", process, headers, count)
+    server = ServerProcess(f"http://127.0.0.1:{port}", process, headers, counts)
     try:
         _wait_until_healthy(server)
         yield server

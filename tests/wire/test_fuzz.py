@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -61,6 +62,10 @@ def test_no_request_breaks_an_open_server(server_url: str) -> None:
 def test_no_request_breaks_a_server_with_a_key() -> None:
     with tempfile.TemporaryFile() as log:
         with start_server(("--kv-retention", "0.5"), log, KEY, counted=True) as server:
+            assert server.counts is not None
+            counted = {int(one.name) for one in server.counts.iterdir()}
+            children = psutil.Process(server.process.pid).children()
+            assert counted >= {server.process.pid, *(child.pid for child in children)}
             assert server.heap_mb() > 50
             fuzz(server.url, LOCKED_S, server.headers, "coverage")
             check_afterwards(server)
