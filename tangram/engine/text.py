@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -55,7 +55,7 @@ class TextCodec:
     ) -> None:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
-        self._decode_one = lru_cache(_KEPT_TEXTS)(self._decode_alone)
+        self._decode_one = _keep_texts(self._decoder)
         self.template = ChatTemplate(tokenizer)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         added = {
@@ -292,9 +292,6 @@ class TextCodec:
         raw = self._piece_bytes(token_id) if _REPLACEMENT in text else text.encode()
         return TokenText(text, raw)
 
-    def _decode_alone(self, token_id: int) -> str:
-        return self._decode([token_id], skip_special_tokens=True)
-
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._decoder(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -354,6 +351,16 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
         )
 
     return decode
+
+
+def _keep_texts(decoder: _Decoder) -> Callable[[int], str]:
+    """The text of a token alone, kept. Not a method: a codec ends with its last reference."""
+
+    @lru_cache(_KEPT_TEXTS)
+    def decode_one(token_id: int) -> str:
+        return decoder([token_id], skip_special_tokens=True)
+
+    return decode_one
 
 
 @cache
