@@ -76,7 +76,7 @@ def test_a_wrong_line_gets_an_error_and_the_others_their_answers(tmp_path: Path)
         "model": (line("g", model="gpt-4"), "model", 404),
         "stream": (line("s", stream=True), "stream", 400),
         "logprobs": (line("p", n=128, max_tokens=100, logprobs=20), "logprobs", 400),
-        "too long": (line("l", prompt="x" * 600), "max_tokens", 400),
+        "too long": (line("l", prompt="x" * 600), "prompt", 400),
         "engine": (line("b", prompt="broken"), None, 500),
     }
     records, failed = run(

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def command_lines(processes: Iterable[psutil.Process]) -> list[str]:
-    """Those of the processes that run; other tests may have left some that have ended."""
+    """Those of the processes that still run."""
     lines = []
     for process in processes:
         with suppress(psutil.Error):
@@ -37,6 +37,7 @@ def command_lines(processes: Iterable[psutil.Process]) -> list[str]:
 
 def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "tiny")
+    before = set(psutil.Process().children(recursive=True))
     engine = HttpEngine("tangram", model, OPTIONS, tmp_path / "log", clients=2, api_processes=2)
     with closing(engine):
         asks = alike(5, 70, 9, shared_tokens=0, vocab_size=VOCABULARY)
@@ -57,7 +58,7 @@ def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
         engine.clear_cache()
         (fresh,) = engine.answer_all([Ask(asks[0].tokens, 9)])
         assert fresh.token_ids == again.token_ids and fresh.cached_tokens == 0
-        started = psutil.Process().children(recursive=True)
+        started = set(psutil.Process().children(recursive=True)) - before
         assert sum("tangram.link.api_process" in line for line in command_lines(started)) == 2
     left = command_lines(started)
     assert not any("tangram" in line or "spawn_main" in line for line in left)
