@@ -17,8 +17,9 @@ A step may be scheduled while the tokens of the one before are still on the devi
 number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
 not wait for the decode pass beside them: they are a step of their own, and the next one decodes.
 
-A chunk that decode has filled is computed again before its sequence goes on. While others decode, a
-step takes few of these, so that no row waits for the chunks of all others.
+A chunk that decode has filled is computed again before its sequence goes on, and before any prompt:
+its client waits for a next token. While others decode, a step takes few of these, so that no row
+waits for the chunks of all others.
 
 Where a chunk that decode filled has its place already (ρ = 1.0), its sequence goes on at once. The
 chunk is computed again, and sealed for others, when nothing else is to be computed. Where drafts
@@ -31,6 +32,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -180,10 +182,10 @@ class Scheduler:
         self._leave_open(at_boundary)
         self._secure_promises(at_boundary)
         fresh_batch = not self.running
-        decoding, unfinished = self._sort_running()
+        decoding, filled, unfinished = self._sort_running()
         if decoding:
-            unfinished = self._without_held(unfinished)
-        in_turn = self._in_turn(unfinished, self._admissions(fresh_batch))
+            filled = filled[: self._most_filled()]
+        in_turn = chain(filled, self._in_turn(unfinished, self._admissions(fresh_batch)))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
             budget - len(decoding),
@@ -272,35 +274,32 @@ class Scheduler:
         size = self.config.chunk_tokens
         return [one for one in self.running if not _require_cache(one).raw_tokens % size]
 
-    def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence]]:
-        """The running sequences whose next row decodes, and the others that are not complete."""
+    def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence], list[TokenSequence]]:
+        """The running sequences that are not complete, in three parts.
+
+        Those whose next row decodes, those that wait with a chunk that decode has filled, and those
+        that compute a prompt.
+        """
         size, decoding = self.config.chunk_tokens, list[TokenSequence]()
-        others = list[TokenSequence]()
+        filled, others = list[TokenSequence](), list[TokenSequence]()
         for one in self.running:
             known, cache = one.known, _require_cache(one)
             if known > one.limit:
                 continue
             raw_tokens = cache.raw_tokens
-            left = known - len(cache.spans) * size - raw_tokens
-            (decoding if left == 1 and raw_tokens < size else others).append(one)
-        return decoding, others
+            if raw_tokens == size:
+                filled.append(one)
+            else:
+                left = known - len(cache.spans) * size - raw_tokens
+                (decoding if left == 1 else others).append(one)
+        return decoding, filled, others
 
-    def _without_held(self, unfinished: Iterable[TokenSequence]) -> list[TokenSequence]:
-        """`unfinished` without the sequences that wait with a chunk that decode has filled.
+    def _most_filled(self) -> int:
+        """How many chunks that decode has filled a step takes beside rows that decode.
 
-        A step beside rows that decode takes as many such chunks as the batch fills in a step on
-        average, those of the first sequences: with fewer, ever more would wait.
+        As many as the batch fills in a step on average: with fewer, ever more would wait.
         """
-        size = self.config.chunk_tokens
-        most = -(-len(self.running) // size)
-        kept = []
-        for one in unfinished:
-            if _require_cache(one).raw_tokens == size:
-                most -= 1
-                if most < 0:
-                    continue
-            kept.append(one)
-        return kept
+        return -(-len(self.running) // self.config.chunk_tokens)
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""

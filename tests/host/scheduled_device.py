@@ -298,14 +298,18 @@ class ScheduledDevice:
         served = [by_slot[row.slot] for row in step.rows]
         self._check_time_for_prompts(step, served[step.decode_rows :])
         waiting = self._check_postponed(step, served, starts)
-        # Whoever was the first before goes on, unless newcomers who are due earlier take the step.
+        sealed, held = self._check_filled(step, by_slot, starts, others_decode=bool(waiting))
+        # Whoever was the first before goes on, unless newcomers who are due earlier take the step,
+        # or chunks that decode has filled.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
         passing = [
             entry
             for entry in served[step.decode_rows :]
             if entry not in starts and entry.rank < working.rank
         ]
-        assert working in served or passing or working in waiting, "the first stands still"
+        assert working in served or passing or sealed or working in waiting, (
+            "the first stands still"
+        )
         for row in step.rows:
             sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
             end = row.start + known
@@ -333,11 +337,10 @@ class ScheduledDevice:
         skipped = [
             entry
             for entry in starts
-            if entry.cache and not entry.complete and entry not in served and entry not in waiting
+            if entry.cache and not entry.complete
+            if entry not in served and entry not in waiting and entry not in held
         ]
-        held = self._check_filled(step, by_slot, starts, others_decode=bool(waiting))
-        prefilled = served[step.decode_rows :]
-        skipped = [entry for entry in skipped if entry not in held]
+        prefilled = [entry for entry in served[step.decode_rows :] if entry not in sealed]
         assert all(one.rank < other.rank for one in prefilled for other in skipped), (
             "overtaken within a step"
         )
@@ -353,11 +356,11 @@ class ScheduledDevice:
         starts: dict[TokenSequence, int],
         *,
         others_decode: bool,
-    ) -> list[TokenSequence]:
-        """The sequences that wait with a chunk that decode has filled, while others decode.
+    ) -> tuple[list[TokenSequence], list[TokenSequence]]:
+        """Of the sequences with a chunk that decode has filled, those of the step and those held.
 
-        A step takes as many such chunks as the batch fills in a step on average, so that a row
-        that decodes never waits for those of all others.
+        They come before prompts. While others decode, a step takes as many such chunks as the batch
+        fills in a step on average, so that a row that decodes never waits for those of all others.
         """
         size = self.config.chunk_tokens
         ends = [(by_slot[row.slot], row.start + len(row.tokens)) for row in step.rows]
@@ -366,17 +369,18 @@ class ScheduledDevice:
             for row, (one, end) in zip(step.rows, ends, strict=True)
             if row.kind is RowKind.SEAL and starts.get(one) == end
         ]
-        if not taken or not (step.decode_rows or others_decode):
-            return []
-        assert len(taken) <= -(-len(starts) // size), "too many chunks let rows that decode wait"
         held = [
             one
             for one, start in starts.items()
             if one.cache and one.cache.raw_tokens == size and one.cache.computed_tokens == start
-            if not one.complete
+            if not one.complete and one not in taken
         ]
+        most = -(-len(starts) // size) if step.decode_rows or others_decode else len(starts)
+        assert len(taken) <= most, "too many chunks let rows that decode wait"
         assert all(one.rank < other.rank for one in taken for other in held)
-        return held
+        left = self.config.max_num_batched_tokens - step.decode_rows - size * len(taken)
+        assert not held or len(taken) == most or left < size, "a chunk waits for nothing"
+        return taken, held
 
     def _check_postponed(
         self, step: Step, served: Sequence[TokenSequence], starts: dict[TokenSequence, int]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,11 @@ def test_ten_times_as_many_requests_as_places_are_all_answered(server: TinyServe
 def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
     server: TinyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which bounds the time between its tokens by the longest step there is, however many wait."""
+    """Which bounds the time between its tokens by the longest step there is, however many wait.
+
+    With a chunk that it has filled, a sequence may wait for those that the rest of the batch has
+    filled in the same step, one after the other.
+    """
     steps: list[tuple[set[str], int]] = []
     run = server.engine._runner.run
 
@@ -170,7 +175,9 @@ def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
         assert running.result() and all(other.result() for other in others)
     (mine,) = steps[0][0]
     places = [number for number, (requests, _) in enumerate(steps) if mine in requests]
-    assert len(places) >= 600 and places == list(range(len(places)))
+    longest = max(later - earlier - 1 for earlier, later in pairwise(places))
+    assert len(places) >= 600 and longest < server.engine.config.max_num_seqs
+    assert places[-1] - len(places) < 600 // CHUNK, "others came first more than once a chunk"
     assert sum(len(requests) > 1 for requests, _ in steps[: len(places)]) > 20, "there was no load"
     assert max(tokens for _, tokens in steps) <= server.engine.config.max_num_batched_tokens
 
