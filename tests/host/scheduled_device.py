@@ -288,7 +288,6 @@ class ScheduledDevice:
     def _check_step(
         self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]
     ) -> None:
-        size = self.config.chunk_tokens
         assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
         self._check_several(step, by_slot)
         assert all(
@@ -310,6 +309,27 @@ class ScheduledDevice:
         assert working in served or passing or sealed or working in waiting, (
             "the first stands still"
         )
+        self._check_rows(step, by_slot, starts)
+        skipped = [
+            entry
+            for entry in starts
+            if entry.cache and not entry.complete
+            if entry not in served and entry not in waiting and entry not in held
+        ]
+        prefilled = [entry for entry in served[step.decode_rows :] if entry not in sealed]
+        assert all(one.rank < other.rank for one in prefilled for other in skipped), (
+            "overtaken within a step"
+        )
+        decoders = served[: step.decode_rows]
+        assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
+            "one epoch, two sets of decoding rows"
+        )
+
+    def _check_rows(
+        self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]
+    ) -> None:
+        """Each row is of its sequence's tokens, within one chunk, and samples behind the last."""
+        size = self.config.chunk_tokens
         for row in step.rows:
             sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
             end = row.start + known
@@ -334,20 +354,6 @@ class ScheduledDevice:
             assert row.sample == (end == sequence.known and not resealed)
             assert row.drafts or row.pending == (sequence.pending and end == sequence.known)
             assert row.kind is RowKind.DECODE or not row.pending
-        skipped = [
-            entry
-            for entry in starts
-            if entry.cache and not entry.complete
-            if entry not in served and entry not in waiting and entry not in held
-        ]
-        prefilled = [entry for entry in served[step.decode_rows :] if entry not in sealed]
-        assert all(one.rank < other.rank for one in prefilled for other in skipped), (
-            "overtaken within a step"
-        )
-        decoders = served[: step.decode_rows]
-        assert self.decoders.setdefault(step.epoch, decoders) == decoders, (
-            "one epoch, two sets of decoding rows"
-        )
 
     def _check_filled(
         self,
