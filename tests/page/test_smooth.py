@@ -30,7 +30,7 @@ MEASURED_S = 5
 MOST_MEASUREMENTS = 8
 LEAST_FRAMES_PER_S = 30
 # Of the processors' time, what a host may give to other machines in a measurement that judges.
-MOST_STOLEN = 0.05
+MOST_STOLEN = 0.01
 MOST_DELAY_MS = 100
 # Notes when each event `request` was read from the stream, when the caption says how many tokens
 # there are, and every frame. `painted.SCRIPT` notes each draw of the text.
@@ -81,11 +81,11 @@ def streaming(browser: Any, request: pytest.FixtureRequest) -> Iterator[Streamin
         if request.param == "fake":
             document = " ".join(f"word{at}" for at in range(DOCUMENT_TOKENS))
             events, question = 20.0, "Answer long 5000"
-            url = stack.enter_context(run_fake_page(token_s=1 / 30, pages=131_072)).url
+            url = stack.enter_context(run_fake_page(token_s=1 / 60, pages=131_072)).url
         else:
             document, events, question = TEXT[:CHARACTERS], 5.0, "Write a long story."
             options = ("--kv-cache-gib", "0.5", "--max-model-len", "8192")
-            # It imports for some time; beside the fake server nothing else computes.
+            # Its process imports for some time, which would disturb the form with the fake server.
             python = request.getfixturevalue("python")
             url = stack.enter_context(run_real_server(*options, python=python))
         page = stack.enter_context(open_page(browser, url)).page
@@ -127,7 +127,9 @@ def measure(page: Any) -> dict[str, list[Any]]:
     before = psutil.cpu_times()
     page.wait_for_timeout(1000 * MEASURED_S)
     after = psutil.cpu_times()
-    stolen = (after.steal - before.steal) / (sum(after) - sum(before))
+    # Only Linux tells of it.
+    taken = getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)
+    stolen = taken / (sum(after) - sum(before))
     return {name: page.evaluate(f"() => window.{name}") for name in names} | {"stolen": [stolen]}
 
 

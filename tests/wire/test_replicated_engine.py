@@ -232,7 +232,7 @@ def test_a_client_that_goes_away_frees_its_pages(replica: EngineReplica) -> None
     with serving(LocalHandle(replica)) as client:
         request = body(stream=True, max_tokens=2000, ignore_eos=True)
         with client.stream("POST", COMPLETIONS, json=request) as answer:
-            lines = answer.iter_lines()  # whose end would close the connection
+            lines = answer.iter_lines()  # the connection closes when this iterator is dropped
             next(lines)
             wait_for_running(replica, 1)
         wait_for_running(replica, 0)
