@@ -28,6 +28,7 @@ from tangram.engine.completion import Answers, Completion, Flight, Parcel, refus
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
+from tangram.engine.outbox import Outbox
 from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
 from tangram.engine.sampling import BROKEN_LOGITS
@@ -93,6 +94,7 @@ class Engine:
         )
         self._flight: Flight | None = None
         self._parcels: list[Parcel] = []
+        self._outbox = Outbox(self._publish_stats)
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
         self._stats = self._read_stats()
         self._stats_s = -STATS_EVERY_S
@@ -100,7 +102,7 @@ class Engine:
         self._checked = False
         self._watching: Watching | None = None
         self._scheduled: Step | None = None
-        self._after_steps: list[Callable[[], None]] = []
+        self._followers: list[Callable[[], None]] = []
 
     @property
     def geometry(self) -> Geometry:
@@ -193,15 +195,16 @@ class Engine:
         self._watching.observers.append(observer)
         return self._watching
 
-    def tell_after_steps(self, tell: Callable[[], None]) -> None:
-        """Call `tell` after each step, and when the thread ends, on that thread.
+    def follow(self, tell: Callable[[], None]) -> None:
+        """Call `tell` after each step and whenever events are out, and when the thread ends.
 
-        Events of a step are out by then. Call this before `start`.
+        It is called on the engine's thread. Call `follow` before `start`.
         """
-        self._after_steps.append(tell)
+        self._followers.append(tell)
 
-    def _tell_after_step(self) -> None:
-        for tell in self._after_steps:
+    def _send_events(self) -> None:
+        self._outbox.send()
+        for tell in self._followers:
             tell()
 
     def start(self) -> None:
@@ -248,7 +251,7 @@ class Engine:
             raise
         if self._watching is not None:
             self._watching.tell(self._scheduled, begin_s)
-        self._tell_after_step()
+        self._send_events()
         return worked
 
     def _step(self) -> bool:
@@ -391,9 +394,11 @@ class Engine:
         parcels, self._parcels = self._parcels, []
         for parcel in parcels:
             if not parcel.completion.ended:
-                self._send(parcel)
+                self._unpack(parcel)
+        if parcels:
+            self._send_events()
 
-    def _send(self, parcel: Parcel) -> None:
+    def _unpack(self, parcel: Parcel) -> None:
         completion, tokens = parcel.completion, parcel.tokens
         usage = self.admission.usage_at(
             completion.sequence,
@@ -402,7 +407,7 @@ class Engine:
             parcel.drafted,
         )
         self._scheduler.counters.generated_tokens += len(tokens)
-        completion.request.on_event(completion.event(usage, tokens, None))
+        self._outbox.put(completion.request, completion.event(usage, tokens, None))
 
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
@@ -438,15 +443,23 @@ class Engine:
         self._drop(request_id, f"the logits of this request {BROKEN_LOGITS}")
 
     def _abandon(self, error: str) -> None:
+        """End all requests, and forget what is cached."""
         self._flight = None
         self._parcels.clear()
-        while self._answers:
-            request_id = self._answers.request_ids[0]
-            try:
-                self._drop(request_id, error)
-            except Exception:
-                _log.exception("request %s could not be notified that %s", request_id, error)
-        self._clear_prefixes()
+        self._drop_all(error)
+        self._attempt(self._clear_prefixes)
+        self._attempt(self._send_events)
+
+    def _drop_all(self, error: str) -> None:
+        for request_id in self._answers.request_ids:
+            self._attempt(partial(self._drop, request_id, error))
+
+    @staticmethod
+    def _attempt(work: Job) -> None:
+        try:
+            work()
+        except Exception:
+            _log.exception("the engine ends, and a part of its end has failed")
 
     def clear_cache(self) -> None:
         """Forget every unused cached prefix."""
@@ -495,15 +508,16 @@ class Engine:
         except BaseException:  # whatever it was, the engine has stopped
             self.healthy = False
             _log.exception("the engine has stopped")
+        self._attempt(self._send_parcels)
         self._mail.close()
-        self._do_jobs()  # requests that have just come get an event, too
-        for request_id in self._answers.request_ids:
-            self._drop(request_id, "the engine has stopped")
-        self._publish_queue()
-        self._publish_stats()
-        if self._watching is not None:
-            self._watching.tell(None, time.monotonic())
-        self._tell_after_step()
+        while (job := self._mail.take()) is not None:  # requests that have just come end, too
+            self._attempt(job)
+        self._drop_all("the engine has stopped")
+        self._attempt(self._publish_queue)
+        self._attempt(self._publish_stats)
+        if (watching := self._watching) is not None:
+            self._attempt(lambda: watching.tell(None, time.monotonic()))
+        self._send_events()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -523,7 +537,7 @@ class Engine:
                 self._drop(request_id, error)
             else:
                 for index in range(request.sampling.n):
-                    request.on_event(refuse(request, index, error))
+                    self._outbox.put(request, refuse(request, index, error))
 
     def _start_siblings(self, completion: Completion) -> None:
         """Start the other completions of a request once the first has its first token.
@@ -540,10 +554,8 @@ class Engine:
             self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
-            self._publish_stats()  # before the last event: they must not contain the request
-            completion.request.on_event(
-                completion.event(usage, (), FinishReason.ABORT, error, field)
-            )
+            event = completion.event(usage, (), FinishReason.ABORT, error, field)
+            self._outbox.put(completion.request, event)
 
     # -- emit --------------------------------------------------------------------------------------
 
@@ -559,8 +571,7 @@ class Engine:
         if reason is not None:
             self._answers.remove(completion)
             self._end(completion)
-            self._publish_stats()
-        completion.request.on_event(completion.event(usage, (token,), reason))
+        self._outbox.put(completion.request, completion.event(usage, (token,), reason))
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True

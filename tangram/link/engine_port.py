@@ -78,7 +78,7 @@ class PortedEngine(Protocol):
     def stats(self) -> EngineStats:
         """The engine's statistics between two steps."""
 
-    def tell_after_steps(self, tell: Callable[[], None]) -> None:
+    def follow(self, tell: Callable[[], None]) -> None:
         """Call `tell` on the engine's thread after each step, and when its thread ends."""
 
 
@@ -93,7 +93,7 @@ class EnginePort:
         self._lines: set[_Line] = set()
         # One thread: grammars are compiled one after the other, as in the API process that asks.
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        engine.tell_after_steps(self._tell_all)
+        engine.follow(self._tell_all)
 
     async def serve(self, connection: socket) -> bool:
         """Serve the API process at the other end of `connection` until it hangs up.

@@ -105,3 +105,33 @@ def test_a_job_that_fails_leaves_the_others(loaded: LoadedModel) -> None:
     while engine.busy:
         engine.step()
     assert told[-1] == "length"
+
+
+def test_faults_that_come_at_the_end_keep_nobody_from_hearing_of_it(loaded: LoadedModel) -> None:
+    """Two ranks fail in one step: the second fault waits as a job when the engine has stopped."""
+    engine, heard = small_engine(loaded), list[Event]()
+    states, ended = list[bool](), threading.Event()
+
+    def fail() -> None:
+        raise EngineError("rank 1 has ended")
+
+    def fail_twice(event: Event) -> None:
+        if not heard:
+            engine._mail.post(fail)
+            engine._mail.post(fail)
+        heard.append(event)
+
+    def look() -> None:
+        states.append(engine.healthy)
+        if not engine.healthy:
+            ended.set()
+
+    engine.follow(look)
+    engine.start()
+    engine.submit(Request("one", (5, 6, 7), PARAMS, fail_twice))
+    assert ended.wait(60), "whoever follows the engine is told of its end"
+    assert heard[-1].finish_reason == "abort"
+    assert engine._thread is not None
+    engine._thread.join(60)
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        engine.submit(Request("late", (5,), PARAMS, lambda event: None))

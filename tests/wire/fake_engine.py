@@ -164,7 +164,7 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._tells: list[Callable[[], None]] = []
 
-    def tell_after_steps(self, tell: Callable[[], None]) -> None:
+    def follow(self, tell: Callable[[], None]) -> None:
         self._tells.append(tell)
 
     def start(self) -> None:

@@ -1,0 +1,61 @@
+"""Events of a step go out together, after the statistics that no longer contain who has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.engine.outbox import Outbox
+from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
+
+
+def make_event(request_id: str, reason: FinishReason | None = None) -> Event:
+    return Event(request_id, 0, (7,), (), Usage(1, 1, 0, 0, 0), reason)
+
+
+class Clients:
+    """Those who hear, in order, what was published and what they were told."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, FinishReason | None]] = []
+        self.outbox = Outbox(lambda: self.heard.append(("published", None)))
+
+    def put(self, name: str, reason: FinishReason | None = None, *, deaf: bool = False) -> None:
+        def hear(event: Event) -> None:
+            if deaf:
+                raise RuntimeError("this client hears nothing")
+            self.heard.append((event.request_id, event.finish_reason))
+
+        request = Request(name, (1,), SamplingParams(), hear)
+        self.outbox.put(request, make_event(name, reason))
+
+
+def test_statistics_are_read_once_for_all_that_end_in_a_step() -> None:
+    clients = Clients()
+    names = [f"request-{number}" for number in range(256)]
+    for name in names:
+        clients.put(name, FinishReason.LENGTH)
+    assert not clients.heard, "nobody is told before `send`"
+    clients.outbox.send()
+    assert clients.heard[0] == ("published", None)
+    assert clients.heard[1:] == [(name, FinishReason.LENGTH) for name in names]
+    clients.outbox.send()
+    assert len(clients.heard) == 257, "nobody is told twice"
+
+
+def test_tokens_alone_publish_nothing() -> None:
+    clients = Clients()
+    clients.put("one")
+    clients.outbox.send()
+    assert clients.heard == [("one", None)]
+
+
+def test_a_client_that_fails_to_hear_keeps_nothing_from_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clients = Clients()
+    clients.put("before")
+    clients.put("deaf", deaf=True)
+    clients.put("after", FinishReason.STOP)
+    clients.outbox.send()
+    assert [name for name, _ in clients.heard] == ["published", "before", "after"]
+    assert "request deaf could not be told" in caplog.text
