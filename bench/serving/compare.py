@@ -2,7 +2,7 @@
 
 Run it once for each engine, without a break, on one machine. It writes serving_NAME.json and
 trace_NAME.json after every case, so that later failures lose nothing. With --http it starts the
-engine's server and asks as clients do, and writes served_NAME.json.
+engine's server and asks as clients do, and writes served_NAME.json and http-trace_NAME.json.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bench.serving.competitors import (
     choose_options,
     choose_vllm_options,
 )
+from bench.serving.speed_search import SpeedSearch
 from bench.serving.timeline import measure_steps
 from tangram.lab.environment import environment
 from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
@@ -160,18 +161,29 @@ def decoding(count: int, input_tokens: int, output_tokens: int, repeats: int = 3
 
 
 def make_replay(options: argparse.Namespace) -> Case:
-    """The first minutes of a recorded trace, at each speed; stops at the first that is too fast."""
+    """The first minutes of a recorded trace, at the speeds of a `SpeedSearch`.
+
+    Those that hold are yielded. At the end the slowest that did not is raised.
+    """
 
     def run(engine: ServingEngine) -> Iterator[tuple[str, list[TimedAnswer]]]:
-        for speed in map(float, options.speeds.split(",")):
+        search, too_fast = SpeedSearch(options.speeds, options.within), None
+        while (speed := search.find_next()) is not None:
             engine.clear_cache()
             asks = read_trace(
                 options.trace, seconds=options.seconds, speed=speed, vocab_size=engine.vocab_size
             )
             try:
-                yield f"speed {speed:g}", engine.answer_all(asks, Patience(options.hold_ttft_s))
+                answers = engine.answer_all(asks, Patience(options.hold_ttft_s))
             except GivenUpError as error:
-                raise GivenUpError(f"speed {speed:g}: {error}") from error
+                too_fast = GivenUpError(f"speed {speed:.4g}: {error}")
+                print(f"{'':12} {too_fast}", flush=True)
+                search.note(speed, held=False)
+            else:
+                yield f"speed {speed:.4g}", answers
+                search.note(speed, held=True)
+        if too_fast is not None:
+            raise too_fast
 
     return run
 
@@ -275,13 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, run the cases, keep the file."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    own = (options.kv_retention, options.chunk_tokens, options.kv_cache_dtype)
-    if options.engine == "vllm" and own != (None, None, None):
-        parser.error(
-            "vllm runs with its defaults: leave kv-retention, chunk-tokens and kv-cache-dtype out"
-        )
-    if options.http and (options.trace or options.timeline or options.ranks > 1):
-        parser.error("http measures one GPU from outside: leave trace, timeline and ranks out")
+    if options.engine == "vllm" and (options.kv_retention, options.chunk_tokens) != (None, None):
+        parser.error("vllm drops nothing: leave kv-retention and chunk-tokens out")
+    if options.http and (options.timeline or options.ranks > 1):
+        parser.error("http measures one GPU from outside: leave timeline and ranks out")
     if options.api_processes is not None and not options.http:
         parser.error("api-processes are those of a server: add --http")
     known = CASES | LONG_CASES | ({"trace": make_replay(options)} if options.trace else {})
@@ -290,6 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"cases {', '.join(sorted(unknown))} are not known, there are {', '.join(known)}; "
             "trace has --trace"
         )
+    try:
+        SpeedSearch(options.speeds, options.within)
+    except ValueError as error:
+        parser.error(str(error))
     if options.series is None:
         shape = "" if options.model == MODEL.name else options.model
         options.series = "-".join(filter(None, ("served" if options.http else "", shape)))
@@ -308,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "options": engine.options,
         }
         warm(engine)
-        measure_cases(
-            engine, cases, partial(_keep, options.output, options.series, name, written), limits
-        )
+        measure_cases(engine, cases, partial(_keep, options, name, written), limits)
         if options.timeline:
             path = options.output / f"timeline_{name}.json"
             measure_steps(engine, name, partial(_write, path, written))
@@ -329,7 +340,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
     parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of tangram; auto")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of either engine"
+    )
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument(
@@ -344,13 +357,21 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=600.0, help="length of the trace to replay"
     )
     parser.add_argument(
-        "--speeds", default="1", help="speeds relative to the recording, slowest first"
+        "--speeds",
+        type=_read_speeds,
+        default=[1.0],
+        help="speeds relative to the recording, slowest first, up to the first that is too fast",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        help="search on, until a speed that is too fast is at most this share above one that holds",
     )
     parser.add_argument(
         "--hold-ttft-s",
         type=float,
         default=5.0,
-        help="stop when a tenth waits longer for a first token",
+        help="a speed is too fast when more than a tenth waits longer for a first token",
     )
     parser.add_argument(
         "--http", action="store_true", help="measure the engine's server, by clients over HTTP"
@@ -382,7 +403,11 @@ def _parser() -> argparse.ArgumentParser:
 def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
     chosen = (
         choose_vllm_options(
-            options.max_model_len, options.max_num_seqs, options.offload_gib, options.ranks
+            options.max_model_len,
+            options.max_num_seqs,
+            options.offload_gib,
+            options.ranks,
+            options.kv_cache_dtype,
         )
         if options.engine == "vllm"
         else choose_options(
@@ -391,7 +416,7 @@ def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
             options.max_model_len,
             options.max_num_seqs,
             options.offload_gib,
-            options.kv_cache_dtype or "auto",
+            options.kv_cache_dtype,
             options.ranks,
         )
     )
@@ -411,25 +436,33 @@ def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
         yield Tangram(options.model, chosen)
 
 
+def _read_speeds(text: str) -> list[float]:
+    return [float(speed) for speed in text.split(",")]
+
+
 def _retention(options: argparse.Namespace) -> float:
     return 0.25 if options.kv_retention is None else options.kv_retention
 
 
 def _name(options: argparse.Namespace) -> str:
     """The engine's name in files of results."""
-    if options.engine == "vllm":
-        return "vllm"
-    suffix = "" if options.kv_cache_dtype in (None, "auto") else f"-{options.kv_cache_dtype}"
-    suffix += "" if options.chunk_tokens is None else f"-chunk{options.chunk_tokens}"
-    return f"tangram-{_retention(options):g}{suffix}"
+    variants = {
+        f"{_retention(options):g}": options.engine == "tangram",
+        options.kv_cache_dtype: options.kv_cache_dtype != "auto",
+        f"chunk{options.chunk_tokens}": options.chunk_tokens is not None,
+        "host": options.offload_gib > 0,
+        f"api{options.api_processes}": options.api_processes is not None,
+    }
+    return "-".join([options.engine, *(name for name, chosen in variants.items() if chosen)])
 
 
 def _keep(
-    folder: Path, series: str, name: str, written: dict[str, Any], results: dict[str, Any]
+    options: argparse.Namespace, name: str, written: dict[str, Any], results: dict[str, Any]
 ) -> None:
-    for kind, wanted in (("trace", {"trace"}), (series, set(results) - {"trace"})):
+    trace = "http-trace" if options.http else "trace"
+    for kind, wanted in ((trace, {"trace"}), (options.series, set(results) - {"trace"})):
         if found := {case: parts for case, parts in results.items() if case in wanted}:
-            _write(folder / f"{kind}_{name}.json", written, found)
+            _write(options.output / f"{kind}_{name}.json", written, found)
 
 
 def _write(path: Path, written: dict[str, Any], cases: dict[str, Any]) -> None:

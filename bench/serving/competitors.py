@@ -246,9 +246,13 @@ def choose_options(
 
 
 def choose_vllm_options(
-    most_tokens: int, most_requests: int = MOST_REQUESTS, offload_gib: float = 0.0, ranks: int = 1
+    most_tokens: int,
+    most_requests: int = MOST_REQUESTS,
+    offload_gib: float = 0.0,
+    ranks: int = 1,
+    cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> dict[str, Any]:
-    """The options of vLLM with its defaults, on random weights."""
+    """The options of vLLM on random weights, its defaults where none are said."""
     return {
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -258,6 +262,7 @@ def choose_vllm_options(
         "enable_prefix_caching": True,
         "kv_offloading_size": offload_gib or None,
         "tensor_parallel_size": ranks,
+        "kv_cache_dtype": cache_dtype,
     }
 
 

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from bench.serving.competitors import read_vocab_size
 from bench.serving.streams import ClientCost, Post, StreamClients, StreamedAnswer
 from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer
+from tangram.lab.load.clock import GivenUpError, Patience, TimedAnswer
 
 START_S, STOP_S, LOOK_EVERY_S = 600.0, 40.0, 0.2
 NAME = "measured"  # of the model in requests
@@ -229,13 +229,21 @@ class HttpEngine:
         self, asks: Sequence[Ask], patience: Patience | None = None
     ) -> list[TimedAnswer]:
         """See `ServingEngine`. `costs` are then those of these answers."""
-        if patience is not None:
-            raise ValueError("a run over HTTP is not given up: leave patience out")
         posts = [Post("/v1/completions", self._spell(ask), ask.at_s) for ask in asks]
-        answers, clients, before, after = self._clients.answer_all(posts, self._server.cpu_seconds)
+        try:
+            answers, clients, before, after = self._clients.answer_all(
+                posts, self._server.cpu_seconds, patience
+            )
+        except GivenUpError:
+            self.answer_all([Ask((0,), 1)])  # waits until the server has let go of the others
+            raise
         used = {role: after[role] - before[role] for role in after}
         timed = [time_answer(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
         self.costs = describe_costs(used, answers, clients)
+        if patience is not None:
+            end_s = max(answer.times_s[-1] for answer in timed)
+            if patience.ends(timed, end_s):
+                raise patience.give_up(timed, end_s)
         return timed
 
     def _spell(self, ask: Ask) -> dict[str, Any]:

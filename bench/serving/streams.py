@@ -11,14 +11,17 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import h11
 
+from tangram.lab.load.clock import Patience, TimedAnswer
+
 # From the word to begin to the first request: all clients have it by then.
 HEAD_START_S = 0.05
+STOP = "stop"  # to clients, when patience is lost
 Parts = Sequence[tuple[float, bytes]]  # what came, and when
 
 
@@ -117,24 +120,28 @@ class StreamClients:
             self._all.append((process, ours))
 
     def answer_all(
-        self, posts: Sequence[Post], look: Callable[[], dict[str, float]]
+        self,
+        posts: Sequence[Post],
+        look: Callable[[], dict[str, float]],
+        patience: Patience | None = None,
     ) -> tuple[list[StreamedAnswer], list[ClientCost], dict[str, float], dict[str, float]]:
         """Send each at its time, and read all streams to their ends.
 
         The last two of what comes back is what `look` says when all requests are prepared, and when
-        the last stream has ended. Raises `ValueError` for a stream that cannot be read.
+        the last stream has ended. Raises `ValueError` for a stream that cannot be read, and
+        `GivenUpError` when `patience` is lost; all connections are closed then.
         """
         count, pipes = len(self._all), [pipe for _, pipe in self._all]
         for place, pipe in enumerate(pipes):
-            pipe.send(posts[place::count])
+            pipe.send((posts[place::count], patience))
         for pipe in pipes:
             pipe.recv()
         before = look()
         begin_s = time.perf_counter() + HEAD_START_S
         for pipe in pipes:
             pipe.send(begin_s)
-        costs: list[ClientCost] = [pipe.recv() for pipe in pipes]
-        after = look()
+        costs, lost = self._await_all(len(posts), patience)
+        now_s, after = time.perf_counter() - begin_s, look()
         answers: list[StreamedAnswer] = [StreamedAnswer()] * len(posts)
         errors = []
         for place, pipe in enumerate(pipes):
@@ -143,9 +150,34 @@ class StreamClients:
                     errors.append(error)
                 case found:
                     answers[place::count] = found
+        if patience is not None and lost:
+            timed = [
+                TimedAnswer(post.at_s, 0, one.times_s)
+                for post, one in zip(posts, answers, strict=True)
+            ]
+            raise patience.give_up(timed, now_s)
         if errors:
             raise ValueError(errors[0])
         return answers, costs, before, after
+
+    def _await_all(self, requests: int, patience: Patience | None) -> tuple[list[ClientCost], bool]:
+        """What clients used; ends them all when too many of the requests are late."""
+        costs: dict[Connection, ClientCost] = {}
+        late, lost = dict[Connection, int](), False
+        running = [pipe for _, pipe in self._all]
+        while running:
+            for pipe in cast(list[Connection], wait(running)):
+                match pipe.recv():
+                    case int(count):
+                        late[pipe] = count
+                    case cost:
+                        costs[pipe] = cost
+                        running.remove(pipe)
+            if patience is not None and not lost and patience.is_lost(sum(late.values()), requests):
+                lost = True
+                for pipe in running:
+                    pipe.send(STOP)
+        return [costs[pipe] for _, pipe in self._all], lost
 
     def close(self) -> None:
         """End all processes."""
@@ -160,16 +192,19 @@ def _run_client(port: int, pipe: Connection) -> None:
     """Answer the other end of `pipe` until it is closed."""
     while True:
         try:
-            posts: Sequence[Post] = pipe.recv()
+            given = pipe.recv()
         except EOFError:
             return
-        requests = [(post.at_s, _spell(post)) for post in posts]
+        if given == STOP:  # of a run that had ended here
+            continue
+        posts, patience = given
+        sent = [_Sent(post.at_s, _spell(post)) for post in posts]
         pipe.send("prepared")
         begin_s, used_s = pipe.recv(), time.process_time()
-        streams = asyncio.run(_send_all(port, requests, begin_s))
+        whole = asyncio.run(_send_all(port, sent, begin_s, pipe, patience))
         pipe.send(ClientCost(time.process_time() - used_s, time.perf_counter() - begin_s))
         try:
-            pipe.send([read_completion(parts) for parts in streams])
+            pipe.send([read_completion(one.parts) if whole else one.begun() for one in sent])
         except ValueError as error:
             pipe.send(str(error))
 
@@ -183,33 +218,65 @@ def _spell(post: Post) -> bytes:
     return head.encode() + body
 
 
+@dataclass
+class _Sent:
+    """A request, its time, and what came of its answer."""
+
+    at_s: float
+    request: bytes
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def begun(self) -> StreamedAnswer:
+        """The time of the first event, if it has come."""
+        first = next(([at_s] for at_s, part in self.parts if b"data:" in part), [])
+        return StreamedAnswer(times_s=first)
+
+
 async def _send_all(
-    port: int, requests: Sequence[tuple[float, bytes]], begin_s: float
-) -> list[Parts]:
-    return await asyncio.gather(*(_send(port, *request, begin_s) for request in requests))
+    port: int, sent: Sequence[_Sent], begin_s: float, pipe: Connection, patience: Patience | None
+) -> bool:
+    """Whether all streams have ended, and not by the word of the other end of `pipe`."""
+    streams = asyncio.gather(*(_send(port, one, begin_s) for one in sent))
+    while patience is not None:
+        done, _ = await asyncio.wait([streams], timeout=patience.every_s)
+        if done:
+            break
+        now_s = time.perf_counter() - begin_s
+        begun = [TimedAnswer(one.at_s, 0, one.begun().times_s) for one in sent]
+        pipe.send(sum(patience.is_late(one, now_s) for one in begun))
+        if pipe.poll():
+            pipe.recv()
+            streams.cancel()
+            await asyncio.wait([streams])
+            return False
+    await streams
+    return True
 
 
-async def _send(port: int, at_s: float, request: bytes, begin_s: float) -> Parts:
-    await asyncio.sleep(begin_s + at_s - time.perf_counter())
+async def _send(port: int, sent: _Sent, begin_s: float) -> None:
+    await asyncio.sleep(begin_s + sent.at_s - time.perf_counter())
     loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(
-        lambda: _Stream(request, begin_s, loop.create_future()), "127.0.0.1", port
+    transport, stream = await loop.create_connection(
+        lambda: _Stream(sent, begin_s, loop.create_future()), "127.0.0.1", port
     )
-    return await stream.ended
+    try:
+        await stream.ended
+    finally:
+        transport.abort()
 
 
 class _Stream(asyncio.Protocol):
-    """One connection: sends `request`, and notes what comes. At the end `ended` has it all."""
+    """One connection: sends what is asked, and notes what comes until it has `ended`."""
 
-    def __init__(self, request: bytes, begin_s: float, ended: asyncio.Future[Parts]) -> None:
-        self._request, self._begin_s, self.ended = request, begin_s, ended
-        self._parts: list[tuple[float, bytes]] = []
+    def __init__(self, sent: _Sent, begin_s: float, ended: asyncio.Future[None]) -> None:
+        self._sent, self._begin_s, self.ended = sent, begin_s, ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)
+        cast(asyncio.Transport, transport).write(self._sent.request)
 
     def data_received(self, data: bytes) -> None:
-        self._parts.append((time.perf_counter() - self._begin_s, data))
+        self._sent.parts.append((time.perf_counter() - self._begin_s, data))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set_result(self._parts)
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -15,7 +15,7 @@ from bench.serving import compare
 from bench.serving.competitors import StartedEngine
 from tangram.engine.llm import LLM
 from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer
+from tangram.lab.load.clock import GivenUpError, Patience, TimedAnswer
 
 
 def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving") -> dict[str, str]:
@@ -104,7 +104,7 @@ def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else(tmp_
         ["--api-processes", "2"],
         ["--http", "--timeline"],
         ["--http", "--ranks", "2"],
-        ["--http", "--cases", "trace", "--trace", "trace.jsonl"],
+        ["--cases", "trace", "--trace", "trace.jsonl", "--speeds", "2,1"],
     ],
     ids=" ".join,
 )
@@ -171,6 +171,33 @@ def test_time_between_tokens_is_kept_and_what_the_answers_cost() -> None:
     assert run["api_us_a_token"] == 3.0
 
 
+class SlowEngine(RecordingEngine):
+    """Sustains a trace until its last request comes sooner than after 2 s."""
+
+    def answer_all(
+        self, asks: Sequence[Ask], patience: Patience | None = None
+    ) -> list[TimedAnswer]:
+        if asks[-1].at_s < 2.0:
+            raise GivenUpError("given up after 1 s")
+        return super().answer_all(asks, patience)
+
+
+def test_the_fastest_speed_of_a_trace_is_searched_and_what_is_too_fast_is_named(
+    tmp_path: Path,
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 3, "output_length": 2, "hash_ids": [%d]}\n'
+    trace.write_text("".join(line % (5000 * number, number) for number in range(2)))
+    options = argparse.Namespace(
+        trace=trace, seconds=10.0, speeds=[1.0], within=0.1, hold_ttft_s=5.0
+    )
+    kept: dict[str, Any] = {}
+    compare.measure_cases(SlowEngine(), {"trace": compare.make_replay(options)}, kept.update)
+    held = [float(part.removeprefix("speed ")) for part in kept["trace"] if part != "given up"]
+    too_fast = float(kept["trace"]["given up"].split()[1].rstrip(":"))
+    assert held[:2] == [1.0, 2.0] and max(held) <= 2.5 < too_fast <= 1.1 * max(held)
+
+
 def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
     small_llm: LLM, tmp_path: Path
 ) -> None:
@@ -178,7 +205,9 @@ def test_the_comparison_keeps_what_it_measures_and_where_it_stopped(
     trace.write_text(
         '{"timestamp": 0, "input_length": 100, "output_length": 30, "hash_ids": [1]}\n'
     )
-    options = argparse.Namespace(trace=trace, seconds=10.0, speeds="1,2", hold_ttft_s=60.0)
+    options = argparse.Namespace(
+        trace=trace, seconds=10.0, speeds=[1.0, 2.0], within=None, hold_ttft_s=60.0
+    )
     hasty = argparse.Namespace(**(vars(options) | {"hold_ttft_s": 1e-9}))
     cases = {
         "some": compare.requests(2, 20, 3, repeats=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -11,7 +12,9 @@ import psutil
 import pytest
 
 from bench.serving.servers import HttpEngine
+from bench.serving.streams import Post, StreamClients
 from tangram.lab.load.asks import Ask, alike
+from tangram.lab.load.clock import GivenUpError, Patience
 
 from .tiny import CHUNK, VOCABULARY, tiny_folder
 
@@ -49,6 +52,11 @@ def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
         assert engine.costs["api_us_a_token"] > 0 and engine.costs["chunks"] <= 5 * 9
         assert 0 < engine.costs["busiest_client"] < 1 and engine.options["fits_tokens"] > 512
 
+        # Patience that is lost ends all requests; the server answers others afterwards.
+        many = alike(24, 70, 400, shared_tokens=0, vocab_size=VOCABULARY)
+        with pytest.raises(GivenUpError, match="24 were sent"):
+            engine.answer_all(many, Patience(ttft_s=0.05, every_s=0.05))
+
         # The same tokens come again, and a turn that follows them finds what they left.
         history = asks[0].tokens + tuple(answers[0].token_ids)
         (again,) = engine.answer_all([Ask(asks[0].tokens, 9)])
@@ -64,6 +72,20 @@ def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     left = command_lines(started)
     ours = ("-m tangram", "template_process", "spawn_main")
     assert not [line for line in left if any(name in line for name in ours)]
+
+
+def test_clients_leave_a_server_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        clients = StreamClients(silent.getsockname()[1], 2)
+        with closing(clients):
+            posts = [Post("/v1/completions", {})] * 3 + [Post("/v1/completions", {}, at_s=60.0)]
+            with pytest.raises(GivenUpError, match=r"3 were sent, half of them waited 0\.[2-9]"):
+                clients.answer_all(posts, dict, Patience(ttft_s=0.2, every_s=0.1))
+            for _ in range(3):
+                connection, _ = silent.accept()
+                with connection, suppress(ConnectionResetError):
+                    while connection.recv(1000):
+                        pass
 
 
 def test_a_server_that_does_not_start_says_why(

@@ -84,8 +84,15 @@ class Patience:
 
     def ends(self, answers: Sequence[TimedAnswer], now_s: float) -> bool:
         """Whether too many requests are late at `now_s`; requests of a later time are not."""
-        late = sum(self._wait_s(one, now_s) > self.ttft_s for one in answers)
-        return late > self.share * len(answers)
+        return self.is_lost(sum(self.is_late(one, now_s) for one in answers), len(answers))
+
+    def is_late(self, answer: TimedAnswer, now_s: float) -> bool:
+        """Whether it waits longer for its first token at `now_s`, or has waited longer."""
+        return self._wait_s(answer, now_s) > self.ttft_s
+
+    def is_lost(self, late: int, requests: int) -> bool:
+        """Whether so many late ones are too many of all requests."""
+        return late > self.share * requests
 
     def give_up(self, answers: Sequence[TimedAnswer], now_s: float) -> GivenUpError:
         """The error of a run that ends at `now_s`, with the waits of all requests sent by then."""
