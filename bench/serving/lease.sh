@@ -3,13 +3,16 @@
 #   GIT_COMMIT=$(git rev-parse --short=8 HEAD) bash bench/serving/lease.sh FOLDER vllm 0.5 0.25 1
 #   PLAN=short GIT_COMMIT=… bash bench/serving/lease.sh FOLDER http-vllm vllm http-0.5 0.5 http-0.25 0.25 http-1 1
 # ENGINE is vllm or a ρ, and http- before it means its server, asked by clients in processes of their
-# own. Each starts once and is measured case by case. What is measured is kept in FOLDER as it comes, so
-# a lease that ends early loses one case. Afterwards copy its JSON files to bench/results and run
-# `python -m bench.render`. PLAN says which loads, SEATS how many rows a step has at most:
+# own. Behind it stand its variants: -fp8 (cache), -host (HOST_GIB of host memory, 64), -apiN (API
+# processes), as in http-vllm-fp8-host. Each starts once and is measured case by case. What is measured is
+# kept in FOLDER as it comes, so a lease that ends early loses one case. Afterwards copy its JSON files to
+# bench/results and run `python -m bench.render`. PLAN says which loads, SEATS how many rows a step has at most:
 #   table   the first table's. On an H200 vllm takes some 6 minutes, ρ 0.5 and 0.25 four each, ρ 1 three
 #   short   five loads of 32 to 256 streams, one minute and the start of each ENGINE (reckoned)
 #   whole   all of many streams, 8 to 1,024, four minutes and the start of each ENGINE (reckoned)
-# CASES replaces the loads. VLLM_SITE and TANGRAM_SITE are folders of packages, if those are not
+# CASES replaces the loads. CASES=trace TRACE=FILE finds the fastest speed of the first TRACE_S seconds (120) of
+# a Mooncake trace, to within 0.05 (WITHIN). SPEEDS, 1 by default, are tried first: a slow one that holds and a
+# fast one that does not save trials. VLLM_SITE and TANGRAM_SITE are folders of packages, if those are not
 # installed, separated by colons.
 set -uo pipefail
 folder=${1:?usage: lease.sh FOLDER ENGINE...}; shift
@@ -27,6 +30,17 @@ cd "$(dirname "$0")/../.." && mkdir -p "$folder"
 for engine in "$@"; do
   name=${engine#http-} options=() run=$cases series=${SERIES:-serving-9}
   [ "$engine" = "$name" ] || { options=(--http) series=${SERVED:-served}; }
+  IFS=- read -r name variants <<< "$name"
+  for variant in ${variants//-/ }; do
+    case $variant in
+      fp8) options+=(--kv-cache-dtype fp8) ;;
+      host) options+=(--offload-gib "${HOST_GIB:-64}") ;;
+      api*) options+=(--api-processes "${variant#api}") ;;
+      *) echo "$engine is left out: $variant is no variant, fp8, host and apiN are"; continue 2 ;;
+    esac
+  done
+  [ -z "${TRACE:-}" ] || options+=(--trace "$TRACE" --seconds "${TRACE_S:-120}" --speeds "${SPEEDS:-1}"
+                                   --within "${WITHIN:-0.05}" --max-model-len 131072)
   case $name in
     vllm) site=${VLLM_SITE:-} options+=(vllm) ;;
     # 96 conversations do not fit uncompressed

@@ -7,7 +7,7 @@ they are as inside the process, where the same engine has measured the case in b
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +62,7 @@ def compare_ways(inside: Found, served: Found) -> Iterator[tuple[str, str, str, 
         case for found in (inside, served) for one in found.values() for case in one["cases"]
     )
     for case in cases:
-        for engine in COMPARED:
+        for engine in dict.fromkeys((*COMPARED, *inside, *served)):
             within = read_medians(inside, engine, case)
             over = read_medians(served, engine, case)
             for way, medians in (("inside", within), ("HTTP", over)):
@@ -74,23 +74,48 @@ def compare_ways(inside: Found, served: Found) -> Iterator[tuple[str, str, str, 
                 yield case, engine, way, [cells.get(name, "") for name in COLUMNS]
 
 
+def list_speeds(ways: Mapping[str, Found]) -> Iterator[tuple[str, str, str, str]]:
+    """Of each engine's trace: the way that it was asked, the fastest speed that held, its times to
+    a first token, and what was too fast.
+    """
+    for way, found in ways.items():
+        for engine, result in found.items():
+            parts = dict(result["cases"]["trace"])
+            too_fast = parts.pop("given up", "")
+            speed = max(parts, key=lambda part: float(part.split()[1]), default="none")
+            waits = parts[speed]["ttft_s"] if parts else {}
+            shown = ", ".join(f"{name} {wait:.2f}" for name, wait in waits.items())
+            yield engine, way, f"{speed} ({shown})" if shown else speed, too_fast
+
+
+def _print_speeds(folder: Path) -> None:
+    ways = {"inside": _read(folder, "trace"), "HTTP": _read(folder, "http-trace")}
+    table = Table("engine", "way", "the trace's fastest speed, TTFT in s", "too fast")
+    for row in list_speeds(ways):
+        table.add_row(*row)
+    if table.rows:
+        Console(width=250).print(table)
+
+
+def _read(folder: Path, kind: str) -> Found:
+    try:
+        return series(folder, kind)[0]
+    except FileNotFoundError:
+        return {}
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    both = []
-    for kind in (INSIDE, SERVED):
-        try:
-            both.append(series(folder, kind)[0])
-        except FileNotFoundError:
-            both.append({})
     table = Table("case", "engine", "way", *(name.rstrip() for name in COLUMNS))
-    for case, engine, way, cells in compare_ways(*both):
+    for case, engine, way, cells in compare_ways(_read(folder, INSIDE), _read(folder, SERVED)):
         table.add_row(case, engine, way, *cells)
     Console(width=250).print(table)
+    _print_speeds(folder)
 
 
 if __name__ == "__main__":

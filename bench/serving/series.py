@@ -19,7 +19,7 @@ Row = Mapping[str, Any]  # a row of a table: `case`, `parts` of it, and a `figur
 def series(results: Path, kind: str = "serving") -> list[Found]:
     """The results in each series of a kind, by engine: `KIND_ENGINE.json`, `KIND-2_ENGINE.json`, …
 
-    Raises `FileNotFoundError` if there are none.
+    `COMPARED` engines come first. Raises `FileNotFoundError` if there are none.
     """
     names = sorted({path.name.split("_")[0] for path in results.glob(f"{kind}*_*.json")})
     if not names:
@@ -28,9 +28,9 @@ def series(results: Path, kind: str = "serving") -> list[Found]:
 
 
 def _series(results: Path, name: str) -> Found:
-    paths = {engine: results / f"{name}_{engine}.json" for engine in (*COMPARED, FP8)}
-    found = {engine: path for engine, path in paths.items() if path.exists()}
-    return {engine: json.loads(path.read_text(encoding="utf-8")) for engine, path in found.items()}
+    paths = {path.stem.split("_", 1)[1]: path for path in sorted(results.glob(f"{name}_*.json"))}
+    engines = [engine for engine in dict.fromkeys((*COMPARED, *paths)) if engine in paths]
+    return {engine: json.loads(paths[engine].read_text(encoding="utf-8")) for engine in engines}
 
 
 def figures(result: Result | None, row: Row) -> list[float]:
@@ -63,7 +63,8 @@ def find_series(row: Row, among: Sequence[Found]) -> int | None:
     def rank(place: int) -> tuple[str, int, float]:
         peer = among[place].get(PEER)
         day = peer["environment"]["date"] if peer else ""
-        engines = sum(row["case"] in result["cases"] for result in among[place].values())
+        compared = (among[place][engine] for engine in (*COMPARED, FP8) if engine in among[place])
+        engines = sum(row["case"] in result["cases"] for result in compared)
         return day, engines, speed(figures(peer, row), row)
 
     return max(reversed(having), key=rank, default=None)

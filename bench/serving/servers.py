@@ -113,6 +113,12 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
     return spelled
 
 
+def spell_command(kind: ServerKind, folder: Path, options: Sequence[str]) -> list[str]:
+    """The command that serves the model in `folder`, without a port."""
+    named = [str(folder), "--served-model-name", NAME]
+    return [sys.executable, "-m", *kind.module, *named, *kind.own_options, *options]
+
+
 @dataclass(frozen=True)
 class MeasuredServer:
     """A running server: its port, and its first process."""
@@ -168,8 +174,7 @@ def run_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", *kind.module, str(folder), "--port", str(port)]
-    command += ["--served-model-name", NAME, *kind.own_options, *options]
+    command = [*spell_command(kind, folder, options), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.serving.servers import describe_costs, read_tokens, spell_options, time_answer
+from bench.serving.competitors import choose_vllm_options
+from bench.serving.servers import (
+    KINDS,
+    describe_costs,
+    read_tokens,
+    spell_command,
+    spell_options,
+    time_answer,
+)
 from bench.serving.streams import ClientCost, StreamedAnswer, read_completion, read_events
 from tangram.lab.load.asks import Ask
 
@@ -124,6 +133,17 @@ def test_the_processors_time_is_divided_by_tokens_and_by_chunks() -> None:
 def test_options_are_spelled_as_the_command_has_them() -> None:
     given = {"max_num_seqs": 4, "enable_prefix_caching": True, "kv_offloading_size": None}
     assert spell_options(given) == ["--max-num-seqs", "4", "--enable-prefix-caching"]
+
+
+def test_the_servers_of_vllm_are_started_with_the_options_of_its_variants() -> None:
+    options = choose_vllm_options(40960, 256, offload_gib=64, cache_dtype="fp8")
+    given = spell_options(options | {KINDS["vllm"].processes: 4})
+    command = " ".join(spell_command(KINDS["vllm"], Path("/model"), given))
+    assert " -m vllm.entrypoints.cli.main serve /model --served-model-name measured " in command
+    for option in ("kv-offloading-size 64", "kv-cache-dtype fp8", "api-server-count 4"):
+        assert f" --{option}" in command
+    plain = " ".join(spell_options(choose_vllm_options(40960)))
+    assert "offloading" not in plain and "--kv-cache-dtype auto" in plain
 
 
 def test_words_are_tokens() -> None:
