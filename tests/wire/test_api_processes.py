@@ -225,6 +225,8 @@ def test_an_api_process_that_hangs_is_replaced_and_does_not_put_off_the_end() ->
             for _ in response.iter_lines():
                 if first not in server.children:
                     break
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            wait_until(lambda: scrape(client)["tangram_requests_running", ""] == 0, "it runs")
         second.suspend()
         wait_until(lambda: healthy(server.url), "no other one", timeout_s=60)
         server.process.send_signal(signal.SIGTERM)
@@ -248,12 +250,13 @@ def test_a_signal_while_api_processes_are_replaced_ends_the_server_and_starts_no
         wait_until(lambda: len(server.children) == 2, "two processes")
         first, second = server.children
         first.kill()
-        wait_until(lambda: set(server.children) > {second}, "no other one")
-        late = set(server.children) - {second}  # it imports, and has heard nothing yet
+        wait_until(lambda: len({*server.children} - {first, second}) == 1, "no other one")
+        known = {*server.children}  # the new one imports, and has heard nothing yet
         second.kill()
         time.sleep(0.2)
         server.process.send_signal(signal.SIGTERM)
-        while server.process.poll() is None and set(server.children) <= late | {second}:
+        while server.process.poll() is None:
+            assert {*server.children} <= known, "one was started"
             time.sleep(0.05)
         code, output, log = server.end()
     assert code == 0 and output.startswith("stopped True") and "Traceback" not in log
