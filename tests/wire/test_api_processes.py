@@ -28,6 +28,8 @@ import json, logging, sys, threading
 logging.basicConfig(level=logging.INFO)
 from tests.wire.fake_engine import FakeEngine, serve_fake
 engine = FakeEngine()
+# As large as a real tokenizer: an API process gets it when it has imported all.
+engine.codec.told.append({"ballast": "x" * (4 << 20)})
 def obey():
     for line in sys.stdin:
         if line.strip() == "die":
