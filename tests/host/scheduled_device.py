@@ -263,9 +263,17 @@ class ScheduledDevice:
             self.scheduler.remove(sequence)
             self.ended.append(sequence)
 
+    def check_excess(self) -> None:
+        """Who waits for a first turn is counted as the queue has it."""
+        scheduler = self.scheduler
+        fresh = sum(entry.cached_tokens is None for entry in scheduler.waiting)
+        free = self.config.max_num_seqs - len(scheduler.running)
+        assert scheduler.excess(2) == fresh + 2 - free
+
     def _check_queues(
         self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]
     ) -> None:
+        self.check_excess()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert sorted(entry.arrival_index for entry in running + waiting) == sorted(
             entry.arrival_index for entry in preemptions
