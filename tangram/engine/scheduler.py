@@ -104,6 +104,7 @@ class Scheduler:
     _epoch: int = 0
     _decode_waits: bool = False
     _fresh: int = 0  # of those waiting, how many never ran
+    _accepted: int = 0  # drafts of the last step
 
     def __post_init__(self) -> None:
         self.open_chunks = OpenChunks(self.cache)
@@ -189,6 +190,7 @@ class Scheduler:
         decoding, filled, unfinished = self._sort_running()
         if decoding:
             filled = filled[: self._most_filled()]
+        self._accepted = 0
         in_turn = chain(filled, self._in_turn(unfinished, self._admissions(fresh_batch)))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
@@ -224,6 +226,7 @@ class Scheduler:
 
         Call it before `commit`.
         """
+        self._accepted += accepted
         sequence.foresee(drafts[:accepted])
         self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
 
@@ -301,9 +304,10 @@ class Scheduler:
     def _most_filled(self) -> int:
         """How many chunks that decode has filled a step takes beside rows that decode.
 
-        As many as the batch fills in a step on average: with fewer, ever more would wait.
+        As many as the batch fills in a step on average, with as many accepted drafts as the last
+        one had: with fewer, ever more would wait.
         """
-        return -(-len(self.running) // self.config.chunk_tokens)
+        return -(-(len(self.running) + self._accepted) // self.config.chunk_tokens)
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""
