@@ -278,13 +278,14 @@ class Engine:
 
     def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
         """Run a step without drafts. The tokens of the step before are read while it runs."""
+        awaited = self._flight is not None or not self.ahead
         samplers = [entry.sampler for entry in sampled]
         constrained = any(sampler.matcher is not None for sampler in samplers)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._send_parcels()
-        awaited = self._land() or not self.ahead
+        self._land()
         self._commit(step)
         for sequence in [completion.sequence for completion in sampled]:
             sequence.expect()
