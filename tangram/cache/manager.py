@@ -91,6 +91,11 @@ class CacheManager:
         self._count_owed(seq)
         return True
 
+    @property
+    def arriving_tokens(self) -> int:
+        """The cached tokens of all sequences that are `arriving`."""
+        return sum(seq.cached_tokens for seq in self._arriving)
+
     def can_go_on(self, seq: SequenceCache, tokens: int) -> bool:
         """Whether the step that seals a chunk of `seq` has pages for `tokens` more, up to a chunk.
 

@@ -130,7 +130,7 @@ def end_tokens(codec: Decoder, sampling: SamplingParams) -> frozenset[int]:
 
 def spell(pieces: Iterable[Piece]) -> str:
     """The pieces as one text, marks by their names."""
-    return "".join(piece.name if isinstance(piece, Mark) else piece for piece in pieces)
+    return "".join([piece.name if isinstance(piece, Mark) else piece for piece in pieces])
 
 
 def read_text(

@@ -188,16 +188,17 @@ class Answers:
         self._defaults = defaults
         self._seeds = random.Random(seed)
         self._arrivals = 0
-        self._all: dict[tuple[str, int], Completion] = {}
+        self._all: dict[str, list[Completion]] = {}
         self._siblings: dict[str, list[Completion]] = {}
+        self._held_back = 0
 
-    def __len__(self) -> int:
-        return len(self._all)
+    def __bool__(self) -> bool:
+        return bool(self._all)
 
     @property
     def request_ids(self) -> list[str]:
         """The requests that have not ended, each once."""
-        return list(dict.fromkeys(request_id for request_id, _ in self._all))
+        return list(self._all)
 
     def begin(self, request: Request, retention: Retention, max_tokens: int) -> Completion:
         """The first completion of a new request; `siblings` has the others.
@@ -226,35 +227,44 @@ class Answers:
             one.sequence.speculative = request.grammar is None and request.speculative is not False
             one.sequence.sample_index = one.index
         self._arrivals += sampling.n
-        self._all |= {(request_id, completion.index): completion for completion in (first, *others)}
+        self._all[request_id] = [first, *others]
         self._siblings[request_id] = others
+        self._held_back += len(others)
         return first
 
     @property
     def held_back(self) -> int:
         """How many completions wait until the first of their request has computed the prompt."""
-        return sum(map(len, self._siblings.values()))
+        return self._held_back
 
     def siblings(self, request_id: str) -> list[Completion]:
         """The other completions of a request, at the first call only."""
-        return self._siblings.pop(request_id, [])
+        others = self._siblings.pop(request_id, [])
+        self._held_back -= len(others)
+        return others
 
     def of(self, step: Step) -> list[Completion]:
         """The completions that get a token from `step`, in the order of its rows."""
+        rows = [row for row in step.rows if row.sample]
         by_slot = {
             cache.slot: completion
-            for completion in self._all.values()
+            for request_id in {row.request_id for row in rows}
+            for completion in self._all[request_id]
             if (cache := completion.sequence.cache) is not None
         }
-        return [by_slot[row.slot] for row in step.rows if row.sample]
+        return [by_slot[row.slot] for row in rows]
 
     def remove(self, completion: Completion) -> None:
         """Forget a completion that has ended."""
-        del self._all[completion.request.request_id, completion.index]
+        request_id = completion.request.request_id
+        own = self._all[request_id]
+        own.remove(completion)
+        if not own:
+            del self._all[request_id]
 
     def of_request(self, request_id: str) -> list[Completion]:
         """The completions of one request, those that still wait for the first too."""
-        return [completion for key, completion in self._all.items() if key[0] == request_id]
+        return list(self._all.get(request_id, ()))
 
     def _begin(
         self, request: Request, index: int, seed: int, ends: frozenset[int]

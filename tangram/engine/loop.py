@@ -23,7 +23,7 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
-from tangram.engine.admission import Admission
+from tangram.engine.admission import Admission, count_state
 from tangram.engine.completion import Answers, Completion, Flight, Parcel, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
@@ -281,13 +281,14 @@ class Engine:
 
     def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
         """Run a step without drafts. The tokens of the step before are read while it runs."""
+        awaited = self._flight is not None or not self.ahead
         samplers = [entry.sampler for entry in sampled]
         constrained = any(sampler.matcher is not None for sampler in samplers)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._send_parcels()
-        awaited = self._land() or not self.ahead
+        self._land()
         self._commit(step)
         for sequence in [completion.sequence for completion in sampled]:
             sequence.expect()
@@ -364,6 +365,8 @@ class Engine:
 
         Those that end nothing are one event. A GPU computes the next step while it is sent.
         """
+        if completion.ended:  # with another of its request, whose logits are unsound
+            return
         found = [token for token in tokens if token is not None]
         if len(found) == len(tokens) and completion.goes_on(found):
             self._take_later(completion, found)
@@ -380,9 +383,10 @@ class Engine:
 
     def _take_later(self, completion: Completion, tokens: Sequence[ChosenToken]) -> None:
         sequence = completion.sequence
-        if self._speculation is None or sequence.cache is None:
+        if self._speculation is None:
             raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
-        count, chunks = sequence.read_tokens, sequence.cache.sealed_chunks
+        # Unsound logits of another may have preempted it meanwhile.
+        count, (chunks, _) = sequence.read_tokens, count_state(sequence)
         token_ids = [token.token_id for token in tokens]
         sequence.extend(token_ids)
         completion.sampler.extend(token_ids)

@@ -29,10 +29,11 @@ read a part of each chunk, only few stay open: then all of them are computed aga
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +50,8 @@ from tangram.engine.rows import newest_row, prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 from tangram.watch import SequenceState
+
+_rank = attrgetter("rank")
 
 
 @dataclass
@@ -100,6 +103,8 @@ class Scheduler:
     _members: list[tuple[int, Retention, int]] = field(default_factory=list)
     _epoch: int = 0
     _decode_waits: bool = False
+    _fresh: int = 0  # of those waiting, how many never ran
+    _accepted: int = 0  # drafts of the last step
 
     def __post_init__(self) -> None:
         self.open_chunks = OpenChunks(self.cache)
@@ -109,8 +114,7 @@ class Scheduler:
 
         A positive number waits; a negative one is free places.
         """
-        fresh = sum(sequence.cached_tokens is None for sequence in self.waiting)
-        return fresh + entering - (self.config.max_num_seqs - len(self.running))
+        return self._fresh + entering - (self.config.max_num_seqs - len(self.running))
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
@@ -143,10 +147,11 @@ class Scheduler:
                 self.cache.drop_open(cache)
 
     def _forget(self, sequence: TokenSequence) -> None:
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        queue = self.waiting if sequence.cache is None else self.running
+        at = bisect_left(queue, sequence.rank, key=_rank)
+        if at < len(queue) and queue[at] is sequence:
+            del queue[at]
+            self._fresh -= sequence.cached_tokens is None
         if sequence.cache is not None:
             self.cache.close(sequence.cache)
             sequence.cache = None
@@ -185,6 +190,7 @@ class Scheduler:
         decoding, filled, unfinished = self._sort_running()
         if decoding:
             filled = filled[: self._most_filled()]
+        self._accepted = 0
         in_turn = chain(filled, self._in_turn(unfinished, self._admissions(fresh_batch)))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
@@ -220,6 +226,7 @@ class Scheduler:
 
         Call it before `commit`.
         """
+        self._accepted += accepted
         sequence.foresee(drafts[:accepted])
         self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
 
@@ -297,9 +304,10 @@ class Scheduler:
     def _most_filled(self) -> int:
         """How many chunks that decode has filled a step takes beside rows that decode.
 
-        As many as the batch fills in a step on average: with fewer, ever more would wait.
+        As many as the batch fills in a step on average, with as many accepted drafts as the last
+        one had: with fewer, ever more would wait.
         """
-        return -(-len(self.running) // self.config.chunk_tokens)
+        return -(-(len(self.running) + self._accepted) // self.config.chunk_tokens)
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""
@@ -311,7 +319,8 @@ class Scheduler:
 
     def _queue(self, sequence: TokenSequence) -> None:
         self._note(sequence, SequenceState.WAITING)
-        insort(self.waiting, sequence, key=lambda entry: entry.rank)
+        insort(self.waiting, sequence, key=_rank)
+        self._fresh += sequence.cached_tokens is None
 
     def _note(self, sequence: TokenSequence, state: SequenceState) -> None:
         if self.changes is not None:
@@ -357,16 +366,11 @@ class Scheduler:
             and self._admit(self.waiting[0])
         ):
             sequence = self.waiting.pop(0)
-            insort(self.running, sequence, key=lambda entry: entry.rank)
+            insort(self.running, sequence, key=_rank)
             self._note(sequence, SequenceState.RUNNING)
             yield sequence
             # About a step's budget of tokens may be copied from host memory at a time.
-            arriving = (
-                _require_cache(entry).cached_tokens
-                for entry in self.running
-                if _require_cache(entry).arriving
-            )
-            if sum(arriving) >= self.config.max_num_batched_tokens:
+            if self.cache.arriving_tokens >= self.config.max_num_batched_tokens:
                 return
 
     def _admit(self, sequence: TokenSequence) -> bool:
@@ -380,6 +384,7 @@ class Scheduler:
             sequence.cache = None
             return False
         if sequence.cached_tokens is None:
+            self._fresh -= 1
             sequence.cached_tokens, sequence.admitted_s = (
                 sequence.cache.cached_tokens,
                 time.monotonic(),

@@ -53,12 +53,14 @@ def main() -> None:
     with keep_uncollected():
         from tangram.link import serving
         from tangram.serve.logs import log_inside
-    try:
-        start: ApiStart = pipe.recv()
-    except EOFError:
-        return
+    with pipe:  # with another open end of it here, nobody would see that this process hangs up
+        try:
+            start: ApiStart = pipe.recv()
+        except (EOFError, OSError):  # the engine's process has ended
+            return
+        connection = socket.socket(fileno=os.dup(pipe.fileno()))
     with log_inside(start.log_format):
-        serving.serve_api(start, socket.socket(fileno=os.dup(pipe.fileno())), listeners)
+        serving.serve_api(start, connection, listeners)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,14 @@ class ApiProcess:
         with self._pipe:
             return socket(fileno=os.dup(self._pipe.fileno()))
 
-    def wait(self) -> str:
-        """How it has ended, in words."""
-        code = self._process.wait()
+    def wait(self, most_s: float) -> str:
+        """How it has ended, in words; it is killed if it has not after `most_s`."""
+        try:
+            code = self._process.wait(most_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+            return f"has not ended in {most_s:g} s and was killed"
         return f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
 
     def kill(self) -> None:
@@ -70,7 +75,7 @@ class ApiProcesses:
     def __exit__(self, *_: object) -> None:
         self.kill()
         for process in self._all:
-            process.wait()
+            process.wait(0)
         self._folder.cleanup()
 
     def __len__(self) -> int:
@@ -80,7 +85,7 @@ class ApiProcesses:
         return self._all[place]
 
     def start_again(self, place: int) -> None:
-        """Start another one in the place of one that has ended."""
+        """Start another one in the place of one that has ended. Raises `OSError`."""
         self._all[place] = ApiProcess(self._listener, self._folder.name)
 
     def kill(self) -> None:

@@ -85,12 +85,22 @@ class PortedEngine(Protocol):
 class EnginePort:
     """Serves `engine` and its `page` to API processes. For one event loop, not the engine's thread.
 
-    Make it before the engine starts.
+    Make it before the engine starts. A step that takes longer than `most_step_s` hangs, and so does
+    an API process for which more than `most_unread_bytes` wait.
     """
 
-    def __init__(self, engine: PortedEngine, page: PageDesk | None = None) -> None:
+    def __init__(
+        self,
+        engine: PortedEngine,
+        page: PageDesk | None = None,
+        most_step_s: float = MOST_STEP_S,
+        most_unread_bytes: int = MOST_UNREAD_BYTES,
+    ) -> None:
         self._engine, self._page = engine, page
+        self._most_step_s, self._most_unread_bytes = most_step_s, most_unread_bytes
         self._lines: set[_Line] = set()
+        self._hangs = False
+        self._drains_until_s: float | None = None
         # One thread: grammars are compiled one after the other, as in the API process that asks.
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         engine.follow(self._tell_all)
@@ -98,15 +108,20 @@ class EnginePort:
     async def serve(self, connection: socket) -> bool:
         """Serve the API process at the other end of `connection` until it hangs up.
 
-        What it has asked for is then aborted. Returns whether it ever answered requests.
+        It is hung up on if it tells what cannot be understood. What it has asked for is then
+        aborted. Returns whether it ever answered requests.
         """
         reader, writer = await asyncio.open_connection(sock=connection)
-        line = _Line(self._engine, self._page, self._compiler, writer)
+        line = _Line(self._engine, self._page, self._compiler, writer, self._most_unread_bytes)
         self._lines.add(line)
         try:
-            line.tell()
+            line.tell_state(hangs=self._hangs)
+            if self._drains_until_s is not None:
+                line.send(Drain(max(0.0, self._drains_until_s - time.monotonic())))
             while (message := await read_frame(reader)) is not None:
                 line.take(message)
+        except Exception:  # the other lines go on
+            _log.exception("an API process cannot be understood: its requests are ended")
         finally:
             self._lines.discard(line)
             line.close()
@@ -123,26 +138,30 @@ class EnginePort:
         return sum(line.ready for line in self._lines)
 
     async def watch(self) -> None:
-        """PageWatch until cancelled whether steps end while requests run."""
-        steps, since_s, hung = None, 0.0, False
+        """Watch until cancelled whether steps end while requests run."""
+        steps, since_s = None, 0.0
         while True:
             stats, now_s = self._engine.stats(), time.monotonic()
             if stats.steps != steps or stats.running == 0:
                 steps, since_s = stats.steps, now_s
-            hangs = now_s - since_s > MOST_STEP_S
-            if hangs and not hung:
+            hangs = now_s - since_s > self._most_step_s
+            if hangs and not self._hangs:
                 _log.error(
                     "a step of the engine has not ended for %.0f s: the server is not healthy",
                     now_s - since_s,
                 )
-            if hangs != hung:
+            if hangs != self._hangs:
+                self._hangs = hangs
                 for line in self._lines:
-                    line.tell_hanging(hangs=hangs)
-            hung = hangs
-            await asyncio.sleep(MOST_STEP_S / 60)
+                    line.tell_state(hangs=hangs)
+            await asyncio.sleep(self._most_step_s / 60)
 
     def drain(self, grace_s: float) -> None:
-        """Have the API processes take no new requests, and end in `grace_s` at the latest."""
+        """Have the API processes take no new requests, and end in `grace_s` at the latest.
+
+        Those that come later are told, too.
+        """
+        self._drains_until_s = time.monotonic() + grace_s
         for line in self._lines:
             line.send(Drain(grace_s))
 
@@ -164,9 +183,11 @@ class _Line:
         page: PageDesk | None,
         compiler: ThreadPoolExecutor,
         writer: asyncio.StreamWriter,
+        most_unread_bytes: int,
     ) -> None:
         self._engine, self._page = engine, page
         self._compiler, self._writer = compiler, writer
+        self._most_unread_bytes = most_unread_bytes
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._news_encoder, self._encoder = make_encoder(), make_encoder()  # one for each thread
@@ -219,9 +240,10 @@ class _Line:
             if not self.left[request_id]:
                 del self.left[request_id]
 
-    def tell_hanging(self, *, hangs: bool) -> None:
-        """Tell of the engine's thread, which does not."""
-        self.send(StepNews([], self._read_queue(), None, hangs=hangs))
+    def tell_state(self, *, hangs: bool) -> None:
+        """Tell of the engine's thread, which may not tell for long, or never again."""
+        stats, ended = self._engine.stats(), not self._engine.healthy
+        self.send(StepNews([], self._read_queue(), stats, ended, hangs))
 
     def send(self, message: ToApi) -> None:
         """Send a message."""
@@ -231,7 +253,7 @@ class _Line:
         if self._writer.transport.is_closing():
             return
         self._writer.write(message)
-        if self._writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+        if self._writer.transport.get_write_buffer_size() > self._most_unread_bytes:
             _log.error("an API process reads nothing: its requests are ended")
             self._writer.transport.abort()
 
@@ -282,6 +304,9 @@ class _Line:
             told = PageTold(number, await page.answer(question))
         except ApiError as error:
             told = _explain(number, error)
+        except Exception:
+            _log.exception("a question of the page could not be answered")
+            told = _explain(number, ApiError(500, "internal error: the server's log has the details"))
         self.send(told)
 
     async def _submit(self, asked: Submission) -> None:

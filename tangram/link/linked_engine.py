@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any, Protocol
 
-from tangram.link.engine_port import EnginePort, PortedEngine
+from tangram.link.engine_port import MOST_STEP_S, EnginePort, PortedEngine
 from tangram.link.remote_engine import EngineNature, KnownEngine, RemoteEngine
 from tangram.page.desk import PageDesk
 
@@ -24,13 +24,17 @@ class OwnEngine(KnownEngine, PortedEngine, Protocol):
 class LinkedEngine(RemoteEngine):
     """`engine` at the other end of a pair of sockets, with what `desk` tells of it.
 
-    The engine must not have started: it starts and stops with this one.
+    The engine must not have started: it starts and stops with this one. A step that takes longer
+    than `most_step_s` hangs.
     """
 
-    def __init__(self, engine: OwnEngine, desk: PageDesk | None = None) -> None:
+    def __init__(
+        self, engine: OwnEngine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
+    ) -> None:
         here, self._there = socket.socketpair()
         super().__init__(EngineNature.of(engine), here, lambda grace_s: None)
-        self._own, self._desk, self._port = engine, desk, EnginePort(engine, desk)
+        self._own, self._desk = engine, desk
+        self._port = EnginePort(engine, desk, most_step_s)
         self._beside: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

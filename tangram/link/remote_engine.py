@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from socket import socket
@@ -40,6 +41,8 @@ from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
 _GONE = "the engine has stopped: the server's log has the reason"
+_ENDING = "the server is shutting down: send the request to another, or again in a while"
+_log = logging.getLogger(__name__)
 
 
 class KnownEngine(Protocol):
@@ -167,13 +170,15 @@ class RemoteEngine:
 
     def tell_ready(self) -> None:
         """Tell the engine's process that requests are answered."""
-        self._send(Ready())
+        if not self.ended:
+            self._send(Ready())
 
     async def stop(self) -> None:
         """End what runs, and hang up. Safe to call twice."""
         for request_id, running in list(self._running.items()):
             self.abort(request_id)
             running.end(None)
+        self._refuse_asked(_ENDING)
         if self._reading is not None:
             self._reading.cancel()
         if self._writer is not None:
@@ -282,8 +287,11 @@ class RemoteEngine:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(ToApi)
-        while (message := await read_frame(reader)) is not None:
-            self._take(decoder.decode(message))
+        try:
+            while (message := await read_frame(reader)) is not None:
+                self._take(decoder.decode(message))
+        except Exception:  # this process ends, and another one takes its place
+            _log.exception("the engine's process cannot be understood")
         self._fail()
 
     def _fail(self) -> None:
@@ -291,15 +299,19 @@ class RemoteEngine:
         self.ended = True
         if self._writer is not None:
             self._writer.close()
-        unanswered: list[asyncio.Future[Any]] = [*self._asked.values(), *self._told.values()]
-        for awaited in unanswered:
-            if not awaited.done():
-                awaited.set_exception(EngineError(_GONE))
+        self._refuse_asked(_GONE)
         for watcher in self._watchers.values():
             watcher.close()
         running, self._running = self._running, {}
         for one in running.values():
             one.end(_GONE)
+
+    def _refuse_asked(self, error: str) -> None:
+        """End what waits for an answer of the engine's process."""
+        unanswered: list[asyncio.Future[Any]] = [*self._asked.values(), *self._told.values()]
+        for awaited in unanswered:
+            if not awaited.done():
+                awaited.set_exception(EngineError(error))
 
     def _take(self, told: ToApi) -> None:
         match told:

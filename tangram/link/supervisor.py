@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # When the server ends, it waits this long for the step under way.
 LAST_STEP_S = 30
+# An API process that ends this much later than it should, or not at all, is killed.
+KILL_AFTER_S = 15.0
 # A process that ends is started again; so many that end before they are ready end the server.
 _MOST_FAILED_STARTS = 3
 _AGAIN_AFTER_S = 1.0
@@ -32,9 +35,10 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """Serves `engine`, which is not started, by API processes until a signal ends it.
 
-    Running answers get `grace_s` after the signal, then they end with an error. A second signal
-    ends all processes at once. `on_ready` is called when all API processes answer. `run` raises
-    `EngineError` if the engine stops by itself, or if API processes cannot start.
+    Running answers get `grace_s` after the signal, then they end with an error. API processes that
+    do not end are killed `kill_after_s` later. A second signal ends all processes at once.
+    `on_ready` is called when all API processes answer. `run` raises `EngineError` if the engine
+    stops by itself, or if API processes cannot start.
     """
 
     def __init__(
@@ -45,10 +49,11 @@ class Supervisor:
         start: ApiStart,
         processes: ApiProcesses,
         on_ready: Callable[[], None],
+        kill_after_s: float = KILL_AFTER_S,
     ) -> None:
         self._engine, self._port, self._desk, self._start = engine, port, desk, start
         self._processes, self._on_ready = processes, on_ready
-        self._grace_s = start.shutdown_grace_s
+        self._grace_s, self._kill_after_s = start.shutdown_grace_s, kill_after_s
         self._ends_s: float | None = None
 
     async def run(self) -> None:
@@ -65,6 +70,7 @@ class Supervisor:
             loop.create_task(self._port.watch()),
             loop.create_task(tell_activity(self._engine.stats)),
             loop.create_task(self._tell_ready()),
+            loop.create_task(self._kill_late()),
         ]
         try:
             async with asyncio.TaskGroup() as group:
@@ -86,22 +92,43 @@ class Supervisor:
             )
 
     async def _keep(self, place: int) -> None:
-        """Keep one API process running."""
+        """Keep one API process running until the server ends."""
         failed = 0
-        while True:
-            process = self._processes[place]
-            # In a thread: it takes megabytes from the pipe only when it has imported all.
-            connection = await asyncio.to_thread(process.begin, self._start)
-            was_ready = await self._port.serve(connection)
-            ended = await asyncio.to_thread(process.wait)
-            if self._is_ending:
-                return
+        was_ready, ended = await self._see_through(place)
+        while not self._is_ending:
             failed = 0 if was_ready else failed + 1
             if failed == _MOST_FAILED_STARTS:
                 raise EngineError(f"an API process {ended}, {failed} times before it was ready")
             _log.error("an API process %s: its requests are aborted, another one starts", ended)
             await asyncio.sleep(_AGAIN_AFTER_S)
-            self._processes.start_again(place)
+            if self._is_ending:
+                return
+            try:
+                self._processes.start_again(place)
+            except OSError as error:
+                was_ready, ended = False, f"could not be started ({error})"
+            else:
+                was_ready, ended = await self._see_through(place)
+
+    async def _see_through(self, place: int) -> tuple[bool, str]:
+        """Serve an API process until it has ended: whether it ever answered, and how it ended."""
+        process = self._processes[place]
+        # In a thread: it takes megabytes from the pipe only when it has imported all.
+        connection = await asyncio.to_thread(process.begin, self._start)
+        was_ready = await self._port.serve(connection)
+        return was_ready, await asyncio.to_thread(process.wait, self._kill_after_s)
+
+    async def _kill_late(self) -> None:
+        """When the server ends, kill API processes that do not end with it."""
+        ends_s = math.inf
+        while time.monotonic() < ends_s + self._kill_after_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if not self._engine.healthy:
+                ends_s = min(ends_s, time.monotonic())
+            elif self._ends_s is not None:
+                ends_s = self._ends_s
+        _log.error("an API process does not end: it is killed")
+        self._processes.kill()
 
     @property
     def _is_ending(self) -> bool:
@@ -110,7 +137,8 @@ class Supervisor:
     async def _tell_ready(self) -> None:
         while self._port.ready < len(self._processes):
             await asyncio.sleep(_LOOK_EVERY_S)
-        self._on_ready()
+        if not self._is_ending:
+            self._on_ready()
 
     def _take_signal(self, number: int) -> None:
         """Drain at the first signal, exit at the next."""

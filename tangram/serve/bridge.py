@@ -278,25 +278,31 @@ class EventStream:
             job.record.generation = self.generation
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        if limits.request_timeout_s is not None:
-            gone_s = 0.0 if job.record is None else job.record.duration_s
-            self._timer = self._loop.call_later(
-                limits.request_timeout_s - gone_s, self._expire, limits.request_timeout_s
-            )
+        self._most_s = limits.request_timeout_s
 
     @classmethod
     async def open(
         cls, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits
     ) -> EventStream:
-        """Submit `job`. Raises as `ServedEngine.submit` does."""
+        """Submit `job`. Raises as `ServedEngine.submit` does, and `ApiError` 504."""
         stream, now_s = cls(engine, job, metrics, limits), time.monotonic()
+        ends_s = stream._choose_end()
         try:
-            await engine.submit(*map(stream._request, range(len(job.prompts))))
-        except BaseException:
-            stream.close()
-            raise
+            async with asyncio.timeout_at(ends_s):
+                await engine.submit(*map(stream._request, range(len(job.prompts))))
+        except TimeoutError as error:
+            raise make_timeout_error(stream._most_s) from error
+        if ends_s is not None:
+            stream._timer = stream._loop.call_at(ends_s, stream._expire)
         stream._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
         return stream
+
+    def _choose_end(self) -> float | None:
+        """When the request has taken too long, on the loop's clock."""
+        if self._most_s is None:
+            return None
+        gone_s = 0.0 if self._job.record is None else self._job.record.duration_s
+        return self._loop.time() + self._most_s - gone_s
 
     def _request(self, number: int) -> Request:
         return Request(
@@ -324,9 +330,9 @@ class EventStream:
             self._pending.append((choice, event))
         self._tell()
 
-    def _expire(self, timeout_s: float) -> None:
+    def _expire(self) -> None:
         """End the request. Its pages are free at the next step, however slow the client is."""
-        self._pending.append(make_timeout_error(timeout_s))
+        self._pending.append(make_timeout_error(self._most_s))
         self._abort_unfinished()
         self._tell()
 

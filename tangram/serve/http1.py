@@ -18,7 +18,7 @@ class Http1(h11.Connection):
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
-        self._tells_events = self._is_chunked = False
+        self._tells_events = self._is_chunked = self._in_chunks = False
 
     def next_event(self) -> Any:
         """As h11 has it. Raises `UncertainEndError`."""
@@ -42,11 +42,12 @@ class Http1(h11.Connection):
                 for name, value in event.headers
             )
             self._is_chunked = b"transfer-encoding: chunked" in (sent or b"").lower()
+        self._in_chunks = self._is_chunked and self.our_state is h11.SEND_BODY
         return sent
 
     def send_part(self, part: bytes) -> bytes:
         """What h11 makes of a part of a body, without its checks: a token each in a stream."""
-        if self._is_chunked and self.our_state is h11.SEND_BODY:
+        if self._in_chunks:
             return b"%x\r\n%b\r\n" % (len(part), part)
         return self.send(h11.Data(data=part)) or b""
 

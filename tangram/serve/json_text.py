@@ -33,4 +33,5 @@ class JsonStrings:
 
 def write_line(data: Json | str) -> str:
     """`data` as JSON on one line, whatever a client takes for the end of a line."""
-    return msgspec.json.encode(data).decode().translate(_LINE_ENDS)
+    text = msgspec.json.encode(data).decode()
+    return text if text.isascii() else text.translate(_LINE_ENDS)

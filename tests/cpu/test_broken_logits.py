@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tangram.kernels.narrow import INT8_NAN
 from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams
 from tests.small_engines import drain, profile_file, run, small_engine
+from tests.speculation import METHODS, draft_always
 
 TINY = LlamaConfig(
     vocab_size=96,
@@ -68,11 +70,13 @@ def prompt(length: int, step: int, bad_at: int | None = None) -> list[int]:
 
 
 def submit(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = ANSWER
+    engine: Engine, prompts: Sequence[Sequence[int]], *params: SamplingParams
 ) -> list[list[Event]]:
+    """The events of each prompt, which are still to come; one of `params` is for all."""
     events: list[list[Event]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):
-        engine.submit(Request(str(number), tuple(tokens), params, events[number].append))
+        own = params[number % len(params)] if params else ANSWER
+        engine.submit(Request(str(number), tuple(tokens), own, events[number].append))
     return events
 
 
@@ -181,6 +185,67 @@ def test_what_breaks_while_decoding_ends_after_the_tokens_before_it(
     assert tokens_of(events) == expected[:4]
     assert events[-1].finish_reason is FinishReason.ABORT
     assert tokens_of(others) == untouched
+
+
+@pytest.fixture(params=[("ngram", False), ("ngram", True), ("compressed_kv", True)], ids=str)
+def draft(request: pytest.FixtureRequest, model: LoadedModel, profile: str) -> Callable[[], Engine]:
+    """Makes engines that always draft, and read tokens before or after the next step begins."""
+    method, ahead = request.param
+
+    def make() -> Engine:
+        engine = small_engine(model, speculative_config=METHODS[method], profile=(profile,))
+        engine.ahead = ahead
+        return draft_always(engine)
+
+    return make
+
+
+def break_first(engine: Engine, model: LoadedModel, after: int) -> int:
+    """Step until all is done. Once the first request has `after` tokens, its newest one breaks.
+
+    Returns how many tokens it had then.
+    """
+    engine.step()
+    first = engine._scheduler.running[0]
+    while first.read_tokens < after:
+        engine.step()
+    had = first.read_tokens
+    with pytest.MonkeyPatch.context() as patch, poison(model):
+        patch.setitem(globals(), "BAD", int(first.known_tokens[-1]))
+        engine.step()
+    drain(engine)
+    return had
+
+
+@pytest.mark.parametrize("after", [4, 13, 25])
+def test_who_shares_a_broken_prefix_keeps_what_was_drafted_for_it(
+    draft: Callable[[], Engine], model: LoadedModel, after: int
+) -> None:
+    """The step that breaks one request verifies drafts of the other, too."""
+    asked = [[*prompt(C, 7), *prompt(6, 2)], [*prompt(C, 7), *prompt(9, 5)]]
+    params = replace(ANSWER, max_tokens=60)
+    (expected,) = run(draft(), asked[1:], params)
+    own = next(token for token in range(20, BAD) if token not in expected)
+    engine = draft()
+    broken, other = submit(engine, asked, replace(params, logit_bias={own: 100.0}), params)
+    had = break_first(engine, model, after)
+    assert tokens_of(broken) == [own] * had
+    assert broken[-1].finish_reason is FinishReason.ABORT and "NaN" in str(broken[-1].error)
+    assert tokens_of(other) == expected
+    assert [event.finish_reason for event in other if event.finish_reason] == [FinishReason.LENGTH]
+    assert engine.stats().preemptions == 1 and engine.stats().pages_held == 0
+
+
+def test_answers_with_drafts_end_with_the_one_of_their_request_that_breaks(
+    draft: Callable[[], Engine], model: LoadedModel
+) -> None:
+    likely = dict.fromkeys(range(50, 60), 100.0)  # so that not all have the one that breaks
+    params = SamplingParams(seed=1, n=3, max_tokens=60, ignore_eos=True, logit_bias=likely)
+    engine = draft()
+    (events,) = submit(engine, [prompt(C + 5, 7)], params)
+    break_first(engine, model, 8)
+    assert [event.index for event in events if event.finish_reason] == [0, 1, 2]
+    assert run(engine, [prompt(C + 5, 7)], ANSWER) == run(draft(), [prompt(C + 5, 7)], ANSWER)
 
 
 def test_all_answers_of_a_request_end_with_it(

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from tangram.engine.loop import Engine
+from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.speculate.pace import REST_STEPS
-from tangram.types import SamplingParams
+from tangram.types import Matcher, Request, SamplingParams, UInt8
 from tests.cpu.test_purity import TINY
-from tests.small_engines import profile_file, run, small_engine
+from tests.small_engines import drain, profile_file, run, small_engine
 from tests.speculation import METHODS, Pattern
 
 CHUNK = 128
@@ -88,3 +90,41 @@ def test_steps_that_find_nothing_to_draft_are_told_as_such(
     found = read_times(engine, 4, prompt=[5, 6, 7])
     assert len(found) > 50
     assert all(steps == [None] for _, steps in found[1:])
+
+
+class AnyToken:
+    """A grammar that allows every token of the tiny model."""
+
+    source, field = "", "response_format"
+    error: RequestError | None = None
+
+    def begin(self) -> Matcher:
+        return self
+
+    def mask_tokens(self) -> UInt8:
+        return np.full(TINY.vocab_size // 8, 255, np.uint8)
+
+    def take(self, token: int) -> None:
+        """All may follow."""
+
+
+def test_steps_with_a_row_that_follows_a_grammar_are_told_where_a_step_is_launched_ahead(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+) -> None:
+    """As on a GPU: such a row has the step before read while its own step is launched."""
+    engine = small_engine(
+        adopt_tiny(TINY),
+        chunk_tokens=CHUNK,
+        max_num_batched_tokens=2 * CHUNK,
+        speculative_config=METHODS["ngram"],
+    )
+    engine.ahead = True
+    pattern = WrittenPattern(0)
+    assert engine._speculation is not None
+    engine._speculation._pace = pattern  # type: ignore[assignment]
+    for name, grammar in (("with", AnyToken()), ("without", None)):
+        engine.submit(Request(name, (5, 6, 7), FEW_TOKENS, lambda event: None, grammar=grammar))
+    drain(engine)
+    found = pattern.told[1:-1]  # between the prompts and the ends
+    assert len(found) > 5
+    assert all(steps == [0] * (1 + REST_STEPS) for _, steps in found)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from tangram.engine.llm import LLM
+from tangram.engine.loop import Engine
+from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tests.small_engines import check_books
+from tests.cpu.test_purity import TINY
+from tests.small_engines import check_books, drain, small_engine
 
 PLACES = 4
 STEPS = 120
@@ -82,3 +90,52 @@ def test_each_step_of_an_overload_gives_everybody_who_runs_a_token(small_llm: LL
     engine.abort("running")
     while engine.busy:
         engine.step()
+
+
+def count_instructions(work: Callable[[], object]) -> int:
+    """How many instructions the interpreter executes for `work`, on any load the same."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def instructions_of(engine: Engine, crowd: int) -> tuple[int, int]:
+    """Those of a step while `crowd` requests wait, and of one that begins with an abort of one."""
+    for number in range(PLACES + crowd):
+        prompt = tuple(3 + (at * (number + 2)) % 50 for at in range(9))
+        engine.submit(Request(str(number), prompt, RUNNING, lambda event: None))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().waiting == crowd
+
+    def abort() -> None:
+        engine.abort(str(PLACES + crowd // 2))
+        engine.step()
+
+    steps = [count_instructions(engine.step) for _ in range(5)], count_instructions(abort)
+    assert engine.stats().waiting == crowd - 1
+    for number in range(PLACES + crowd):
+        engine.abort(str(number))
+    drain(engine)
+    return min(steps[0]), steps[1]
+
+
+def test_a_step_does_not_look_at_those_who_wait(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
+) -> None:
+    engine = small_engine(adopt_tiny(TINY), max_num_seqs=PLACES)
+    few, many = instructions_of(engine, 10), instructions_of(engine, 3000)
+    for one, other in zip(few, many, strict=True):
+        assert other < 1.1 * one

@@ -109,6 +109,7 @@ class ScheduledDevice:
         self.ended: list[TokenSequence] = []
         self.decoders: dict[int, list[TokenSequence]] = {}
         self.arrivals = 0
+        self.accepted = 0  # drafts of the last step
         self.expected: list[TokenSequence] = []
 
     @property
@@ -158,13 +159,15 @@ class ScheduledDevice:
         starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}
         step = self.scheduler.schedule()
         self._check_queues(before, preemptions)
+        kept = sum(entry.preemptions == preemptions[entry] for entry in before)
+        added, self.accepted = kept + self.accepted, 0
         if step is None:
             assert self.expected or not self.alive, "nothing runs though somebody waits"
             return self.step() if self._settle() else None
         by_slot = {
             entry.cache.slot: entry for entry in self.scheduler.computing if entry.cache is not None
         }
-        self._check_step(step, by_slot, starts)
+        self._check_step(step, by_slot, starts, added)
         self._check_work_conserved(step, by_slot)
         self._settle()
         # What has ended meanwhile writes into pages that nobody has yet.
@@ -208,6 +211,7 @@ class ScheduledDevice:
         for sequence in sampled:
             drafts, tokens = self._drafts_of(sequence), sequence.known_tokens.tolist()
             taken[sequence] = self._count_right(self.tastes[sequence], tokens, drafts)
+            self.accepted += taken[sequence]
             self.scheduler.settle(sequence, drafts, taken[sequence])
         self.scheduler.commit(step)
         for sequence, accepted in taken.items():
@@ -263,9 +267,17 @@ class ScheduledDevice:
             self.scheduler.remove(sequence)
             self.ended.append(sequence)
 
+    def check_excess(self) -> None:
+        """Who waits for a first turn is counted as the queue has it."""
+        scheduler = self.scheduler
+        fresh = sum(entry.cached_tokens is None for entry in scheduler.waiting)
+        free = self.config.max_num_seqs - len(scheduler.running)
+        assert scheduler.excess(2) == fresh + 2 - free
+
     def _check_queues(
         self, before: list[TokenSequence], preemptions: dict[TokenSequence, int]
     ) -> None:
+        self.check_excess()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert sorted(entry.arrival_index for entry in running + waiting) == sorted(
             entry.arrival_index for entry in preemptions
@@ -286,7 +298,11 @@ class ScheduledDevice:
         assert len(running) <= self.config.max_num_seqs
 
     def _check_step(
-        self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]
+        self,
+        step: Step,
+        by_slot: dict[int, TokenSequence],
+        starts: dict[TokenSequence, int],
+        added: int,
     ) -> None:
         assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
         self._check_several(step, by_slot)
@@ -297,7 +313,9 @@ class ScheduledDevice:
         served = [by_slot[row.slot] for row in step.rows]
         self._check_time_for_prompts(step, served[step.decode_rows :])
         waiting = self._check_postponed(step, served, starts)
-        sealed, held = self._check_filled(step, by_slot, starts, others_decode=bool(waiting))
+        bound = -(-added // self.config.chunk_tokens)
+        most = bound if step.decode_rows or waiting else len(starts)
+        sealed, held = self._check_filled(step, by_slot, starts, most)
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step,
         # or chunks that decode has filled.
         working = next((entry for entry in starts if entry.cache and not entry.complete), served[0])
@@ -360,13 +378,13 @@ class ScheduledDevice:
         step: Step,
         by_slot: dict[int, TokenSequence],
         starts: dict[TokenSequence, int],
-        *,
-        others_decode: bool,
+        most: int,
     ) -> tuple[list[TokenSequence], list[TokenSequence]]:
         """Of the sequences with a chunk that decode has filled, those of the step and those held.
 
-        They come before prompts. While others decode, a step takes as many such chunks as the batch
-        fills in a step on average, so that a row that decodes never waits for those of all others.
+        They come before prompts. While others decode, a step takes `most` such chunks, as many as
+        the batch fills in a step on average with the drafts that were accepted last, so that a row
+        that decodes never waits for those of all others, and never more chunks wait.
         """
         size = self.config.chunk_tokens
         ends = [(by_slot[row.slot], row.start + len(row.tokens)) for row in step.rows]
@@ -381,7 +399,6 @@ class ScheduledDevice:
             if one.cache and one.cache.raw_tokens == size and one.cache.computed_tokens == start
             if not one.complete and one not in taken
         ]
-        most = -(-len(starts) // size) if step.decode_rows or others_decode else len(starts)
         assert len(taken) <= most, "too many chunks let rows that decode wait"
         assert all(one.rank < other.rank for one in taken for other in held)
         left = self.config.max_num_batched_tokens - step.decode_rows - size * len(taken)

@@ -133,6 +133,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_add_up(self) -> None:
         recount(self.service.manager)
+        self.service.check_excess()
 
     def teardown(self) -> None:
         if not hasattr(self, "service"):

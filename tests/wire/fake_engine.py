@@ -19,9 +19,9 @@ from tangram.engine.text import TokenText
 from tangram.errors import RequestError
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
-from tangram.link.engine_port import EnginePort
+from tangram.link.engine_port import MOST_UNREAD_BYTES, EnginePort
 from tangram.link.remote_engine import EngineNature
-from tangram.link.supervisor import Supervisor
+from tangram.link.supervisor import KILL_AFTER_S, Supervisor
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
 from tangram.page.access import Access
 from tangram.page.desk import PageDesk
@@ -327,6 +327,8 @@ def serve_fake(
     shutdown_grace_s: float = 0.5,
     page: Access | None = None,
     api_processes: int = 1,
+    kill_after_s: float = KILL_AFTER_S,
+    most_unread_bytes: int = MOST_UNREAD_BYTES,
 ) -> None:
     """Serve `engine` on this machine until a signal, as `tangram serve` serves a real one.
 
@@ -347,6 +349,8 @@ def serve_fake(
     )
     desk = None if page is None else PageDesk(engine, "fake-model")
     with ApiProcesses(listener, api_processes) as processes:
-        port_of_engine = EnginePort(engine, desk)
-        supervisor = Supervisor(engine, port_of_engine, desk, start, processes, lambda: None)
+        port_of_engine = EnginePort(engine, desk, most_unread_bytes=most_unread_bytes)
+        supervisor = Supervisor(
+            engine, port_of_engine, desk, start, processes, lambda: None, kill_after_s
+        )
         asyncio.run(supervisor.run())

@@ -24,16 +24,18 @@ from .conftest import CHAT, USER, chat_body, free_port, healthy, scrape, wait_un
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import logging, sys, threading
+import json, logging, sys, threading
 logging.basicConfig(level=logging.INFO)
 from tests.wire.fake_engine import FakeEngine, serve_fake
 engine = FakeEngine()
+# As large as a real tokenizer: an API process gets it when it has imported all.
+engine.codec.told.append({"ballast": "x" * (4 << 20)})
 def obey():
     for line in sys.stdin:
         if line.strip() == "die":
             engine.die()
 threading.Thread(target=obey, daemon=True).start()
-serve_fake(engine, int(sys.argv[1]), float(sys.argv[3]), api_processes=int(sys.argv[2]))
+serve_fake(engine, int(sys.argv[1]), **json.loads(sys.argv[2]))
 print("stopped", engine.stopped, "aborted", len(engine.aborted))
 """
 ENDLESS = chat_body(stream=True, max_tokens=None, messages=[USER | {"content": "endless"}])
@@ -57,6 +59,12 @@ class ServerOfProcesses:
         """Its API processes."""
         return [one for one in psutil.Process(self.process.pid).children() if is_api_process(one)]
 
+    def die(self) -> None:
+        """Have its engine die."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("die\n")
+        self.process.stdin.flush()
+
     def end(self) -> tuple[int, str, str]:
         """Its code, what it has printed, and its log."""
         output, log = self.process.communicate(timeout=20)
@@ -64,9 +72,10 @@ class ServerOfProcesses:
 
 
 @contextmanager
-def run_server(api_processes: int = 1, grace_s: float = 0.5) -> Iterator[ServerOfProcesses]:
-    port = free_port()
-    command = [sys.executable, "-c", SCRIPT, str(port), str(api_processes), str(grace_s)]
+def run_server(grace_s: float = 0.5, **options: float) -> Iterator[ServerOfProcesses]:
+    """With `options` of `serve_fake`."""
+    port, given = free_port(), json.dumps({"shutdown_grace_s": grace_s} | options)
+    command = [sys.executable, "-c", SCRIPT, str(port), given]
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -207,6 +216,55 @@ def test_the_others_go_on_when_one_is_killed() -> None:
                 first.kill()
 
 
+def test_an_api_process_that_hangs_is_replaced_and_does_not_put_off_the_end() -> None:
+    # So little may wait that a second of an endless answer is too much.
+    options = {"api_processes": 2, "kill_after_s": 1.0, "most_unread_bytes": 1 << 16}
+    with run_server(**options) as server:
+        wait_until(lambda: len(server.children) == 2, "two processes")
+        first, second = server.children
+        first.suspend()  # all that comes now goes to the second
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
+            for _ in response.iter_lines():
+                if first not in server.children:
+                    break
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            wait_until(lambda: scrape(client)["tangram_requests_running", ""] == 0, "it runs")
+        second.suspend()
+        wait_until(lambda: healthy(server.url), "no other one", timeout_s=60)
+        server.process.send_signal(signal.SIGTERM)
+        code, output, log = server.end()
+    assert code == 0 and output.startswith("stopped True") and "Traceback" not in log
+    assert "reads nothing" in log and "was killed: its requests are aborted" in log
+    assert "an API process does not end: it is killed" in log
+
+
+def test_an_api_process_that_hangs_does_not_put_off_the_end_of_a_dead_engine() -> None:
+    with run_server(grace_s=60, kill_after_s=1.0) as server:
+        (child,) = server.children
+        child.suspend()
+        server.die()
+        code, _, log = server.end()
+    assert code == 1 and "EngineError" in log
+
+
+def test_a_signal_while_api_processes_are_replaced_ends_the_server_and_starts_nobody() -> None:
+    with run_server(grace_s=60, api_processes=2) as server:
+        wait_until(lambda: len(server.children) == 2, "two processes")
+        first, second = server.children
+        first.kill()
+        wait_until(lambda: len({*server.children} - {first, second}) == 1, "no other one")
+        known = {*server.children}  # the new one imports, and has heard nothing yet
+        second.kill()
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        while server.process.poll() is None:
+            assert {*server.children} <= known, "one was started"
+            time.sleep(0.05)
+        code, output, log = server.end()
+    assert code == 0 and output.startswith("stopped True") and "Traceback" not in log
+    assert "it is killed" not in log, "it was not told"
+
+
 def test_one_scrape_tells_of_all_processes() -> None:
     with run_server(api_processes=2) as server:
         for _ in range(20):  # each on a connection of its own
@@ -235,9 +293,7 @@ def test_an_engine_that_dies_ends_the_server_and_says_so() -> None:
         with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
             lines = response.iter_lines()
             assert next(lines)
-            assert server.process.stdin is not None
-            server.process.stdin.write("die\n")
-            server.process.stdin.flush()
+            server.die()
             said = pool.submit(lambda: [line for line in lines if line])
             *_, error, done = said.result(timeout=20)
         code, _, log = server.end()

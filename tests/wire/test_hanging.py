@@ -6,23 +6,25 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tangram.link import engine_port
+from tangram.link.linked_engine import LinkedEngine
+from tangram.metrics import EngineStats
 
 from .conftest import (
     CHAT,
     USER,
-    EngineServer,
     chat_body,
     free_port,
     healthy,
     run_fake_server,
     wait_until,
 )
+from .fake_engine import FakeEngine
 
 SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
 SCRIPT = """
@@ -38,10 +40,11 @@ serve_fake(Hanging(), int(sys.argv[1]))
 
 
 def test_a_step_that_does_not_end_is_no_health_until_it_does(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_port, "MOST_STEP_S", 0.6)
-    with run_fake_server() as server, server.http() as client, ThreadPoolExecutor(1) as pool:
+    engine = FakeEngine()
+    linked = LinkedEngine(engine, most_step_s=0.6)
+    with run_fake_server(engine=engine, linked=linked) as server, server.http() as client, ThreadPoolExecutor(1) as pool:
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
         # The fake's steps are never counted
@@ -57,16 +60,20 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
         wait_until(lambda: healthy(server.url), "it is never healthy again")
 
 
-def test_steps_that_end_are_health_however_many(
-    fake_server: EngineServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_port, "MOST_STEP_S", 0.3)
-    monkeypatch.setattr(
-        type(fake_server.engine), "steps", property(lambda engine: time.monotonic_ns())
-    )
-    with fake_server.http() as client, pytest.raises(httpx.ReadTimeout):
-        client.post(CHAT, json=SILENT, timeout=1)
-    assert healthy(fake_server.url)
+class SteppingEngine(FakeEngine):
+    """Another step has ended whenever it is asked."""
+
+    def stats(self) -> EngineStats:
+        return replace(super().stats(), steps=time.monotonic_ns())
+
+
+def test_steps_that_end_are_health_however_many() -> None:
+    engine = SteppingEngine()
+    linked = LinkedEngine(engine, most_step_s=0.3)
+    with run_fake_server(engine=engine, linked=linked) as server, server.http() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json=SILENT, timeout=1)
+        assert healthy(server.url)
 
 
 def test_the_process_ends_without_an_engine_that_does_not(python: list[str]) -> None:
