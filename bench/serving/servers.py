@@ -113,9 +113,9 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
     return spelled
 
 
-def spell_command(kind: ServerKind, folder: Path, options: Sequence[str]) -> list[str]:
-    """The command that serves the model in `folder`, without a port."""
-    named = [str(folder), "--served-model-name", NAME]
+def spell_command(kind: ServerKind, model: str, options: Sequence[str]) -> list[str]:
+    """The command that serves `model`, without a port."""
+    named = [model, "--served-model-name", NAME]
     return [sys.executable, "-m", *kind.module, *named, *kind.own_options, *options]
 
 
@@ -133,13 +133,19 @@ class MeasuredServer:
 
     def cpu_seconds(self) -> dict[str, float]:
         """The processor's time so far, of `engine` and of the API processes, `api`."""
-        used = {"engine": 0.0, "api": 0.0}
+        return self._sum_up(lambda one: one.cpu_times().user + one.cpu_times().system)
+
+    def memory_bytes(self) -> dict[str, float]:
+        """Their memory, in which pages of several processes are shared out (PSS)."""
+        return self._sum_up(lambda one: float(one.memory_full_info().pss))
+
+    def _sum_up(self, read: Callable[[psutil.Process], float]) -> dict[str, float]:
+        found = {"engine": 0.0, "api": 0.0}
         for process in self._tree():
             with suppress(psutil.Error):  # it has just ended
-                times = process.cpu_times()
                 role = "engine" if self.kind.is_engine(" ".join(process.cmdline())) else "api"
-                used[role] += times.user + times.system
-        return used
+                found[role] += read(process)
+        return found
 
     def wait_until_ready(self) -> None:
         """Raises `SystemExit` if the server ends, or is not ready in time."""
@@ -168,13 +174,13 @@ class MeasuredServer:
 
 @contextmanager
 def run_server(
-    kind: ServerKind, folder: Path, options: Sequence[str], log: Path, **environment: str
+    kind: ServerKind, model: str, options: Sequence[str], log: Path, **environment: str
 ) -> Iterator[MeasuredServer]:
-    """A server of the model in `folder` that is ready; its output goes to `log`."""
+    """A server of `model`, a folder or a name, that is ready; its output goes to `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*spell_command(kind, folder, options), "--port", str(port)]
+    command = [*spell_command(kind, model, options), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
@@ -214,7 +220,7 @@ class HttpEngine:
             write_tokenizer(folder, self.vocab_size)
             given = options | {kind.processes: api_processes}
             self._server = opened.enter_context(
-                run_server(kind, folder, spell_options(given), log, HF_HUB_OFFLINE="1")
+                run_server(kind, str(folder), spell_options(given), log, HF_HUB_OFFLINE="1")
             )
             self._clients = StreamClients(self._server.port, clients)
             opened.callback(self._clients.close)

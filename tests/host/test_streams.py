@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,7 +137,7 @@ def test_options_are_spelled_as_the_command_has_them() -> None:
 def test_the_servers_of_vllm_are_started_with_the_options_of_its_variants() -> None:
     options = choose_vllm_options(40960, 256, offload_gib=64, cache_dtype="fp8")
     given = spell_options(options | {KINDS["vllm"].processes: 4})
-    command = " ".join(spell_command(KINDS["vllm"], Path("/model"), given))
+    command = " ".join(spell_command(KINDS["vllm"], "/model", given))
     assert " -m vllm.entrypoints.cli.main serve /model --served-model-name measured " in command
     for option in ("kv-offloading-size 64", "kv-cache-dtype fp8", "api-server-count 4"):
         assert f" --{option}" in command
