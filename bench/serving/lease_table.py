@@ -88,13 +88,12 @@ def list_speeds(ways: Mapping[str, Found]) -> Iterator[tuple[str, str, str, str]
             yield engine, way, f"{speed} ({shown})" if shown else speed, too_fast
 
 
-def _print_speeds(folder: Path) -> None:
+def _tabulate_speeds(folder: Path) -> Table:
     ways = {"inside": _read(folder, "trace"), "HTTP": _read(folder, "http-trace")}
     table = Table("engine", "way", "the trace's fastest speed, TTFT in s", "too fast")
     for row in list_speeds(ways):
         table.add_row(*row)
-    if table.rows:
-        Console(width=250).print(table)
+    return table
 
 
 def _read(folder: Path, kind: str) -> Found:
@@ -114,8 +113,9 @@ def main() -> None:
     table = Table("case", "engine", "way", *(name.rstrip() for name in COLUMNS))
     for case, engine, way, cells in compare_ways(_read(folder, INSIDE), _read(folder, SERVED)):
         table.add_row(case, engine, way, *cells)
-    Console(width=250).print(table)
-    _print_speeds(folder)
+    for found in (table, _tabulate_speeds(folder)):
+        if found.rows:
+            Console(width=250).print(found)
 
 
 if __name__ == "__main__":
