@@ -369,7 +369,7 @@ class CacheManager:
     def _enter(self, seq: SequenceCache, entries: Int64, pages: Int32) -> None:
         """Enter `pages` in the row of `seq` in the block tables."""
         self.tables[seq.slot, entries] = pages
-        if not seq.arriving and self.host.arriving[pages].any():
+        if self.host.total and not seq.arriving and self.host.arriving[pages].any():
             seq.arriving = True
             self._arriving.append(seq)
         if self.follower is not None:
@@ -391,8 +391,8 @@ class CacheManager:
         )
 
     def _drop_raw(self, seq: SequenceCache) -> None:
-        for pages in seq.raw_pages:
-            self.ledger.release(pages)
+        if seq.raw_pages:
+            self.ledger.release(np.concatenate(seq.raw_pages))
         for node in reversed(seq.raw_nodes):
             self.prefix.release(node)
         seq.raw_pages, seq.raw_nodes, seq.raw_tokens = [], [], 0

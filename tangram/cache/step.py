@@ -28,10 +28,10 @@ class RowKind(Enum):
 class Row(Struct, frozen=True, eq=False, gc=False):
     """One request's share of a step. `start` is the position of `tokens[0]`; `tokens` is int64 [n].
 
-    `preceding` are the few tokens before them, for scorers whose prompt quotes them. `slot` is the
-    row of the block tables. With `pending` only the device knows the last of `tokens`, which the
-    step before samples. In a row with drafts these are what only the device knows. It is a struct
-    because a step makes one for each sequence.
+    `preceding` are the few tokens before them, for scorers whose prompt quotes them; a DECODE row,
+    which none scores, has none. `slot` is the row of the block tables. With `pending` only the
+    device knows the last of `tokens`, which the step before samples. In a row with drafts these are
+    what only the device knows. It is a struct because a step makes one for each sequence.
     """
 
     request_id: str

@@ -188,17 +188,18 @@ class Answers:
         self._defaults = defaults
         self._seeds = random.Random(seed)
         self._arrivals = 0
-        self._all: dict[str, list[Completion]] = {}
+        self._by_request: dict[str, list[Completion]] = {}
+        self._by_sequence: dict[TokenSequence, Completion] = {}
         self._siblings: dict[str, list[Completion]] = {}
         self._held_back = 0
 
     def __bool__(self) -> bool:
-        return bool(self._all)
+        return bool(self._by_request)
 
     @property
     def request_ids(self) -> list[str]:
         """The requests that have not ended, each once."""
-        return list(self._all)
+        return list(self._by_request)
 
     def begin(self, request: Request, retention: Retention, max_tokens: int) -> Completion:
         """The first completion of a new request; `siblings` has the others.
@@ -227,7 +228,8 @@ class Answers:
             one.sequence.speculative = request.grammar is None and request.speculative is not False
             one.sequence.sample_index = one.index
         self._arrivals += sampling.n
-        self._all[request_id] = [first, *others]
+        self._by_request[request_id] = [first, *others]
+        self._by_sequence |= {one.sequence: one for one in (first, *others)}
         self._siblings[request_id] = others
         self._held_back += len(others)
         return first
@@ -243,28 +245,30 @@ class Answers:
         self._held_back -= len(others)
         return others
 
-    def of(self, step: Step) -> list[Completion]:
-        """The completions that get a token from `step`, in the order of its rows."""
-        rows = [row for row in step.rows if row.sample]
+    def of(self, step: Step, running: Sequence[TokenSequence]) -> list[Completion]:
+        """The completions that get a token from `step`, in the order of its rows.
+
+        They are among those of the `running` sequences.
+        """
         by_slot = {
-            cache.slot: completion
-            for request_id in {row.request_id for row in rows}
-            for completion in self._all[request_id]
-            if (cache := completion.sequence.cache) is not None
+            cache.slot: self._by_sequence[sequence]
+            for sequence in running
+            if (cache := sequence.cache) is not None
         }
-        return [by_slot[row.slot] for row in rows]
+        return [by_slot[row.slot] for row in step.rows if row.sample]
 
     def remove(self, completion: Completion) -> None:
         """Forget a completion that has ended."""
         request_id = completion.request.request_id
-        own = self._all[request_id]
+        own = self._by_request[request_id]
         own.remove(completion)
         if not own:
-            del self._all[request_id]
+            del self._by_request[request_id]
+        del self._by_sequence[completion.sequence]
 
     def of_request(self, request_id: str) -> list[Completion]:
         """The completions of one request, those that still wait for the first too."""
-        return list(self._all.get(request_id, ()))
+        return list(self._by_request.get(request_id, ()))
 
     def _begin(
         self, request: Request, index: int, seed: int, ends: frozenset[int]

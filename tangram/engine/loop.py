@@ -271,7 +271,7 @@ class Engine:
         self._checked = False
         if self._watching is not None:
             self._watching.tell_admissions()
-        sampled = self._answers.of(step)
+        sampled = self._answers.of(step, self._scheduler.running)
         if step.drafts:
             self._verify(step, sampled)
         else:

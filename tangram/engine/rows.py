@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind
 from tangram.engine.token_sequence import TokenSequence
 
 PRECEDING_TOKENS = 16
+_NOTHING = np.zeros(0, np.int64)
 
 
 def row_of(
@@ -43,7 +46,7 @@ def newest_row(sequence: TokenSequence, cache: SequenceCache) -> Row:
         RowKind.DECODE,
         begin,
         tokens[begin:end],
-        tokens[max(0, begin - PRECEDING_TOKENS) : begin],
+        _NOTHING,
         True,
         sequence.pending,
     )

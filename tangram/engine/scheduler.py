@@ -200,7 +200,7 @@ class Scheduler:
             decoding and not self._decode_waits and self._comes_first(prefill)
         )
         spare = 0  # a step that computes a prompt is for that
-        if not self._computes_prompt(prefill):
+        if self.drafts is not None and not self._computes_prompt(prefill):
             spare = budget - len(decoding) - sum(len(row.tokens) for row in prefill)
         decode = [] if self._decode_waits else self._decode_rows(decoding, spare)
         if not decode and not prefill:
@@ -233,9 +233,8 @@ class Scheduler:
     @property
     def prefilling(self) -> bool:
         """Whether a running sequence computes its prompt: its first token is still to come."""
-        return any(
-            not one.complete and not one.read_tokens and not _decodes(one) for one in self.running
-        )
+        _, _, unfinished = self._sort_running()
+        return any(not one.read_tokens for one in unfinished)
 
     @property
     def computing(self) -> Sequence[TokenSequence]:
@@ -245,7 +244,7 @@ class Scheduler:
     @property
     def decoding(self) -> list[TokenSequence]:
         """The running sequences whose next row decodes."""
-        return [one for one in self.running if not one.complete and _decodes(one)]
+        return self._sort_running()[0]
 
     def commit(self, step: Step) -> None:
         """Record what `step` computes.
