@@ -48,6 +48,7 @@ from tangram.types import Event, Grammar, Request
 MOST_UNREAD_BYTES = 64 << 20
 # A step takes seconds at most; the first may compile. After this time its device hangs.
 MOST_STEP_S = 600
+_FAULT = "internal error: the server's log has the details"
 _log = logging.getLogger(__name__)
 
 
@@ -306,7 +307,7 @@ class _Line:
             told = _explain(number, error)
         except Exception:
             _log.exception("a question of the page could not be answered")
-            told = _explain(number, ApiError(500, "internal error: the server's log has the details"))
+            told = _explain(number, ApiError(500, _FAULT))
         self.send(told)
 
     async def _submit(self, asked: Submission) -> None:
