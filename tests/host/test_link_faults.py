@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tangram.link.engine_port import EnginePort
 from tangram.link.frames import frame
 from tangram.link.linked_engine import LinkedEngine
 from tangram.link.remote_engine import EngineNature, RemoteEngine
+from tangram.link.supervisor import Supervisor
 from tangram.page.desk import PageDesk
 from tangram.page.questions import HistoryQuestion, Question
 from tangram.serve.api_errors import ApiError
@@ -212,6 +214,37 @@ def test_who_is_submitted_while_the_api_process_ends_hears_of_it() -> None:
     asyncio.run(run())
 
 
+def test_an_api_process_that_goes_while_it_submits_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        grammars, told = SlowGrammars(), HeardEvents([])
+        engine = FakeEngine(grammars=grammars)
+        port = EnginePort(engine)
+        engine.start()
+        async with join(port, engine) as other:
+            here, there = socket.socketpair()
+            serving = asyncio.create_task(port.serve(there))
+            going = RemoteEngine(EngineNature.of(engine), here, lambda grace_s: None)
+            await going.start()
+            wanted = replace(request("a", "abc", told), grammar=FakeGrammar("slow", "grammar"))
+            asked = asyncio.create_task(going.submit(wanted))
+            await until(grammars.begun.is_set)
+            here.shutdown(socket.SHUT_RDWR)  # as if it was killed
+            await serving
+            with pytest.raises(EngineError):
+                await asked
+            grammars.open.set()
+            kept = HeardEvents([])
+            await other.submit(
+                replace(request("b", "abc", kept), grammar=FakeGrammar("next", "grammar"))
+            )
+            await until(lambda: kept.ended)
+            assert [one.request_id for one in engine.submitted] == ["b"]
+            await going.stop()
+        engine.stop()
+
+    asyncio.run(run())
+
+
 class BrokenDesk(PageDesk):
     async def answer(self, question: Question) -> bytes:
         raise ZeroDivisionError("secret path")
@@ -230,3 +263,46 @@ def test_a_bug_in_an_answer_of_the_page_is_an_error_and_nobody_waits() -> None:
             await served.stop()
 
     asyncio.run(run())
+
+
+class EndingProcess:
+    """An API process that ends at once."""
+
+    def begin(self, start: object) -> socket.socket:
+        here, there = socket.socketpair()
+        there.close()
+        return here
+
+    def wait(self, most_s: float) -> str:
+        return "has ended with code 1"
+
+
+class FullMachine:
+    """API processes of which the second cannot be started."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> EndingProcess:
+        return EndingProcess()
+
+    def start_again(self, place: int) -> None:
+        self.started += 1
+        if self.started == 1:
+            raise OSError("no memory")
+
+    def kill(self) -> None:
+        """None lives."""
+
+
+def test_a_machine_that_starts_no_process_now_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, processes, start = FakeEngine(), FullMachine(), SimpleNamespace(shutdown_grace_s=1.0)
+    given: Any = (engine, EnginePort(engine), None, start, processes, lambda: None)
+    with pytest.raises(EngineError, match="3 times before it was ready"):
+        asyncio.run(Supervisor(*given).run())
+    assert processes.started == 2 and "could not be started (no memory)" in caplog.text
