@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from socket import socket
 from typing import Any, Protocol
@@ -170,8 +171,7 @@ class RemoteEngine:
 
     def tell_ready(self) -> None:
         """Tell the engine's process that requests are answered."""
-        if not self.ended:
-            self._send(Ready())
+        self._tell(Ready())
 
     async def stop(self) -> None:
         """End what runs, and hang up. Safe to call twice."""
@@ -228,18 +228,15 @@ class RemoteEngine:
         """See `PageSource`."""
         for number in [number for number, one in self._watchers.items() if one is watcher]:
             del self._watchers[number]
-            if not self.ended:
-                self._send(PageUnwatch(number))
+            self._tell(PageUnwatch(number))
 
     def announce(self, announcement: Announcement) -> None:
         """See `PageSource`."""
-        if not self.ended:
-            self._send(Announced(announcement))
+        self._tell(Announced(announcement))
 
     def count(self, times: AnswerTimes) -> None:
         """See `PageSource`."""
-        if not self.ended:
-            self._send(AnswerCount(times))
+        self._tell(AnswerCount(times))
 
     async def _call(self, number: int, message: ToEngine) -> bytes:
         """The answer to a question of this `number`. Raises `ApiError`."""
@@ -277,13 +274,19 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; one that has ended, or was never submitted, is ignored."""
-        if self._running.pop(request_id, None) is not None and not self.ended:
-            self._send(Abort(request_id))
+        if self._running.pop(request_id, None) is not None:
+            self._tell(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
-        if self._writer is None or self.ended:
-            raise EngineError(_GONE)
+        """Send what is answered. Raises `EngineError` if nobody is there to answer."""
+        if self._writer is None or self._writer.is_closing():
+            raise EngineError(_GONE if self.ended else _ENDING)
         self._writer.write(frame(msgspec.msgpack.encode(message)))
+
+    def _tell(self, message: ToEngine) -> None:
+        """Send what is not answered, if anybody is there."""
+        with suppress(EngineError):
+            self._send(message)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(ToApi)

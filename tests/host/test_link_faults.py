@@ -210,6 +210,9 @@ def test_who_is_submitted_while_the_api_process_ends_hears_of_it() -> None:
                 await asyncio.wait_for(asked, 10)
             await until(lambda: engine.aborted == ["a"])
             assert told.events[-1].finish_reason is FinishReason.ABORT
+            with pytest.raises(EngineError, match="shutting down"):
+                await asyncio.wait_for(served.ask(HistoryQuestion(60)), 10)
+            served.abort("a")  # who has gone is not told
 
     asyncio.run(run())
 
