@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
+# The engine's process tells something every few seconds; if nothing comes for so long, it hangs.
+MOST_SILENT_S = 600
 _GONE = "the engine has stopped: the server's log has the reason"
 _ENDING = "the server is shutting down: send the request to another, or again in a while"
 _log = logging.getLogger(__name__)
@@ -144,15 +147,21 @@ class _Running:
 class RemoteEngine:
     """The engine at the other end of `connection`, known by `facts`. For one event loop.
 
-    `on_drain` is called with the seconds that are left when the server is to end.
+    `on_drain` is called with the seconds that are left when the server is to end. If nothing is
+    heard for `most_silent_s`, the engine is not healthy.
     """
 
     def __init__(
-        self, facts: EngineNature, connection: socket, on_drain: Callable[[float], None]
+        self,
+        facts: EngineNature,
+        connection: socket,
+        on_drain: Callable[[float], None],
+        most_silent_s: float = MOST_SILENT_S,
     ) -> None:
         self.codec, self.grammars = facts.codec, facts.grammars
         self.max_model_len, self.sampling = facts.max_model_len, facts.sampling
-        self.ended = self._hangs = False
+        self.ended = self._hangs = self._silent = False
+        self._most_silent_s, self._heard_s = most_silent_s, time.monotonic()
         self._vocab_size, self._most_completions = facts.vocab_size, facts.most_completions
         self._stats, self._queue = facts.stats, Queue()
         self._connection, self._on_drain = connection, on_drain
@@ -162,12 +171,16 @@ class RemoteEngine:
         self._watchers: dict[int, Watcher] = {}
         self._running: dict[str, _Running] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._listening: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to take what the engine tells."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
-        self._reading = asyncio.create_task(self._read(reader))
+        self._heard_s = time.monotonic()
+        self._listening = [
+            asyncio.create_task(self._read(reader)),
+            asyncio.create_task(self._watch_silence()),
+        ]
 
     def tell_ready(self) -> None:
         """Tell the engine's process that requests are answered."""
@@ -179,15 +192,15 @@ class RemoteEngine:
             self.abort(request_id)
             running.end(None)
         self._refuse_asked(_ENDING)
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in self._listening:
+            task.cancel()
         if self._writer is not None:
             self._writer.close()
 
     @property
     def healthy(self) -> bool:
         """See `ServedEngine`."""
-        return not self.ended and not self._hangs
+        return not (self.ended or self._hangs or self._silent)
 
     @property
     def waiting(self) -> int:
@@ -292,10 +305,22 @@ class RemoteEngine:
         decoder = msgspec.msgpack.Decoder(ToApi)
         try:
             while (message := await read_frame(reader)) is not None:
+                self._heard_s, self._silent = time.monotonic(), False
                 self._take(decoder.decode(message))
         except Exception:  # this process ends, and another one takes its place
             _log.exception("the engine's process cannot be understood")
         self._fail()
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(self._most_silent_s / 60)
+            silent_s = time.monotonic() - self._heard_s
+            if silent_s > self._most_silent_s and not self._silent:
+                self._silent = True
+                _log.error(
+                    "the engine's process has told nothing for %.0f s: the server is not healthy",
+                    silent_s,
+                )
 
     def _fail(self) -> None:
         """The engine has stopped."""

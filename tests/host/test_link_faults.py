@@ -32,14 +32,21 @@ from tests.wire.watched_engine import ObservedFakeEngine
 from .test_link import HeardEvents, link_engine, request, until
 
 
+def ignore(grace_s: float) -> None:
+    """It ends at the end of the test anyway."""
+
+
 @asynccontextmanager
 async def join(
-    port: EnginePort, engine: FakeEngine, on_drain: Callable[[float], None] = lambda grace_s: None
+    port: EnginePort,
+    engine: FakeEngine,
+    on_drain: Callable[[float], None] = ignore,
+    **options: float,
 ) -> AsyncIterator[RemoteEngine]:
     """An API process that joins `port` now, and hangs up at the end."""
     here, there = socket.socketpair()
     serving = asyncio.create_task(port.serve(there))
-    remote = RemoteEngine(EngineNature.of(engine), here, on_drain)
+    remote = RemoteEngine(EngineNature.of(engine), here, on_drain, **options)
     await remote.start()
     try:
         yield remote
@@ -82,16 +89,37 @@ def test_who_comes_while_a_step_hangs_is_not_healthy_until_it_ends() -> None:
         async with join(port, engine) as first:
             await first.submit(request("a", "silent", told))
             await until(lambda: not first.healthy)
+            watching.cancel()  # it would tell the second one, too, but only some seconds later
             async with join(port, engine) as second:
                 await until(lambda: not second.healthy)
                 await asyncio.sleep(0.1)  # nothing that it is told later says otherwise
                 assert not second.healthy
                 engine.freed.set()
                 await until(lambda: second.healthy)
-        watching.cancel()
         engine.stop()
 
     asyncio.run(run())
+
+
+def test_an_engine_of_which_nothing_is_heard_is_not_healthy_until_it_tells_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when its interpreter stands still, which then watches no step either."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        port = EnginePort(engine, most_step_s=6)
+        async with join(port, engine, most_silent_s=0.3) as remote:
+            assert remote.healthy
+            await until(lambda: not remote.healthy)
+            watching = asyncio.create_task(port.watch())  # it tells ten times a second
+            await until(lambda: remote.healthy)
+            await asyncio.sleep(0.6)
+            assert remote.healthy
+            watching.cancel()
+
+    asyncio.run(run())
+    assert caplog.text.count("has told nothing") == 1
 
 
 def test_who_comes_after_the_engine_has_ended_hears_of_it() -> None:
