@@ -66,7 +66,7 @@ class ApiProcesses:
 
     def __init__(self, listener: Listener, count: int) -> None:
         self._listener = listener
-        self._folder = TemporaryDirectory(prefix="tangram-counts-")
+        self._folder = TemporaryDirectory(prefix="tangram-counts-", ignore_cleanup_errors=True)
         self._all = [ApiProcess(listener, self._folder.name) for _ in range(count)]
 
     def __enter__(self) -> ApiProcesses:
@@ -89,6 +89,7 @@ class ApiProcesses:
         self._all[place] = ApiProcess(self._listener, self._folder.name)
 
     def kill(self) -> None:
-        """End all of them at once."""
+        """End all of them at once. Their counts are lost."""
         for process in self._all:
             process.kill()
+        self._folder.cleanup()  # the caller may end this process now

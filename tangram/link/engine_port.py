@@ -48,6 +48,7 @@ from tangram.types import Event, Grammar, Request
 MOST_UNREAD_BYTES = 64 << 20
 # A step takes seconds at most; the first may compile. After this time its device hangs.
 MOST_STEP_S = 600
+_FAULT = "internal error: the server's log has the details"
 _log = logging.getLogger(__name__)
 
 
@@ -138,7 +139,10 @@ class EnginePort:
         return sum(line.ready for line in self._lines)
 
     async def watch(self) -> None:
-        """Watch until cancelled whether steps end while requests run."""
+        """Watch until cancelled whether steps end while requests run, and tell all of it.
+
+        Who hears nothing for long knows that this process stands still.
+        """
         steps, since_s = None, 0.0
         while True:
             stats, now_s = self._engine.stats(), time.monotonic()
@@ -150,10 +154,9 @@ class EnginePort:
                     "a step of the engine has not ended for %.0f s: the server is not healthy",
                     now_s - since_s,
                 )
-            if hangs != self._hangs:
-                self._hangs = hangs
-                for line in self._lines:
-                    line.tell_state(hangs=hangs)
+            self._hangs = hangs
+            for line in self._lines:
+                line.tell_state(hangs=hangs)
             await asyncio.sleep(self._most_step_s / 60)
 
     def drain(self, grace_s: float) -> None:
@@ -306,7 +309,7 @@ class _Line:
             told = _explain(number, error)
         except Exception:
             _log.exception("a question of the page could not be answered")
-            told = _explain(number, ApiError(500, "internal error: the server's log has the details"))
+            told = _explain(number, ApiError(500, _FAULT))
         self.send(told)
 
     async def _submit(self, asked: Submission) -> None:

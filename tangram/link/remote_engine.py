@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from socket import socket
 from typing import Any, Protocol
@@ -40,6 +42,8 @@ from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
+# The engine's process tells something every few seconds; if nothing comes for so long, it hangs.
+MOST_SILENT_S = 600
 _GONE = "the engine has stopped: the server's log has the reason"
 _ENDING = "the server is shutting down: send the request to another, or again in a while"
 _log = logging.getLogger(__name__)
@@ -143,15 +147,21 @@ class _Running:
 class RemoteEngine:
     """The engine at the other end of `connection`, known by `facts`. For one event loop.
 
-    `on_drain` is called with the seconds that are left when the server is to end.
+    `on_drain` is called with the seconds that are left when the server is to end. If nothing is
+    heard for `most_silent_s`, the engine is not healthy.
     """
 
     def __init__(
-        self, facts: EngineNature, connection: socket, on_drain: Callable[[float], None]
+        self,
+        facts: EngineNature,
+        connection: socket,
+        on_drain: Callable[[float], None],
+        most_silent_s: float = MOST_SILENT_S,
     ) -> None:
         self.codec, self.grammars = facts.codec, facts.grammars
         self.max_model_len, self.sampling = facts.max_model_len, facts.sampling
-        self.ended = self._hangs = False
+        self.ended = self._hangs = self._silent = False
+        self._most_silent_s, self._heard_s = most_silent_s, time.monotonic()
         self._vocab_size, self._most_completions = facts.vocab_size, facts.most_completions
         self._stats, self._queue = facts.stats, Queue()
         self._connection, self._on_drain = connection, on_drain
@@ -161,17 +171,20 @@ class RemoteEngine:
         self._watchers: dict[int, Watcher] = {}
         self._running: dict[str, _Running] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._listening: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to take what the engine tells."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
-        self._reading = asyncio.create_task(self._read(reader))
+        self._heard_s = time.monotonic()
+        self._listening = [
+            asyncio.create_task(self._read(reader)),
+            asyncio.create_task(self._watch_silence()),
+        ]
 
     def tell_ready(self) -> None:
         """Tell the engine's process that requests are answered."""
-        if not self.ended:
-            self._send(Ready())
+        self._tell(Ready())
 
     async def stop(self) -> None:
         """End what runs, and hang up. Safe to call twice."""
@@ -179,15 +192,15 @@ class RemoteEngine:
             self.abort(request_id)
             running.end(None)
         self._refuse_asked(_ENDING)
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in self._listening:
+            task.cancel()
         if self._writer is not None:
             self._writer.close()
 
     @property
     def healthy(self) -> bool:
         """See `ServedEngine`."""
-        return not self.ended and not self._hangs
+        return not (self.ended or self._hangs or self._silent)
 
     @property
     def waiting(self) -> int:
@@ -228,18 +241,15 @@ class RemoteEngine:
         """See `PageSource`."""
         for number in [number for number, one in self._watchers.items() if one is watcher]:
             del self._watchers[number]
-            if not self.ended:
-                self._send(PageUnwatch(number))
+            self._tell(PageUnwatch(number))
 
     def announce(self, announcement: Announcement) -> None:
         """See `PageSource`."""
-        if not self.ended:
-            self._send(Announced(announcement))
+        self._tell(Announced(announcement))
 
     def count(self, times: AnswerTimes) -> None:
         """See `PageSource`."""
-        if not self.ended:
-            self._send(AnswerCount(times))
+        self._tell(AnswerCount(times))
 
     async def _call(self, number: int, message: ToEngine) -> bytes:
         """The answer to a question of this `number`. Raises `ApiError`."""
@@ -277,22 +287,40 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; one that has ended, or was never submitted, is ignored."""
-        if self._running.pop(request_id, None) is not None and not self.ended:
-            self._send(Abort(request_id))
+        if self._running.pop(request_id, None) is not None:
+            self._tell(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
-        if self._writer is None or self.ended:
-            raise EngineError(_GONE)
+        """Send what is answered. Raises `EngineError` if nobody is there to answer."""
+        if self._writer is None or self._writer.is_closing():
+            raise EngineError(_GONE if self.ended else _ENDING)
         self._writer.write(frame(msgspec.msgpack.encode(message)))
+
+    def _tell(self, message: ToEngine) -> None:
+        """Send what is not answered, if anybody is there."""
+        with suppress(EngineError):
+            self._send(message)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(ToApi)
         try:
             while (message := await read_frame(reader)) is not None:
+                self._heard_s, self._silent = time.monotonic(), False
                 self._take(decoder.decode(message))
         except Exception:  # this process ends, and another one takes its place
             _log.exception("the engine's process cannot be understood")
         self._fail()
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(self._most_silent_s / 60)
+            silent_s = time.monotonic() - self._heard_s
+            if silent_s > self._most_silent_s and not self._silent:
+                self._silent = True
+                _log.error(
+                    "the engine's process has told nothing for %.0f s: the server is not healthy",
+                    silent_s,
+                )
 
     def _fail(self) -> None:
         """The engine has stopped."""

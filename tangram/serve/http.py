@@ -48,7 +48,6 @@ from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
-_CUT_AFTER_GRACE_S = 10
 # A viewer of /openapi.json. Its files hold no data, so they need no key.
 _DOCS = StaticPages(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
 # What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
@@ -285,7 +284,6 @@ def make_server(
         log_config=None,
         lifespan="on",
         backlog=granted.backlog,
-        timeout_graceful_shutdown=int(shutdown_grace_s) + _CUT_AFTER_GRACE_S,
         **transport_options(http_protocol(granted.connections)),
     )
     return Server(config, app.state.service, shutdown_grace_s, on_ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import resource
 import time
@@ -22,6 +23,8 @@ from tangram.serve.wire import HttpProtocol
 _log = logging.getLogger(__name__)
 # Enough time for running answers to end with an error, and for monitors to read /health.
 LAST_WORDS_S = 2.0
+# Who does not read the end of an answer in this time after the grace is cut off.
+_CUT_AFTER_GRACE_S = 10.0
 # Open files besides connections and what is open already: libraries, logs, trials of grammars.
 _OTHER_FILES = 128
 _BACKLOG = 2048  # so many connections asyncio may accept before one of them is looked at
@@ -68,16 +71,21 @@ class Server(uvicorn.Server):
     """A server that ends when its requests have ended.
 
     At the first signal, or by `drain`, it drains `service`, but goes on listening. It ends when no
-    request runs, or after `grace_s`; then running requests get an error. A second signal ends the
-    process at once. When the engine dies, the server ends too. It calls `on_ready` once it answers
-    requests.
+    request runs, or after `grace_s`; then running requests get an error, and clients `cut_after_s`
+    to read it. A second signal ends the process at once. When the engine dies, the server ends too.
+    It calls `on_ready` once it answers requests.
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, grace_s: float, on_ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace_s: float,
+        on_ready: Callable[[], None],
+        cut_after_s: float = _CUT_AFTER_GRACE_S,
     ) -> None:
         super().__init__(config)
-        self._service, self._grace_s = service, grace_s
+        self._service, self._grace_s, self._cut_after_s = service, grace_s, cut_after_s
         self._ends_s: float | None = None
         self._on_ready = on_ready
 
@@ -113,10 +121,12 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, HttpProtocol):
                 connection.refuse_rest()
-        ending = asyncio.create_task(self._end_answers())
+        left_s = 0.0 if self._ends_s is None else max(0.0, self._ends_s - time.monotonic())
+        self.config.timeout_graceful_shutdown = math.ceil(left_s + self._cut_after_s)
+        ending = asyncio.create_task(self._end_answers(left_s))
         await super().shutdown(sockets)
         ending.cancel()
 
-    async def _end_answers(self) -> None:
-        await asyncio.sleep(max(0.0, (self._ends_s or 0.0) - time.monotonic()))
+    async def _end_answers(self, left_s: float) -> None:
+        await asyncio.sleep(left_s)
         await self._service.stop()

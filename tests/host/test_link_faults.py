@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tangram.link.engine_port import EnginePort
 from tangram.link.frames import frame
 from tangram.link.linked_engine import LinkedEngine
 from tangram.link.remote_engine import EngineNature, RemoteEngine
+from tangram.link.supervisor import Supervisor
 from tangram.page.desk import PageDesk
 from tangram.page.questions import HistoryQuestion, Question
 from tangram.serve.api_errors import ApiError
@@ -30,14 +32,21 @@ from tests.wire.watched_engine import ObservedFakeEngine
 from .test_link import HeardEvents, link_engine, request, until
 
 
+def ignore(grace_s: float) -> None:
+    """It ends at the end of the test anyway."""
+
+
 @asynccontextmanager
 async def join(
-    port: EnginePort, engine: FakeEngine, on_drain: Callable[[float], None] = lambda grace_s: None
+    port: EnginePort,
+    engine: FakeEngine,
+    on_drain: Callable[[float], None] = ignore,
+    **options: float,
 ) -> AsyncIterator[RemoteEngine]:
     """An API process that joins `port` now, and hangs up at the end."""
     here, there = socket.socketpair()
     serving = asyncio.create_task(port.serve(there))
-    remote = RemoteEngine(EngineNature.of(engine), here, on_drain)
+    remote = RemoteEngine(EngineNature.of(engine), here, on_drain, **options)
     await remote.start()
     try:
         yield remote
@@ -80,16 +89,37 @@ def test_who_comes_while_a_step_hangs_is_not_healthy_until_it_ends() -> None:
         async with join(port, engine) as first:
             await first.submit(request("a", "silent", told))
             await until(lambda: not first.healthy)
+            watching.cancel()  # it would tell the second one, too, but only some seconds later
             async with join(port, engine) as second:
                 await until(lambda: not second.healthy)
                 await asyncio.sleep(0.1)  # nothing that it is told later says otherwise
                 assert not second.healthy
                 engine.freed.set()
                 await until(lambda: second.healthy)
-        watching.cancel()
         engine.stop()
 
     asyncio.run(run())
+
+
+def test_an_engine_of_which_nothing_is_heard_is_not_healthy_until_it_tells_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when its interpreter stands still, which then watches no step either."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        port = EnginePort(engine, most_step_s=6)
+        async with join(port, engine, most_silent_s=0.3) as remote:
+            assert remote.healthy
+            await until(lambda: not remote.healthy)
+            watching = asyncio.create_task(port.watch())  # it tells ten times a second
+            await until(lambda: remote.healthy)
+            await asyncio.sleep(0.6)
+            assert remote.healthy
+            watching.cancel()
+
+    asyncio.run(run())
+    assert caplog.text.count("has told nothing") == 1
 
 
 def test_who_comes_after_the_engine_has_ended_hears_of_it() -> None:
@@ -208,6 +238,40 @@ def test_who_is_submitted_while_the_api_process_ends_hears_of_it() -> None:
                 await asyncio.wait_for(asked, 10)
             await until(lambda: engine.aborted == ["a"])
             assert told.events[-1].finish_reason is FinishReason.ABORT
+            with pytest.raises(EngineError, match="shutting down"):
+                await asyncio.wait_for(served.ask(HistoryQuestion(60)), 10)
+            served.abort("a")  # who has gone is not told
+
+    asyncio.run(run())
+
+
+def test_an_api_process_that_goes_while_it_submits_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        grammars, told = SlowGrammars(), HeardEvents([])
+        engine = FakeEngine(grammars=grammars)
+        port = EnginePort(engine)
+        engine.start()
+        async with join(port, engine) as other:
+            here, there = socket.socketpair()
+            serving = asyncio.create_task(port.serve(there))
+            going = RemoteEngine(EngineNature.of(engine), here, lambda grace_s: None)
+            await going.start()
+            wanted = replace(request("a", "abc", told), grammar=FakeGrammar("slow", "grammar"))
+            asked = asyncio.create_task(going.submit(wanted))
+            await until(grammars.begun.is_set)
+            here.shutdown(socket.SHUT_RDWR)  # as if it was killed
+            await serving
+            with pytest.raises(EngineError):
+                await asked
+            grammars.open.set()
+            kept = HeardEvents([])
+            await other.submit(
+                replace(request("b", "abc", kept), grammar=FakeGrammar("next", "grammar"))
+            )
+            await until(lambda: kept.ended)
+            assert [one.request_id for one in engine.submitted] == ["b"]
+            await going.stop()
+        engine.stop()
 
     asyncio.run(run())
 
@@ -230,3 +294,46 @@ def test_a_bug_in_an_answer_of_the_page_is_an_error_and_nobody_waits() -> None:
             await served.stop()
 
     asyncio.run(run())
+
+
+class EndingProcess:
+    """An API process that ends at once."""
+
+    def begin(self, start: object) -> socket.socket:
+        here, there = socket.socketpair()
+        there.close()
+        return here
+
+    def wait(self, most_s: float) -> str:
+        return "has ended with code 1"
+
+
+class FullMachine:
+    """API processes of which the second cannot be started."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> EndingProcess:
+        return EndingProcess()
+
+    def start_again(self, place: int) -> None:
+        self.started += 1
+        if self.started == 1:
+            raise OSError("no memory")
+
+    def kill(self) -> None:
+        """None lives."""
+
+
+def test_a_machine_that_starts_no_process_now_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, processes, start = FakeEngine(), FullMachine(), SimpleNamespace(shutdown_grace_s=1.0)
+    given: Any = (engine, EnginePort(engine), None, start, processes, lambda: None)
+    with pytest.raises(EngineError, match="3 times before it was ready"):
+        asyncio.run(Supervisor(*given).run())
+    assert processes.started == 2 and "could not be started (no memory)" in caplog.text

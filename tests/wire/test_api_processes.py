@@ -92,12 +92,16 @@ def run_server(grace_s: float = 0.5, **options: float) -> Iterator[ServerOfProce
             process.kill()
 
 
-def test_an_api_process_has_no_torch() -> None:
+def test_an_api_process_has_no_torch_and_no_second_end_of_its_link() -> None:
     with run_server() as server:
         (child,) = server.children
         mapped = Path(f"/proc/{child.pid}/maps").read_text()
         libraries = {line.split()[-1] for line in mapped.splitlines()}
         assert not [path for path in libraries if "torch" in path]
+        # With a second one, nobody would see that it closes the first.
+        opened = [each.readlink() for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        sockets = [each for each in opened if str(each).startswith("socket:")]
+        assert sockets and len(sockets) == len(set(sockets))
 
 
 def test_a_killed_api_process_is_replaced_and_leaves_nothing_behind() -> None:
@@ -302,7 +306,10 @@ def test_an_engine_that_dies_ends_the_server_and_says_so() -> None:
     assert done == "data: [DONE]"
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+def test_a_second_signal_ends_everything_at_once_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with run_server(grace_s=60) as server:
         children = server.children
         with httpx.stream("POST", f"{server.url}{CHAT}", json=ENDLESS, timeout=30) as response:
@@ -314,4 +321,4 @@ def test_a_second_signal_ends_everything_at_once() -> None:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
             _, alive = psutil.wait_procs(children, timeout=10)
-        assert not alive
+        assert not alive and not list(tmp_path.iterdir())

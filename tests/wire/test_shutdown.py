@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+
+from tangram.serve.http import transport_options
+from tangram.serve.process import Server
 
 from .conftest import CHAT, USER, chat_body, free_port, healthy, stream_data, wait_until
 
@@ -54,6 +61,44 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(
     assert "shutting down" in json.loads(error)["error"]["message"]
     assert done == "[DONE]"
     assert "Traceback" not in log
+
+
+class NoService:
+    """What `Server` asks of a service."""
+
+    engine_ended = False
+
+    def drain(self) -> None:
+        """Nothing is queued."""
+
+    async def stop(self) -> None:
+        """Nothing runs."""
+
+
+async def answer_without_end(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    while True:
+        await send({"type": "http.response.body", "body": b" " * 65536, "more_body": True})
+
+
+def test_who_reads_nothing_puts_off_the_end_by_no_second_grace() -> None:
+    async def run() -> None:
+        config = uvicorn.Config(answer_without_end, lifespan="off", **transport_options())
+        service: Any = NoService()
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = Server(config, service, 60, lambda: None, cut_after_s=1)
+        serving = asyncio.create_task(server.serve([listener]))
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            async with asyncio.timeout(10):
+                while not server.server_state.tasks:
+                    await asyncio.sleep(0.01)
+            begin_s = time.monotonic()
+            server.drain(3.0)
+            await asyncio.wait_for(serving, 20)
+            assert 3 < time.monotonic() - begin_s < 6
+
+    asyncio.run(run())
 
 
 def test_more_connect_than_a_shell_lets_open_files() -> None:
