@@ -350,29 +350,7 @@ def _parser() -> argparse.ArgumentParser:
         help="name of the result files, one for each lease; serving, or served with --http, and "
         "the name of another --model",
     )
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="length of the trace to replay"
-    )
-    parser.add_argument(
-        "--speeds",
-        type=_read_speeds,
-        default=[1.0],
-        help="speeds relative to the recording, slowest first, up to the first that is too fast",
-    )
-    parser.add_argument(
-        "--within",
-        type=float,
-        help="search on, until a speed that is too fast is at most this share above one that holds",
-    )
-    parser.add_argument(
-        "--hold-ttft-s",
-        type=float,
-        default=5.0,
-        help="a speed is too fast when more than a tenth waits longer for a first token",
-    )
+    _add_trace_options(parser)
     parser.add_argument(
         "--http", action="store_true", help="measure the engine's server, by clients over HTTP"
     )
@@ -397,6 +375,32 @@ def _parser() -> argparse.ArgumentParser:
         "--timeline", action="store_true", help="also keep what steps are made of (timeline_*.json)"
     )
     return parser
+
+
+def _add_trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake trace (JSON lines), for the case trace"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="length of the trace to replay"
+    )
+    parser.add_argument(
+        "--speeds",
+        type=_read_speeds,
+        default=[1.0],
+        help="speeds relative to the recording, slowest first, up to the first that is too fast",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        help="search on, until a speed that is too fast is at most this share above one that holds",
+    )
+    parser.add_argument(
+        "--hold-ttft-s",
+        type=float,
+        default=5.0,
+        help="a speed is too fast when more than a tenth waits longer for a first token",
+    )
 
 
 @contextmanager

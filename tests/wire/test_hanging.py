@@ -15,7 +15,15 @@ import pytest
 from tangram.link.linked_engine import LinkedEngine
 from tangram.metrics import EngineStats
 
-from .conftest import CHAT, USER, chat_body, free_port, healthy, run_fake_server, wait_until
+from .conftest import (
+    CHAT,
+    USER,
+    chat_body,
+    free_port,
+    healthy,
+    run_fake_server,
+    wait_until,
+)
 from .fake_engine import FakeEngine
 
 SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
@@ -36,11 +44,7 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
 ) -> None:
     engine = FakeEngine()
     linked = LinkedEngine(engine, most_step_s=0.6)
-    with (
-        run_fake_server(engine=engine, linked=linked) as server,
-        server.http() as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with run_fake_server(engine=engine, linked=linked) as server, server.http() as client, ThreadPoolExecutor(1) as pool:
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
         # The fake's steps are never counted
