@@ -41,7 +41,7 @@ from tangram.metrics import EngineStats
 from tangram.page.desk import PageDesk
 from tangram.page.questions import Question
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import Grammars
+from tangram.serve.bridge import KnownEngine
 from tangram.types import Event, Grammar, Request
 
 # More than this waits for an API process that reads nothing: it hangs.
@@ -52,35 +52,28 @@ _FAULT = "internal error: the server's log has the details"
 _log = logging.getLogger(__name__)
 
 
-class PortedEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that API processes reach."""
+class SteppingEngine(KnownEngine, Protocol):
+    """The part of `tangram.engine.loop.Engine` that API processes reach. It computes here."""
 
     @property
-    def grammars(self) -> Grammars:
-        """What makes grammars for the model's tokens."""
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
 
     @property
-    def waiting(self) -> int:
-        """How many completions wait for a place in the batch."""
-
-    @property
-    def healthy(self) -> bool:
-        """False once its thread has died."""
+    def most_completions(self) -> int | None:
+        """More completions at once than these may never run and wait; None is no limit."""
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none; raises `TangramError`."""
 
-    def check_queue(self, coming: int) -> None:
-        """Raise `OverloadError` if `submit` would for `coming` completions; waits for nothing."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request and free its pages; an unknown or finished one is ignored."""
-
-    def stats(self) -> EngineStats:
-        """The engine's statistics between two steps."""
-
     def follow(self, tell: Callable[[], None]) -> None:
         """Call `tell` on the engine's thread after each step, and when its thread ends."""
+
+    def start(self) -> None:
+        """Run steps on a thread of its own."""
+
+    def stop(self) -> None:
+        """End that thread and abort what runs."""
 
 
 class EnginePort:
@@ -92,7 +85,7 @@ class EnginePort:
 
     def __init__(
         self,
-        engine: PortedEngine,
+        engine: SteppingEngine,
         page: PageDesk | None = None,
         most_step_s: float = MOST_STEP_S,
         most_unread_bytes: int = MOST_UNREAD_BYTES,
@@ -182,7 +175,7 @@ class _Line:
 
     def __init__(
         self,
-        engine: PortedEngine,
+        engine: SteppingEngine,
         page: PageDesk | None,
         compiler: ThreadPoolExecutor,
         writer: asyncio.StreamWriter,

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, Protocol
+from typing import Any
 
-from tangram.link.engine_port import MOST_STEP_S, EnginePort, PortedEngine
-from tangram.link.remote_engine import EngineNature, KnownEngine, RemoteEngine
+from tangram.link.engine_port import MOST_STEP_S, EnginePort, SteppingEngine
+from tangram.link.remote_engine import EngineNature, RemoteEngine
 from tangram.page.desk import PageDesk
-
-
-class OwnEngine(KnownEngine, PortedEngine, Protocol):
-    """The part of `tangram.engine.loop.Engine` that is needed to serve it."""
-
-    def start(self) -> None:
-        """Run steps on a thread of its own."""
-
-    def stop(self) -> None:
-        """End that thread and abort what runs."""
 
 
 class LinkedEngine(RemoteEngine):
@@ -29,7 +19,7 @@ class LinkedEngine(RemoteEngine):
     """
 
     def __init__(
-        self, engine: OwnEngine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
+        self, engine: SteppingEngine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
     ) -> None:
         here, self._there = socket.socketpair()
         super().__init__(EngineNature.of(engine), here, lambda grace_s: None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from socket import socket
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,42 +42,14 @@ from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 
+if TYPE_CHECKING:
+    from tangram.link.engine_port import SteppingEngine
+
 # The engine's process tells something every few seconds; if nothing comes for so long, it hangs.
 MOST_SILENT_S = 600
 _GONE = "the engine has stopped: the server's log has the reason"
 _ENDING = "the server is shutting down: send the request to another, or again in a while"
 _log = logging.getLogger(__name__)
-
-
-class KnownEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that an API process must know of."""
-
-    @property
-    def codec(self) -> Codec:
-        """The model's tokenizer."""
-
-    @property
-    def grammars(self) -> Grammars:
-        """What makes grammars for the model's tokens."""
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens, prompt and answer, of one sequence."""
-
-    @property
-    def sampling(self) -> SamplingValues:
-        """What holds where a request states nothing."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens the model knows."""
-
-    @property
-    def most_completions(self) -> int | None:
-        """More completions at once than these may never run and wait; None is no limit."""
-
-    def stats(self) -> EngineStats:
-        """The engine's statistics between two steps."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +68,7 @@ class EngineNature:
     stats: EngineStats
 
     @classmethod
-    def of(cls, engine: KnownEngine) -> EngineNature:
+    def of(cls, engine: SteppingEngine) -> EngineNature:
         """Those of `engine`."""
         return cls(
             engine.codec,

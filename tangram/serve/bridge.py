@@ -152,12 +152,8 @@ class Grammars(Protocol):
         """
 
 
-class ServedEngine(Protocol):
-    """An engine as the server sees it, from one event loop. It computes elsewhere.
-
-    Events come on that loop. If it stops, by itself or by `stop`, every completion ends with an
-    event.
-    """
+class KnownEngine(Protocol):
+    """What is known of an engine, wherever it computes. Nothing here waits for a step."""
 
     @property
     def codec(self) -> Codec:
@@ -177,11 +173,28 @@ class ServedEngine(Protocol):
 
     @property
     def waiting(self) -> int:
-        """How many completions wait for a place in the batch; asking takes no time."""
+        """How many completions wait for a place in the batch."""
 
     @property
     def healthy(self) -> bool:
         """False once it has ended, or while a step of it does not end."""
+
+    def check_queue(self, coming: int) -> None:
+        """Raise `OverloadError` if `submit` would for `coming` completions."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; an unknown or finished one is ignored."""
+
+    def stats(self) -> EngineStats:
+        """The engine's statistics between two steps, as it has told last."""
+
+
+class ServedEngine(KnownEngine, Protocol):
+    """An engine as the server sees it, from one event loop. It computes elsewhere.
+
+    Events come on that loop. If it stops, by itself or by `stop`, every completion ends with an
+    event.
+    """
 
     @property
     def ended(self) -> bool:
@@ -195,20 +208,11 @@ class ServedEngine(Protocol):
         the caller is cancelled, they are aborted.
         """
 
-    def check_queue(self, coming: int) -> None:
-        """Raise `OverloadError` if `submit` would for `coming` completions; waits for nothing."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request and free its pages; an unknown or finished one is ignored."""
-
     async def start(self) -> None:
         """Begin to serve."""
 
     async def stop(self) -> None:
         """End what runs. Safe to call twice."""
-
-    def stats(self) -> EngineStats:
-        """The engine's statistics between two steps, as it has told last."""
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,7 @@ import pytest
 from tangram.link.linked_engine import LinkedEngine
 from tangram.metrics import EngineStats
 
-from .conftest import (
-    CHAT,
-    USER,
-    chat_body,
-    free_port,
-    healthy,
-    run_fake_server,
-    wait_until,
-)
+from .conftest import CHAT, USER, chat_body, free_port, healthy, run_fake_server, wait_until
 from .fake_engine import FakeEngine
 
 SILENT = chat_body(max_tokens=None, messages=[USER | {"content": "silent"}])
@@ -44,7 +36,11 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
 ) -> None:
     engine = FakeEngine()
     linked = LinkedEngine(engine, most_step_s=0.6)
-    with run_fake_server(engine=engine, linked=linked) as server, server.http() as client, ThreadPoolExecutor(1) as pool:
+    with (
+        run_fake_server(engine=engine, linked=linked) as server,
+        server.http() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         time.sleep(1)
         assert healthy(server.url), "who has nothing to do hangs not"
         # The fake's steps are never counted
@@ -60,7 +56,7 @@ def test_a_step_that_does_not_end_is_no_health_until_it_does(
         wait_until(lambda: healthy(server.url), "it is never healthy again")
 
 
-class SteppingEngine(FakeEngine):
+class BusyEngine(FakeEngine):
     """Another step has ended whenever it is asked."""
 
     def stats(self) -> EngineStats:
@@ -68,7 +64,7 @@ class SteppingEngine(FakeEngine):
 
 
 def test_steps_that_end_are_health_however_many() -> None:
-    engine = SteppingEngine()
+    engine = BusyEngine()
     linked = LinkedEngine(engine, most_step_s=0.3)
     with run_fake_server(engine=engine, linked=linked) as server, server.http() as client:
         with pytest.raises(httpx.ReadTimeout):
