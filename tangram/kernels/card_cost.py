@@ -25,7 +25,9 @@ def count_programs(pool: Tensor, group: int, card: Card) -> int:
     options, latent = DecodeOptions(), pool.shape[2] == 1
     tile = next((tile for tile in options.tiles if tile.queries >= group), options.tiles[-1])
     dim = pool.shape[-1] if latent else 1 << (pool.shape[-1] - 1).bit_length()
-    operands = Operands(dim, max(2, pool.element_size()), hops=2, vectors=pool.shape[2])
+    operands = Operands(
+        dim, max(2, pool.element_size()), hops=1 if latent else 2, vectors=pool.shape[2]
+    )
     fitted = fit_tile(tile.for_latents if latent else tile, operands, card)
     taken = count_shared_bytes(fitted, operands, card) + RESERVED_BYTES
     return max(1, min(CTAS, card.processor_shared_bytes // taken))

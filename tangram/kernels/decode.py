@@ -46,6 +46,12 @@ def _join(parts, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _turn(parts):
+    """Each part transposed."""
+    return (tl.trans(parts[0]),) if len(parts) == 1 else (tl.trans(parts[0]), tl.trans(parts[1]))
+
+
+@triton.jit
 def _widen(x, pool, dtype: tl.constexpr):
     """Words `x` of `pool` as parts in `dtype`."""
     return widen_pairs(x, pool, dtype) if x.dtype == tl.uint16 else (x.to(dtype),)
@@ -57,7 +63,6 @@ def _take(
     peak,
     total,
     q,
-    q_rotary,
     page,
     n,
     stop,
@@ -71,9 +76,7 @@ def _take(
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
-    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -81,32 +84,18 @@ def _take(
 ):
     """Add the entries `n`, on pages `page`, to the online softmax.
 
-    `acc`, `q` and `q_rotary` are in parts (`_cut`): two if entries are FP8. Where MASKED, entries
+    `acc` and `q` are in parts (`_cut`): two if entries are FP8. Where MASKED, entries
     from `stop` on are left out, and with several queries a row those outside [low, high) of each
     query.
     """
     PARTS: tl.constexpr = len(q)
     ROWS: tl.constexpr = q[0].shape[0]
     d = tl.arange(0, BLOCK_D // PARTS)
-    vectors: tl.constexpr = 1 if BLOCK_R else 2
-    entry = (page.to(tl.int64) * HP + column) * (vectors * P * D) + (n % P) * D
+    entry = (page.to(tl.int64) * HP + column) * (2 * P * D) + (n % P) * D
     place = words(pool, PARTS) + (entry // PARTS)[:, None] + d[None, :]
     # Entries read by few rows must not evict shared entries and partial results from L2.
     keep: tl.constexpr = "evict_first" if ROWS <= 16 * NQ else "evict_last"
-    if BLOCK_R:
-        r = tl.arange(0, BLOCK_R // PARTS)
-        there = (n < stop) if MASKED else (n >= 0)
-        k = tl.load(
-            place, mask=there[:, None] & (d < V // PARTS)[None, :], other=0, eviction_policy=keep
-        )
-        v = k
-        rotary = tl.load(
-            words(pool, PARTS) + ((entry + V) // PARTS)[:, None] + r[None, :],
-            mask=there[:, None] & (r < (D - V) // PARTS)[None, :],
-            other=0,
-            eviction_policy=keep,
-        )
-    elif MASKED:
+    if MASKED:
         seen = (n < stop)[:, None] & (d < D // PARTS)[None, :]
         k = tl.load(place, mask=seen, other=0, eviction_policy=keep)
         v = tl.load(place + P * D // PARTS, mask=seen, other=0, eviction_policy=keep)
@@ -122,10 +111,6 @@ def _take(
     keys = _widen(k, pool, q[0].dtype)
     for part in tl.static_range(PARTS):
         scores = multiply(q[part], tl.trans(keys[part]), scores)
-    if BLOCK_R:
-        rotaries = _widen(rotary, pool, q[0].dtype)
-        for part in tl.static_range(PARTS):
-            scores = multiply(q_rotary[part], tl.trans(rotaries[part]), scores)
     if SOFTCAP:
         scores = soft_cap(scores, scaling * k_scale, softcap)
     else:
@@ -158,7 +143,6 @@ def _tiles(
     peak,
     total,
     q,
-    q_rotary,
     pool,
     tables,
     table,
@@ -174,9 +158,7 @@ def _tiles(
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
-    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -197,7 +179,6 @@ def _tiles(
             peak,
             total,
             q,
-            q_rotary,
             page,
             n,
             stop,
@@ -211,14 +192,168 @@ def _tiles(
             HP,
             P,
             D,
-            V,
             BLOCK_D,
-            BLOCK_R,
             BLOCK_N,
             MASKED,
             SOFTCAP,
             NQ,
         )
+    return acc, peak, total
+
+
+@triton.jit
+def _along_entries(x, TURNED: tl.constexpr):
+    """x [N] of entries, to be broadcast over queries."""
+    return x[:, None] if TURNED else x[None, :]
+
+
+@triton.jit
+def _along_queries(x, TURNED: tl.constexpr):
+    """x [M] of queries, to be broadcast over entries, or over elements of values."""
+    return x[None, :] if TURNED else x[:, None]
+
+
+@triton.jit
+def _product(q, entries, sums, TURNED: tl.constexpr):
+    """Sums + the products of q [M, D] with entries [N, D]: [N, M] if TURNED, or [M, N]."""
+    return (
+        multiply(entries, tl.trans(q), sums) if TURNED else multiply(q, tl.trans(entries), sums)
+    )
+
+
+@triton.jit
+def _mean(weights, values, sums, TURNED: tl.constexpr):
+    """Sums + values [N, V] times weights as of `_product`: [V, M] if TURNED, or [M, V]."""
+    return (
+        multiply(tl.trans(values), weights, sums) if TURNED else multiply(weights, values, sums)
+    )
+
+
+@triton.jit
+def _look_up(tables, n, begin, stop, P: tl.constexpr):
+    """The places `n`, or the last one before `stop`, and their pages."""
+    n = tl.minimum(n, stop - 1)
+    return n, tl.load(tables + n // P, mask=stop > begin, other=0)
+
+
+@triton.jit
+def _load_latents(
+    pool,
+    page,
+    n,
+    column,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Words of the latents `n` on pages `page`, and of their rotary elements."""
+    d = tl.arange(0, BLOCK_D // PARTS)
+    r = tl.arange(0, BLOCK_R // PARTS)
+    entry = (page.to(tl.int64) * HP + column) * (P * D) + (n % P) * D
+    place = words(pool, PARTS) + (entry // PARTS)[:, None] + d[None, :]
+    if BLOCK_D == V:
+        latents = tl.load(place, eviction_policy=KEEP)
+    else:
+        latents = tl.load(
+            place, mask=(d < V // PARTS)[None, :], other=0, eviction_policy=KEEP
+        )
+    place = words(pool, PARTS) + ((entry + V) // PARTS)[:, None] + r[None, :]
+    if BLOCK_R == D - V:
+        rotary = tl.load(place, eviction_policy=KEEP)
+    else:
+        rotary = tl.load(
+            place, mask=(r < (D - V) // PARTS)[None, :], other=0, eviction_policy=KEEP
+        )
+    return latents, rotary
+
+
+@triton.jit
+def _take_latents(
+    acc,
+    peak,
+    total,
+    q,
+    q_rotary,
+    pool,
+    tables,
+    table,
+    column,
+    begin,
+    stop,
+    low,
+    high,
+    scaling,
+    softcap,
+    HP: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NQ: tl.constexpr,
+    TURNED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Online softmax over the latents [begin, stop), each loaded once as key and as value.
+
+    Pages are looked up a tile ahead, so that no load of entries waits for them. If TURNED, entries
+    are the rows of the products, and `acc` has parts [V, M]: few queries then waste nothing of a
+    product of 64 rows. With several queries a row the entries outside [low, high) of each are
+    hidden.
+    """
+    PARTS: tl.constexpr = len(q)
+    QUERIES: tl.constexpr = q[0].shape[0]
+    AXIS: tl.constexpr = 0 if TURNED else 1
+    tables += table
+    here, page = _look_up(tables, begin + tl.arange(0, BLOCK_N), begin, stop, P)
+    for first in range(begin, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        latents, rotary = _load_latents(
+            pool, page, here, column, HP, P, D, V, BLOCK_D, BLOCK_R, PARTS, KEEP
+        )
+        here, page = _look_up(tables, n + BLOCK_N, begin, stop, P)
+        if TURNED:
+            scores = tl.zeros([BLOCK_N, QUERIES], tl.float32)
+        else:
+            scores = tl.zeros([QUERIES, BLOCK_N], tl.float32)
+        values, rotaries = (
+            _widen(latents, pool, q[0].dtype),
+            _widen(rotary, pool, q[0].dtype),
+        )
+        for part in tl.static_range(PARTS):
+            scores = _product(q[part], values[part], scores, TURNED)
+        for part in tl.static_range(PARTS):
+            scores = _product(q_rotary[part], rotaries[part], scores, TURNED)
+        if SOFTCAP:
+            scores = soft_cap(scores, scaling, softcap)
+        else:
+            scores = scores * (scaling * LOG2E)
+        seen = _along_entries(n < stop, TURNED)
+        if NQ > 1:
+            place = _along_entries(n, TURNED)
+            seen = seen & (place >= _along_queries(low, TURNED))
+            seen = seen & (place < _along_queries(high, TURNED))
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, AXIS))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - _along_queries(safe, TURNED))
+        shrink = tl.exp2(peak - safe)
+        total = total * shrink + tl.sum(weights, AXIS)
+        peak = new_peak
+        rounded = weights.to(q[0].dtype)
+        shrinks = _along_queries(shrink, TURNED)
+        if PARTS == 1:
+            acc = (_mean(rounded, values[0], acc[0] * shrinks, TURNED),)
+        else:
+            even = _mean(rounded, values[0], acc[0] * shrinks, TURNED)
+            acc = (even, _mean(rounded, values[1], acc[1] * shrinks, TURNED))
     return acc, peak, total
 
 
@@ -307,12 +442,13 @@ def decode_tasks(
     FINISH: tl.constexpr,
     CHAINED: tl.constexpr,
     NQ: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Run the tasks of one layer and one tile size.
 
-    The grid is (tasks, BLOCK_M at a time of the queries of the longest task). BLOCK_R > 0: entries
-    are latents. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool, tables,
-    lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to
+    The grid is (BLOCK_M at a time of the queries of the longest task, tasks), so that programs of
+    one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED as in `_take_latents`. q [T, H*G, D] with any strides of tokens
+    and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to
     first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row and
     token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
@@ -330,13 +466,13 @@ def decode_tasks(
         let_next_start()
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
-    for task in range(begin_task + tl.program_id(0), end_task, tl.num_programs(0)):
+    for task in range(begin_task + tl.program_id(1), end_task, tl.num_programs(1)):
         record = tasks + task * 13
         table = tl.load(record)
         length_place = lengths + tl.load(record + 1)
         column = tl.load(record + 2)
         head = tl.load(record + 3)
-        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         group = m % GT
         query_number = group // G
@@ -366,7 +502,6 @@ def decode_tasks(
         query = tl.load(
             q + source[:, None] + d[None, :], mask=serves[:, None] & (d < V)[None, :], other=0.0
         )
-        rotary = query
         if BLOCK_R:
             r = tl.arange(0, BLOCK_R)
             rotary = tl.load(
@@ -374,16 +509,21 @@ def decode_tasks(
                 mask=serves[:, None] & (r < D - V)[None, :],
                 other=0.0,
             )
+            if PARTS == 2 and rotary.dtype == tl.bfloat16:
+                rotary = to_half(rotary)
+            rotary = _cut(rotary, PARTS)
         if PARTS == 2 and query.dtype == tl.bfloat16:
-            query, rotary = to_half(query), to_half(rotary)
-        query, rotary = _cut(query, PARTS), _cut(rotary, PARTS)
+            query = to_half(query)
+        query = _cut(query, PARTS)
         k_scale = 1.0
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
         acc = _cut(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PARTS)
+        if TURNED:
+            acc = _turn(acc)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SHORT:
+        if SHORT and not BLOCK_R:
             # The first pages do not wait for the length: only entries below it are used.
             begin = tl.load(record + 5)
             n = begin + tl.arange(0, BLOCK_N)
@@ -396,7 +536,6 @@ def decode_tasks(
                 peak,
                 total,
                 query,
-                rotary,
                 page,
                 n,
                 end,
@@ -410,9 +549,7 @@ def decode_tasks(
                 HP,
                 P,
                 D,
-                V,
                 BLOCK_D,
-                BLOCK_R,
                 BLOCK_N,
                 True,
                 SOFTCAP,
@@ -438,7 +575,39 @@ def decode_tasks(
                     end = tl.minimum(end, length)
                     visible_end = tl.minimum(end, length - drafts)
             whole = begin + (tl.maximum(visible_end - begin, 0) // BLOCK_N) * BLOCK_N
-            acc, peak, total = _tiles(
+            if not BLOCK_R:
+                acc, peak, total = _tiles(
+                    acc,
+                    peak,
+                    total,
+                    query,
+                    pool,
+                    tables,
+                    table,
+                    column,
+                    begin,
+                    whole,
+                    end,
+                    low,
+                    high,
+                    scaling,
+                    softcap,
+                    k_scale,
+                    HP,
+                    P,
+                    D,
+                    BLOCK_D,
+                    BLOCK_N,
+                    False,
+                    SOFTCAP,
+                    NQ,
+                )
+        if BLOCK_R:
+            # An entry that one program reads must not evict partial results from L2.
+            keep: tl.constexpr = (
+                "evict_first" if GT <= BLOCK_M and BLOCK_M < 2 * GT else "evict_last"
+            )
+            acc, peak, total = _take_latents(
                 acc,
                 peak,
                 total,
@@ -449,7 +618,37 @@ def decode_tasks(
                 table,
                 column,
                 begin,
+                end,
+                low,
+                high,
+                scaling * k_scale,
+                softcap,
+                HP,
+                P,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_R,
+                BLOCK_N,
+                SOFTCAP,
+                NQ,
+                TURNED,
+                keep,
+            )
+            if TURNED:
+                acc = _turn(acc)
+        else:
+            acc, peak, total = _tiles(
+                acc,
+                peak,
+                total,
+                query,
+                pool,
+                tables,
+                table,
+                column,
                 whole,
+                end,
                 end,
                 low,
                 high,
@@ -459,43 +658,12 @@ def decode_tasks(
                 HP,
                 P,
                 D,
-                V,
                 BLOCK_D,
-                BLOCK_R,
                 BLOCK_N,
-                False,
+                True,
                 SOFTCAP,
                 NQ,
             )
-        acc, peak, total = _tiles(
-            acc,
-            peak,
-            total,
-            query,
-            rotary,
-            pool,
-            tables,
-            table,
-            column,
-            whole,
-            end,
-            end,
-            low,
-            high,
-            scaling,
-            softcap,
-            k_scale,
-            HP,
-            P,
-            D,
-            V,
-            BLOCK_D,
-            BLOCK_R,
-            BLOCK_N,
-            True,
-            SOFTCAP,
-            NQ,
-        )
         acc = _join(acc, BLOCK_M, BLOCK_D)
         if SCALED:
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)

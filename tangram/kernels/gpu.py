@@ -238,16 +238,17 @@ class GpuDecode:
             SHORT=kind == 0,
             FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained,
+            TURNED=tile.turned,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._launch_options,
         )
 
     def _fit(self, kind: int, q: Tensor, out: Tensor) -> tuple[Tile, tuple[int, int]]:
-        """The tile of a kind of tasks; programs over the tasks and over the queries of one."""
+        """The tile of a kind of tasks; programs over the queries of one and over the tasks."""
         tile = self._tiles_for(q, out)[kind]
         tasks = min(self.capacity.tasks[kind], self._options.programs)
-        return tile, (tasks, triton.cdiv(self._options.kinds[kind].queries, tile.queries))
+        return tile, (triton.cdiv(self._options.kinds[kind].queries, tile.queries), tasks)
 
     def _tiles_for(self, q: Tensor, out: Tensor) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
@@ -256,7 +257,7 @@ class GpuDecode:
             operands = Operands(
                 widths["BLOCK_D"] + widths["BLOCK_R"],
                 q.element_size(),
-                hops=2,
+                hops=1 if self._latent else 2,
                 vectors=self._pool.shape[2],
             )
             kinds = [tile.for_latents if self._latent else tile for tile in self._options.kinds]

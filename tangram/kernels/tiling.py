@@ -15,12 +15,16 @@ _BESIDE = 1 << 10  # barriers, and sums between warps
 
 @dataclass(frozen=True)
 class Tile:
-    """How up to `queries` query rows run: the tile of entries, warps and pipeline stages."""
+    """How up to `queries` query rows run: the tile of entries, warps and pipeline stages.
+
+    `turned` are products whose rows are entries, for latents.
+    """
 
     queries: int
     entries: int = 64
     warps: int = 4
     stages: int = 2
+    turned: bool = False
 
     @property
     def for_latents(self) -> Tile:
@@ -28,8 +32,7 @@ class Tile:
 
         More queries than it has are those of several programs.
         """
-        queries = min(self.queries, 64)
-        return Tile(queries, min(self.entries, 32), warps=8 if queries > 16 else 4)
+        return Tile(min(self.queries, 32), min(self.entries, 32), stages=3, turned=True)
 
 
 @dataclass(frozen=True)
