@@ -426,17 +426,18 @@ class TritonKernels:
         self, layer: int, q: Tensor, k: Tensor, out: Tensor, expand: Expansion, scaling: float
     ) -> None:
         asking = self._rows.asking
-        for row in range(asking.start, asking.stop):
-            begin, end, first, last, _ = self._rows.spans[row].tolist()
-            out[begin:end] = latents.prefill(
-                q[begin:end],
-                k[first:last, 0],
-                self._stored,
-                self._tables,
-                self._rows.address[layer, row, 0].tolist(),
-                expand=expand,
-                scaling=scaling,
+        spans, address = self._rows.spans[asking, :4], self._rows.address[layer, asking, 0]
+        what = {"expand": expand, "scaling": scaling}
+        where = self._stored, self._tables
+        if len(spans) > 1 and q.dtype in latents.TOGETHER and latents.lie_together(spans):
+            (begin, first), (end, last) = spans[0, [0, 2]].tolist(), spans[-1, [1, 3]].tolist()
+            rows = latents.Rows(spans - spans[0, [0, 0, 2, 2]], address)
+            out[begin:end] = latents.prefill_together(
+                q[begin:end], k[first:last, 0], *where, rows, **what
             )
+            return
+        for (begin, end, first, last), place in zip(spans.tolist(), address.tolist(), strict=True):
+            out[begin:end] = latents.prefill(q[begin:end], k[first:last, 0], *where, place, **what)
 
     def _attend_gathered(
         self,
