@@ -1,0 +1,443 @@
+"""Attention over latents: decode by tile, and prefill of a pass by how its rows are attended.
+
+Decode is measured in one layer of DeepSeek's latents (512 + 64 elements) over scattered pages, in
+bytes of latents a second; its answer is compared with attention in float64 before its clock starts.
+`--tiles` and `--programs` (tasks that a multiprocessor is taken to run at once) may be lists. A
+pass of prefill has 16 chunks of 512 tokens behind a past. `--small` checks tiny cases on the CPU,
+in Triton's interpreter, and times nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+
+from bench.kernels.family import NO_DEVICE, RESULTS
+from tangram.kernels import latents
+from tangram.kernels.card import Card
+from tangram.kernels.card_cost import count_programs
+from tangram.kernels.packed import rehearse_packing
+from tangram.kernels.tiling import Tile
+from tangram.lab.environment import environment
+from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram.lab.kernel_benchmarks.timing import Ceilings, ColdCache, Measurement, measure
+from tangram.plan.workqueue import plan_workqueue
+
+RANK, ROTARY, PLAIN, VALUE = 512, 64, 128, 128
+SHAPES = {"32 × 16K": (16384,) * 32, "64 × 4K": (4096,) * 64, "mixed": (16384, 700, 3000, 90) * 8}
+SMALL = {"small": (150, 40, 1, 64)}
+# queries, entries, warps, stages, and t where entries are the rows of products
+TILES = (
+    "32,32,4,3,t 32,32,4,2,t 32,32,8,3,t 32,64,4,2,t 32,64,8,2,t "
+    "64,32,8,3 64,32,8,4 64,64,8,2 64,64,8,2,t 32,32,8,3"
+).split()
+HEADS = (32, 16, 128)
+SCALING = 0.05
+CHUNK, ROWS = 512, 16
+Numbers = dict[str, Any]
+
+
+def parse_tile(text: str) -> Tile:
+    """A tile as `TILES` write it."""
+    queries, entries, warps, stages, *turned = text.split(",")
+    return Tile(int(queries), int(entries), int(warps), int(stages), turned == ["t"])
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One layer of decode: `pool` [pages, 1, 1, P, 576] and `q` [R, Q, 576]."""
+
+    case: Case
+    pool: Tensor
+    q: Tensor
+    tables: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def build(
+        cls, lengths: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device
+    ) -> Workload:
+        geometry = BatchGeometry(1, heads, RANK + ROTARY, 16, 1)
+        case = own_case(f"{len(lengths)} rows", list(lengths), geometry, seed=0)
+        torch.manual_seed(0)
+        wide: Numbers = {"dtype": torch.bfloat16 if dtype.itemsize == 1 else dtype}
+        shape = case.pages, 1, 1, geometry.page_tokens, geometry.head_dim
+        return cls(
+            case,
+            torch.randn(shape, **wide, device=device).to(dtype),
+            torch.randn((len(lengths), heads, geometry.head_dim), **wide, device=device),
+            torch.from_numpy(case.tables).to(device),
+            torch.from_numpy(case.lengths).to(device),
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the latents that all rows read."""
+        return int(self.case.lengths.sum()) * (RANK + ROTARY) * self.pool.itemsize
+
+    def compute_expected(self) -> Tensor:
+        """The answer [R, Q, 512], in float64 until it is rounded to float32."""
+        rows, size = self.case.rows, self.case.geometry.page_tokens
+        answers = []
+        for row, length in enumerate(self.case.lengths.tolist()):
+            table = int(rows.table[row, 0, 0])
+            pages = self.tables[table : table + -(-length // size)].long()
+            blocks = self.pool.view(torch.uint8) if self.pool.itemsize == 1 else self.pool
+            entries = blocks[pages].view(self.pool.dtype).double().view(-1, RANK + ROTARY)[:length]
+            weights = torch.softmax(self.q[row].double() @ entries.T * SCALING, -1)
+            answers.append((weights @ entries[:, :RANK]).float())
+        return torch.stack(answers)
+
+
+class Decode:
+    """Tangram's decode of a workload with one tile, as the work queue cuts it."""
+
+    each_step = False
+    replans = True
+
+    def __init__(self, work: Workload, tile: Tile | None, programs: int, card: Card) -> None:
+        from tangram.kernels.gpu import GpuDecode
+
+        class Tiled(GpuDecode):
+            """Runs `tile`, whatever fits."""
+
+            def _tiles_for(self, q: Tensor, out: Tensor) -> list[Tile]:
+                return [tile] * 6 if tile else super()._tiles_for(q, out)
+
+        case = work.case
+        self.name = f"{tile} × {programs}"
+        plan = plan_workqueue(case.rows, case.lengths, programs * card.processors, finer=True)
+        self.tasks = len(plan.tasks)
+        scales = torch.ones(1, 1, 2, device=work.pool.device) if work.pool.itemsize == 1 else None
+        self._work, self._plan = work, plan
+        self._decoder = Tiled(
+            [plan],
+            group=case.geometry.group,
+            head_dim=RANK + ROTARY,
+            pool=work.pool,
+            lengths=case.lengths,
+            scales=scales,
+            card=card,
+        )
+
+    def plan(self) -> None:
+        """Upload the plan."""
+        self._decoder.load(self._plan, self._work.case.lengths)
+
+    def run(self) -> list[Tensor]:
+        """The layer."""
+        work = self._work
+        out = torch.empty((*work.q.shape[:2], RANK), dtype=work.q.dtype, device=work.q.device)
+        return [
+            self._decoder.attend(0, work.q, work.tables, work.lengths, scaling=SCALING, out=out)
+        ]
+
+
+def compile_tiles(heads: int, tiles: Sequence[str], dtype: str) -> None:
+    """Compile decode with each tile, by a tiny workload, for Triton's cache on disk."""
+    device = torch.device("cuda")
+    card = Card.of(device)
+    work = Workload.build((150,), heads, getattr(torch, dtype), device)
+    for text in tiles:
+        try:
+            Decode(work, parse_tile(text), 1, card).run()
+        except Exception as error:  # it is named again where it is measured
+            print(f"{heads} heads, {text}: {type(error).__name__}", file=sys.stderr)
+    torch.cuda.synchronize()
+
+
+def compile_all(options: argparse.Namespace) -> None:
+    """Compile in several processes at once; measuring then finds everything in the cache."""
+    rehearse_packing()  # before, or each of them would compile it
+    jobs = [(heads, [tile]) for heads in options.heads for tile in options.tiles]
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        done = [
+            pool.submit(compile_tiles, heads, tiles, options.dtype) for heads, tiles in jobs
+        ]
+        for one in done:
+            one.result()
+
+
+def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Numbers]:
+    """A row of numbers for each shape, number of heads, tile and number of programs."""
+    device = torch.device("cuda")
+    card, cold, found = Card.of(device), ColdCache(device), list[Numbers]()
+    for heads in options.heads:
+        for shape in options.shapes:
+            work = Workload.build(SHAPES[shape], heads, getattr(torch, options.dtype), device)
+            answer = [work.compute_expected()]
+            served = count_programs(work.pool, heads, card)
+            asked = [(None, "served", served)]
+            asked += [
+                (parse_tile(text), text, programs)
+                for text in options.tiles
+                for programs in options.programs
+            ]
+            for tile, text, programs in asked:
+                row: Numbers = {"heads": heads, "shape": shape, "tile": text, "programs": programs}
+                try:
+                    run = Decode(work, tile, programs, card)
+                    told = measure(run, answer, cold, replays=options.replays, wall=False)
+                    row |= _numbers(told, run, work, copy_bytes_per_us)
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {error}"[:200]
+                    torch.cuda.synchronize()
+                found.append(row)
+                print(row, file=sys.stderr, flush=True)
+    return found
+
+
+def _numbers(told: Measurement, run: Decode, work: Workload, copy_bytes_per_us: float) -> Numbers:
+    rate = work.read_bytes / told.median_us
+    return {
+        "tasks": run.tasks,
+        "us": told.median_us,
+        "least_us": told.min_us,
+        "tb_per_s": rate / 1e6,
+        "of_copy": rate / copy_bytes_per_us,
+        "error": told.error,
+        "same_bits": told.same_bits,
+    }
+
+
+class Pass:
+    """One layer of a pass of prefill: 16 chunks of one sequence behind `past` latents."""
+
+    def __init__(
+        self, heads: int, past: int, chunk: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        torch.manual_seed(1)
+        made: Numbers = {"dtype": dtype, "device": device}
+        tokens, width = ROWS * chunk, RANK + ROTARY
+        pages = -(-(past + tokens) // 16)
+        self.pool = torch.randn(pages, 1, 1, 16, width, **made)
+        self.tables = torch.randperm(pages, device=device).int()
+        self.up = torch.randn(heads * (PLAIN + VALUE), RANK, **made) / RANK**0.5
+        self.q = torch.randn(tokens, heads, PLAIN + ROTARY, **made)
+        self.new = torch.randn(tokens, width, **made)
+        begin = np.arange(ROWS, dtype=np.int32) * chunk
+        self.spans = np.stack([begin, begin + chunk, begin, begin + chunk], 1)
+        self.address = np.stack([0 * begin, 0 * begin, past + begin], 1)
+        self.heads, self.scaling = heads, (PLAIN + ROTARY) ** -0.5
+        # Its pasts hold what the chunks before it are.
+        flat = self.pool[self.tables.long()].view(-1, width)
+        flat[past : past + tokens] = self.new
+        self.pool[self.tables.long()] = flat.view(self.pool.shape)
+
+    def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """As Transformers' DeepSeek expands."""
+        latent, rotary = entries.split([RANK, ROTARY], -1)
+        both = functional.linear(latent, self.up).view(len(entries), self.heads, -1).transpose(0, 1)
+        plain, value = both.split([PLAIN, VALUE], -1)
+        turned = rotary[None].expand(self.heads, -1, -1)
+        return torch.cat([plain, turned], -1), value
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of all products of attention; none for what is padded."""
+        chunk = int(self.spans[0, 1])
+        seen = chunk * (int(self.address[:, 2].sum()) + ROWS * (chunk + 1) // 2)
+        return 2 * self.heads * (PLAIN + ROTARY + VALUE) * seen
+
+    def forms(self) -> dict[str, Callable[[], Tensor]]:
+        """The same pass in several ways."""
+        what: Numbers = {"expand": self.expand, "scaling": self.scaling}
+
+        def alone() -> Tensor:
+            return torch.cat(
+                [
+                    latents.prefill(
+                        self.q[a:b], self.new[a:b], self.pool, self.tables, place, **what
+                    )
+                    for (a, b, *_), place in zip(
+                        self.spans.tolist(), self.address.tolist(), strict=True
+                    )
+                ]
+            )
+
+        def together() -> Tensor:
+            rows = latents.Rows(self.spans, self.address.astype(np.int32))
+            return latents.prefill_together(
+                self.q, self.new, self.pool, self.tables, rows, **what
+            )
+
+        return {"row by row": alone, "rows together": together}
+
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        """What a pass consists of, and kernels of torch that might serve it."""
+        keys, values = self.expand(self.new)
+        query = self.q.transpose(0, 1)[None]
+        wide = functional.pad(values, (0, ROTARY))
+        aten = torch.ops.aten
+        starts = torch.tensor([0, len(self.new)], dtype=torch.int32, device=self.q.device)
+        many: Numbers = {"scale": self.scaling}
+        flat = self.q, keys.transpose(0, 1).contiguous(), wide.transpose(0, 1).contiguous()
+        n = len(self.new)
+        grouped = self.q[..., :128].transpose(0, 1)[None]
+        few = torch.randn_like(grouped[:, : max(1, self.heads // 4)])
+        sdpa = functional.scaled_dot_product_attention
+        return {
+            "expand all new latents": lambda: self.expand(self.new),
+            "causal, flash, 192 and 192": lambda: aten._scaled_dot_product_flash_attention(
+                query, keys[None], wide[None], 0.0, True, **many
+            ),
+            "causal, flash by rows, 192 and 192": lambda: aten._flash_attention_forward(
+                *flat, starts, starts, n, n, 0.0, True, False, **many
+            ),
+            "causal, cuDNN, 192 and 128": lambda: aten._scaled_dot_product_cudnn_attention(
+                query, keys[None], values[None], None, True, 0.0, True, **many
+            ),
+            "causal, cuDNN, 192 and 192": lambda: aten._scaled_dot_product_cudnn_attention(
+                query, keys[None], wide[None], None, True, 0.0, True, **many
+            ),
+            "not causal, cuDNN, 192 and 128": lambda: aten._scaled_dot_product_cudnn_attention(
+                query, keys[None], values[None], None, True, 0.0, False, **many
+            ),
+            "causal, GQA of 128, cuDNN": lambda: aten._scaled_dot_product_cudnn_attention(
+                grouped,
+                few.repeat_interleave(4, 1),
+                few.repeat_interleave(4, 1),
+                None,
+                True,
+                0.0,
+                True,
+                **many,
+            ),
+            "causal, GQA of 128, flash": lambda: sdpa(
+                grouped, few, few, is_causal=True, enable_gqa=True
+            ),
+        }
+
+
+def prefill(past: int, heads: int) -> Numbers:
+    """Milliseconds of a pass by form, how far the forms are apart, and its parts."""
+    device = torch.device("cuda")
+    run = Pass(heads, past, CHUNK, torch.bfloat16, device)
+    found: Numbers = {"past": past, "heads": heads, "operations": run.operations}
+    answers, times = {}, {}
+    for name, form in run.forms().items():
+        answers[name] = form().float()
+        times[name] = _milliseconds(form)
+    first, *others = answers.values()
+    found["apart"] = [float((x - first).norm() / first.norm()) for x in others]
+    found["ms"] = times
+    found["tflops"] = {name: run.operations / ms / 1e9 for name, ms in times.items()}
+    found["parts_ms"] = {}
+    for name, part in run.parts().items():
+        try:
+            found["parts_ms"][name] = _milliseconds(part)
+        except Exception as error:
+            found["parts_ms"][name] = f"{type(error).__name__}: {error}"[:160]
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def _milliseconds(call: Callable[[], Any], repeats: int = 5) -> float:
+    """The median of some calls, without graphs."""
+    times = []
+    for number in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if number >= 2:
+            times.append(begin.elapsed_time(end))
+    return float(np.median(times))
+
+
+def show(found: Numbers) -> None:
+    """Tables of what was measured."""
+    table = Table("heads", "shape", "tile", "programs", "tasks", "µs", "TB/s", "of copy", "error")
+    rows = [row for row in found["decode"] if "us" in row]
+    for row in sorted(rows, key=lambda row: (-row["heads"], row["shape"], row["us"])):
+        table.add_row(
+            str(row["heads"]),
+            row["shape"],
+            row["tile"],
+            str(row["programs"]),
+            str(row["tasks"]),
+            f"{row['us']:.0f}",
+            f"{row['tb_per_s']:.2f}",
+            f"{row['of_copy']:.2f}",
+            f"{row['error']:.1e}" + ("" if row["same_bits"] else " other bits"),
+        )
+    console = Console(width=120)
+    console.print(table)
+    for row in found["decode"]:
+        if "failed" in row:
+            console.print(row["heads"], row["shape"], row["tile"], row["failed"])
+    for one in found["prefill"]:
+        console.print(one)
+
+
+def check_small() -> None:
+    """Tiny cases in Triton's interpreter, and the forms of prefill on the CPU."""
+    from tangram.lab.kernel_benchmarks.timing import relative_error
+
+    device = torch.device("cpu")
+    work = Workload.build(SMALL["small"], 20, torch.float32, device)
+    card = replace(Card.of(device), processors=4)
+    for text in (None, "32,32,4,3,t", "64,32,8,3"):
+        run = Decode(work, text and parse_tile(text), 1, card)
+        run.plan()
+        error = relative_error(run.run()[0], work.compute_expected())
+        print(f"{text}: {run.tasks} tasks, relative error {error:.1e}")
+        assert error < 1e-2
+    alone, together = (form() for form in Pass(4, 40, 24, torch.float32, device).forms().values())
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the result file and show tables. Exits with 2 where there is no device."""
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    asked.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
+    asked.add_argument("--shapes", nargs="+", default=["32 × 16K", "64 × 4K"], choices=SHAPES)
+    asked.add_argument("--tiles", nargs="*", default=list(TILES), help="none: what serves alone")
+    asked.add_argument("--programs", type=int, nargs="+", default=[1, 2])
+    asked.add_argument("--dtype", default="bfloat16")
+    asked.add_argument("--replays", type=int, default=10)
+    asked.add_argument("--no-prefill", action="store_true")
+    asked.add_argument("--small", action="store_true")
+    asked.add_argument("--out", type=Path, default=RESULTS)
+    options = asked.parse_args(arguments)
+    if options.small:
+        return check_small()
+    if not torch.cuda.is_available():
+        print(NO_DEVICE, file=sys.stderr)
+        raise SystemExit(2)
+    begun = time.monotonic()
+    found: Numbers = {"environment": environment(), "options": vars(options) | {"out": ""}}
+    compile_all(options)
+    found["compiled_s"] = time.monotonic() - begun
+    ceilings = Ceilings.measure(torch.bfloat16, torch.device("cuda"))
+    found["ceilings"] = asdict(ceilings)
+    found["prefill"] = [] if options.no_prefill else [prefill(past, 32) for past in (0, 8192)]
+    found["decode"] = decode(options, ceilings.copy_bytes_per_us)
+    found["seconds"] = time.monotonic() - begun
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kernels_latents.json").write_text(json.dumps(found, indent=1) + "\n")
+    show(found)
+    print(f"{found['seconds']:.0f} s, {found['compiled_s']:.0f} of them compiling")
+    return None
+
+
+if __name__ == "__main__":
+    main()
