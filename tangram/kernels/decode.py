@@ -216,17 +216,13 @@ def _along_queries(x, TURNED: tl.constexpr):
 @triton.jit
 def _product(q, entries, sums, TURNED: tl.constexpr):
     """Sums + the products of q [M, D] with entries [N, D]: [N, M] if TURNED, or [M, N]."""
-    return (
-        multiply(entries, tl.trans(q), sums) if TURNED else multiply(q, tl.trans(entries), sums)
-    )
+    return multiply(entries, tl.trans(q), sums) if TURNED else multiply(q, tl.trans(entries), sums)
 
 
 @triton.jit
 def _mean(weights, values, sums, TURNED: tl.constexpr):
     """Sums + values [N, V] times weights as of `_product`: [V, M] if TURNED, or [M, V]."""
-    return (
-        multiply(tl.trans(values), weights, sums) if TURNED else multiply(weights, values, sums)
-    )
+    return multiply(tl.trans(values), weights, sums) if TURNED else multiply(weights, values, sums)
 
 
 @triton.jit
@@ -259,16 +255,12 @@ def _load_latents(
     if BLOCK_D == V:
         latents = tl.load(place, eviction_policy=KEEP)
     else:
-        latents = tl.load(
-            place, mask=(d < V // PARTS)[None, :], other=0, eviction_policy=KEEP
-        )
+        latents = tl.load(place, mask=(d < V // PARTS)[None, :], other=0, eviction_policy=KEEP)
     place = words(pool, PARTS) + ((entry + V) // PARTS)[:, None] + r[None, :]
     if BLOCK_R == D - V:
         rotary = tl.load(place, eviction_policy=KEEP)
     else:
-        rotary = tl.load(
-            place, mask=(r < (D - V) // PARTS)[None, :], other=0, eviction_policy=KEEP
-        )
+        rotary = tl.load(place, mask=(r < (D - V) // PARTS)[None, :], other=0, eviction_policy=KEEP)
     return latents, rotary
 
 
@@ -323,10 +315,7 @@ def _take_latents(
             scores = tl.zeros([BLOCK_N, QUERIES], tl.float32)
         else:
             scores = tl.zeros([QUERIES, BLOCK_N], tl.float32)
-        values, rotaries = (
-            _widen(latents, pool, q[0].dtype),
-            _widen(rotary, pool, q[0].dtype),
-        )
+        values, rotaries = (_widen(latents, pool, q[0].dtype), _widen(rotary, pool, q[0].dtype))
         for part in tl.static_range(PARTS):
             scores = _product(q[part], values[part], scores, TURNED)
         for part in tl.static_range(PARTS):
@@ -447,10 +436,11 @@ def decode_tasks(
     """Run the tasks of one layer and one tile size.
 
     The grid is (BLOCK_M at a time of the queries of the longest task, tasks), so that programs of
-    one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED as in `_take_latents`. q [T, H*G, D] with any strides of tokens
-    and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r] to
-    first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row and
-    token are the same.
+    one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED as
+    in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool,
+    tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r]
+    to first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row
+    and token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
     row, direct, slot, parts to finish. `scales` [L, H, 2] multiply keys and values of an
     FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in

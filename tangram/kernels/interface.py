@@ -99,8 +99,23 @@ class Ranking(ABC):
         """
 
 
-# Latents [n, D] → the keys [Q, n, D'] and values [Q, n, V] of the query heads.
-Expansion = Callable[[Tensor], tuple[Tensor, Tensor]]
+class Expansion(Protocol):
+    """How a layer's latents become keys and values of its query heads."""
+
+    @property
+    def up(self) -> Tensor:
+        """[Q, D' - rotary + V, rank]: the map to keys, without rotary elements, and values."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+        ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [n, D] → keys [Q, n, D'] and values [Q, n, V], by the model's own code."""
+        ...
+
 
 # Weights of a layer's gate by name, inputs of the attention module [N · C, hidden], N and the
 # epsilon of norms → scores float32 [N, H, C].
@@ -218,7 +233,7 @@ class PoolKernels(Protocol):
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
-        expand: Expansion | None,
+        expansion: Expansion | None,
     ) -> None:
         """Store the whole rows after their pasts; then attend to the past and, causally, the row.
 

@@ -6,7 +6,7 @@ the hundreds of queries of a chunk. With torch's kernels keys, values and querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tangram.kernels.interface import MOST_BYTES, Expansion
+from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.reference import Part, gather, merge_parts
 from tangram.kernels.transfer import place
 from tangram.types import Int32
 
 TOGETHER = (torch.float16, torch.bfloat16)  # dtypes in which torch attends rows of any lengths
+# Latents [n, D] → the keys [Q, n, D'] and values [Q, n, V] of the query heads.
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 EXPANDED_BYTES = MOST_BYTES // 4  # of keys and values at a time: the model and torch copy them
 
 
@@ -31,7 +33,7 @@ def prefill(
     tables: Tensor,
     address: Sequence[int],
     *,
-    expand: Expansion,
+    expand: Expand,
     scaling: float,
 ) -> Tensor:
     """Attention of n new tokens: q [n, Q, D'] → [n, Q, V] in q's dtype.
@@ -88,7 +90,7 @@ def prefill_together(
     tables: Tensor,
     rows: Rows,
     *,
-    expand: Expansion,
+    expand: Expand,
     scaling: float,
 ) -> Tensor:
     """`prefill` of many `rows` at once: q [T, Q, D'] → [T, Q, V] in q's dtype.
@@ -145,7 +147,10 @@ def _attend_rows(
         stops = key_starts[1:] if seen is None else key_starts[:-1] + seen
         parts = [
             _attend(
-                q[begin:end].transpose(0, 1), k[:, first:last], v[:, first:last], scaling,
+                q[begin:end].transpose(0, 1),
+                k[:, first:last],
+                v[:, first:last],
+                scaling,
                 causal=seen is None,
             )
             for (begin, end), first, last in zip(

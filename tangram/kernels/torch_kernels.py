@@ -151,7 +151,7 @@ class TorchKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
-        expand: Expansion | None,
+        expansion: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         rows = range(self._rows.asking.start, self._rows.asking.stop)
@@ -166,7 +166,7 @@ class TorchKernels:
         q, k, v = self._fold(layer, q, k, v)
         where = self._pool, self._tables
         rule = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-        compiled = expand is None and cpu.prefills_compiled(q, self._pool)
+        compiled = expansion is None and cpu.prefills_compiled(q, self._pool)
         if compiled:
             asking = self._rows.asking
             addresses = self._rows.address[layer, asking]
@@ -174,10 +174,10 @@ class TorchKernels:
         for row in rows:
             begin, end, first, last, position = spans[row].tolist()
             asked, keys = q[begin:end], k[first:last]
-            if expand is not None:
+            if expansion is not None:
                 (address,) = self._rows.address[layer, row].tolist()
                 out[begin:end] = latents.prefill(
-                    asked, keys[:, 0], *where, address, expand=expand, scaling=scaling
+                    asked, keys[:, 0], *where, address, expand=expansion.expand, scaling=scaling
                 )
                 continue
             if not compiled:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import (
+    expanded,
     fused_causal,
     gate,
     gathered,
@@ -368,7 +369,7 @@ class TritonKernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
-        expand: Expansion | None,
+        expansion: Expansion | None,
     ) -> None:
         """See `PoolKernels`."""
         rows, address, spans = self._rows, self._address[layer], self._spans
@@ -386,8 +387,8 @@ class TritonKernels:
                 longest=rows.longest,
                 scales=self._scales,
             )
-        if expand is not None:
-            self._attend_latents(layer, q, k, out, expand, scaling)
+        if expansion is not None:
+            self._attend_latents(layer, q, k, out, expansion, scaling)
             return
         plain = window is None and softcap is None and sinks is None
         gathers = plain and q.dtype in gathered.DTYPES  # an FP8 pool may serve float32 models
@@ -423,21 +424,25 @@ class TritonKernels:
         return slice(own.start if gathers else 0, own.stop if plain else self._order.shape[1])
 
     def _attend_latents(
-        self, layer: int, q: Tensor, k: Tensor, out: Tensor, expand: Expansion, scaling: float
+        self, layer: int, q: Tensor, k: Tensor, out: Tensor, expansion: Expansion, scaling: float
     ) -> None:
-        asking = self._rows.asking
+        asking, where = self._rows.asking, (self._stored, self._tables)
         spans, address = self._rows.spans[asking, :4], self._rows.address[layer, asking, 0]
-        what = {"expand": expand, "scaling": scaling}
-        where = self._stored, self._tables
-        if len(spans) > 1 and q.dtype in latents.TOGETHER and latents.lie_together(spans):
-            (begin, first), (end, last) = spans[0, [0, 2]].tolist(), spans[-1, [1, 3]].tolist()
-            rows = latents.Rows(spans - spans[0, [0, 0, 2, 2]], address)
-            out[begin:end] = latents.prefill_together(
-                q[begin:end], k[first:last, 0], *where, rows, **what
+        if expanded.serves(self._pool, q.dtype, self._card):
+            rows = expanded.LatentRows(spans, address)
+            expanded.attend(
+                q, k[:, 0], *where, rows, expansion, out, scaling=scaling, card=self._card
             )
             return
         for (begin, end, first, last), place in zip(spans.tolist(), address.tolist(), strict=True):
-            out[begin:end] = latents.prefill(q[begin:end], k[first:last, 0], *where, place, **what)
+            out[begin:end] = latents.prefill(
+                q[begin:end],
+                k[first:last, 0],
+                *where,
+                place,
+                expand=expansion.expand,
+                scaling=scaling,
+            )
 
     def _attend_gathered(
         self,

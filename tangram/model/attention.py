@@ -114,9 +114,8 @@ class StepAttention:
             with self.sealing.timing():
                 for sealer in self.sealers:
                     self._seal(sealer, layer, heads, q, k, v, options["scaling"])
-        expand = None if heads is None else heads.expand
         self.kernels.prefill(
-            layer, q, k, v, out, window=self.windows[layer], expand=expand, **known
+            layer, q, k, v, out, window=self.windows[layer], expansion=heads, **known
         )
         return out
 
@@ -185,7 +184,7 @@ class RepeatAttention:
         keys, values = (
             torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True)
         )
-        out, expand = output_like(module, q), None if heads is None else heads.expand
+        out = output_like(module, q)
         self.kernels.prefill(
             layer,
             q,
@@ -193,7 +192,7 @@ class RepeatAttention:
             values,
             out,
             window=self.windows[layer],
-            expand=expand,
+            expansion=heads,
             **_translate(options),
         )
         if layer in self.sealer.pending:

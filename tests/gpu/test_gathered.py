@@ -285,7 +285,7 @@ def test_buffers_that_graphs_contain_stay_when_a_longer_row_needs_more(
             window=None,
             softcap=None,
             sinks=None,
-            expand=None,
+            expansion=None,
         )
     first, large, larger, again = sizes
     assert first == again

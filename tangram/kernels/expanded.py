@@ -1,0 +1,358 @@
+"""Prefill attention over latents that one product expands (Triton).
+
+The pasts of a pass and its new latents lie end to end in one matrix. A product with the map of all
+heads makes keys and values of them, which the kernel loads by tensor memory access from where the
+product left them. Rotary keys are read from the latents: they are those of all heads. Rows of one
+sequence read one copy of its past, each up to its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tangram.kernels.card import Card
+from tangram.kernels.interface import MOST_BYTES, Expansion
+from tangram.kernels.reference import gather, merge_parts
+from tangram.kernels.tiles import LOG2E, multiply
+from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
+from tangram.kernels.transfer import place as place_on
+from tangram.types import Int32, Int64
+
+DTYPES = (torch.float16, torch.bfloat16)
+TILE = 64  # entries, and queries; segments begin at multiples of it
+_TILE = Tile(TILE, TILE, stages=2)
+
+
+@dataclass(frozen=True, eq=False)
+class LatentRows:
+    """N prefill rows: `spans` int32 [N, 4], queries [begin, end) and new latents [begin, end), and
+    `address` int32 [N, 3], table offset, column and length of the past.
+
+    Neighbours with one table are of one sequence, whose past grows from row to row.
+    """
+
+    spans: Int32
+    address: Int32
+
+    @property
+    def sequences(self) -> Iterator[slice]:
+        """Runs of rows that read one past."""
+        table, _, length = self.address.T
+        apart = np.flatnonzero((np.diff(table) != 0) | (np.diff(length) < 0)) + 1
+        for begin, end in pairwise([0, *apart.tolist(), len(table)]):
+            yield slice(begin, end)
+
+    @property
+    def of_one(self) -> bool:
+        """Whether all rows are of one sequence."""
+        return len(list(self.sequences)) == 1
+
+
+@triton.jit
+def _take(
+    acc,
+    peak,
+    total,
+    query,
+    turned,
+    keys,
+    values,
+    rotary,
+    place,
+    column,
+    n,
+    last,
+    scaling,
+    RANK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add the tile of entries at `place` to the online softmax of one head.
+
+    Its keys begin at `column`. `last` [M] is the last of the entries `n` that each query sees.
+    """
+    scores = tl.zeros([query.shape[0], TILE], tl.float32)
+    scores = multiply(query, tl.trans(keys.load([place, column])), scores)
+    scores = multiply(turned, tl.trans(rotary.load([place, RANK])), scores)
+    if MASKED:
+        scores = tl.where(n[None, :] > last[:, None], float("-inf"), scores)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * (scaling * LOG2E))
+    weights = tl.exp2(scores * (scaling * LOG2E) - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    v = values.load([place, column + PLAIN])
+    acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def attend_expanded(
+    q,
+    keys,
+    values,
+    rotary,
+    rows,
+    out,
+    lse,
+    scaling,
+    stride_q,
+    stride_q_head,
+    Q: tl.constexpr,
+    RANK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Attention of each tile of queries to its past and, causally, to its row.
+
+    `rows` [N, 6]: first query, queries, past entries, their place, place of the row's own entries,
+    their number, 0 to leave them out. A key may be loaded with some of its value: queries are 0
+    there. PARTIAL: `lse` [T, Q] is written, too. Grid (tiles of the longest row, N · Q).
+    """
+    row = rows + tl.program_id(1) // Q * 6
+    head = tl.program_id(1) % Q
+    begin = tl.load(row)
+    queries = tl.load(row + 1)
+    # The last tiles see the most entries, so they start first.
+    tile = tl.cdiv(queries, BLOCK_M) - 1 - tl.program_id(0)
+    if tile >= 0:
+        past = tl.load(row + 2)
+        past_place = tl.load(row + 3)
+        own_place = tl.load(row + 4)
+        own = tl.load(row + 5)
+        lead = own - queries
+        column = head * (PLAIN + VALUE)
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tl.arange(0, TILE)
+        d = tl.arange(0, BLOCK_D)
+        r = tl.arange(0, BLOCK_R)
+        v = tl.arange(0, BLOCK_V)
+        token = (begin + m).to(tl.int64)[:, None]
+        wanted = (m < queries)[:, None]
+        source = q + token * stride_q + head * stride_q_head
+        query = tl.load(source + d[None, :], mask=wanted & (d < PLAIN)[None, :], other=0.0)
+        turned = tl.load(
+            source + PLAIN + r[None, :], mask=wanted & (r < ROTARY)[None, :], other=0.0
+        )
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        # Whole tiles of both segments in one loop, so that loads run ahead across them.
+        past_tiles = past // TILE
+        own_tiles = tl.where(own > 0, (lead + tile * BLOCK_M + 1) // TILE, 0)
+        for at in range(0, past_tiles + own_tiles):
+            place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
+            acc, peak, total = _take(
+                acc, peak, total, query, turned, keys, values, rotary, place, column, n, m,
+                scaling, RANK, PLAIN, False, TILE,
+            )  # fmt: skip
+        for at in range(past_tiles * TILE, past, TILE):
+            last = past - 1 + tl.zeros([BLOCK_M], tl.int32)
+            acc, peak, total = _take(
+                acc, peak, total, query, turned, keys, values, rotary, past_place + at, column,
+                at + n, last, scaling, RANK, PLAIN, True, TILE,
+            )  # fmt: skip
+        end = tl.where(own > 0, lead + tl.minimum(tile * BLOCK_M + BLOCK_M, queries), 0)
+        for at in range(own_tiles * TILE, end, TILE):
+            acc, peak, total = _take(
+                acc, peak, total, query, turned, keys, values, rotary, own_place + at, column,
+                at + n, lead + m, scaling, RANK, PLAIN, True, TILE,
+            )  # fmt: skip
+        seen = tl.where(total > 0, total, 1.0)
+        target = out + (token * Q + head) * VALUE + v[None, :]
+        result = (acc / seen[:, None]).to(out.dtype.element_ty)
+        tl.store(target, result, mask=wanted & (v < VALUE)[None, :])
+        if PARTIAL:
+            logarithm = tl.where(total > 0, (peak + tl.log2(seen)) / LOG2E, float("-inf"))
+            tl.store(lse + (begin + m).to(tl.int64) * Q + head, logarithm, mask=m < queries)
+
+
+def serves(pool: Tensor, dtype: torch.dtype, card: Card) -> bool:
+    """Whether latents of this pool are attended so: the card needs tensor memory access."""
+    return card.copies_tiles and dtype in DTYPES and pool.shape[-1] % 8 == 0
+
+
+def attend(
+    q: Tensor,
+    latents: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    rows: LatentRows,
+    expansion: Expansion,
+    out: Tensor,
+    *,
+    scaling: float,
+    card: Card,
+    most_bytes: int = MOST_BYTES,
+    tile: Tile | None = None,
+) -> None:
+    """Attention of all `rows`: q [T, Q, D'] and new latents [M, D] → their tokens of out [T, Q, V].
+
+    Keys and values of at most `most_bytes`, beside those of new latents, are expanded at a time.
+    """
+    entry_bytes = expansion.up[:, :, 0].numel() * q.element_size()
+    most = max(TILE, most_bytes // entry_bytes // TILE * TILE)
+    how = expansion, scaling, card, tile
+    for lot in _lots(rows, most):
+        own = LatentRows(rows.spans[lot], rows.address[lot])
+        longest = int(own.address[:, 2].max())
+        last = (longest - 1) // most * most if longest > most and own.of_one else 0
+        parts = [
+            _Part.of(own, begin, begin + most, latents, pool, tables)
+            for begin in range(0, last, most)
+        ]
+        final = _Part.of(own, last, max(longest, last), latents, pool, tables, causal=True)
+        if not parts:
+            final.attend(q, *how, out)
+            continue
+        where = slice(int(own.spans[:, 0].min()), int(own.spans[:, 1].max()))
+        done = [part.attend(q, *how) for part in (*parts, final)]
+        merged, _ = merge_parts([(part[where], lse[where]) for part, lse in done])
+        out[where] = merged.to(q.dtype)
+
+
+def _lots(rows: LatentRows, most: int) -> Iterator[slice]:
+    """Sequences whose pasts have at most `most` entries together, or one that has more."""
+    begin, filled = 0, 0
+    for own in rows.sequences:
+        past = _tile(int(rows.address[own, 2].max()))
+        if filled and filled + past > most:
+            yield slice(begin, own.start)
+            begin, filled = own.start, 0
+        filled += past
+    yield slice(begin, len(rows.spans))
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What one launch attends: `entries` [n, D] that are gathered, and `table` of `rows` in them.
+
+    See `attend_expanded`.
+    """
+
+    entries: Tensor
+    table: Int32
+
+    @classmethod
+    def of(
+        cls,
+        rows: LatentRows,
+        begin: int,
+        end: int,
+        latents: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        *,
+        causal: bool = False,
+    ) -> _Part:
+        """Entries [begin, end) of all pasts, and with `causal` the rows' own."""
+        starts, counts = rows.spans[:, 2].astype(np.int64), rows.spans[:, 3] - rows.spans[:, 2]
+        seen = np.clip(rows.address[:, 2], begin, end) - begin
+        sequences = list(rows.sequences)
+        sizes = [_tile(int(seen[own].max())) for own in sequences]
+        own_sizes = [_tile(count) * causal for count in counts.tolist()]
+        places = np.cumsum([0, *sizes, *own_sizes])
+        entries = latents.new_zeros((int(places[-1]), latents.shape[1]))
+        past_place = np.zeros(len(seen), np.int64)
+        for own, place in zip(sequences, places.tolist(), strict=False):
+            past_place[own] = place
+            table, column, _ = rows.address[own.start].tolist()
+            count = int(seen[own].max())
+            held, _ = gather(pool, tables, table, column, begin, begin + count)
+            entries[place : place + count] = held.to(latents.dtype)
+        own_place = places[len(sizes) : -1]
+        if causal:
+            _copy(latents, entries, starts, counts, own_place)
+        spans = rows.spans
+        columns = [
+            spans[:, 0],
+            spans[:, 1] - spans[:, 0],
+            seen,
+            past_place,
+            own_place,
+            counts if causal else 0 * counts,
+        ]
+        return cls(entries, np.stack(columns, 1).astype(np.int32))
+
+    def attend(
+        self,
+        q: Tensor,
+        expansion: Expansion,
+        scaling: float,
+        card: Card,
+        tile: Tile | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output in `out`, or as a part in float32 with its log-sum-exp [T, Q]."""
+        (heads, width, rank), value = expansion.up.shape, expansion.value_dim
+        sizes = width - value, value, self.entries.shape[1] - rank
+        expanded = self.entries[:, :rank] @ expansion.up.reshape(-1, rank).t()
+        blocks = [max(LEAST_ENTRIES, triton.next_power_of_2(size)) for size in sizes]
+        keys, values, turned = (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, block])
+            for x, block in zip((expanded, expanded, self.entries), blocks, strict=True)
+        )
+        partial = out is None
+        if out is None:
+            out = q.new_empty((*q.shape[:2], value), dtype=torch.float32)
+        lse = torch.empty(q.shape[:2] if partial else (1, 1), dtype=torch.float32, device=q.device)
+        tile = tile or tile_of(sum(blocks), q.element_size(), card)
+        longest = int(self.table[:, 1].max())
+        attend_expanded[(triton.cdiv(longest, tile.queries), len(self.table) * heads)](
+            q,
+            keys,
+            values,
+            turned,
+            place_on(self.table, q.device),
+            out,
+            lse,
+            scaling,
+            *q.stride()[:2],
+            Q=heads,
+            RANK=rank,
+            PLAIN=sizes[0],
+            VALUE=sizes[1],
+            ROTARY=sizes[2],
+            BLOCK_D=blocks[0],
+            BLOCK_V=blocks[1],
+            BLOCK_R=blocks[2],
+            BLOCK_M=tile.queries,
+            TILE=TILE,
+            PARTIAL=partial,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        return out, lse
+
+
+def tile_of(elements: int, element_bytes: int, card: Card) -> Tile:
+    """The tile of a program on `card`; an entry's key, value and rotary key have `elements`."""
+    return fit_tile(_TILE, Operands(elements, element_bytes, hops=1, vectors=1), card, TILE)
+
+
+def _copy(source: Tensor, target: Tensor, starts: Int64, counts: Int32, places: Int64) -> None:
+    """Copy `counts` rows of `source` from `starts` to `places` of `target`, end to end if so."""
+    together = (np.diff(starts) == counts[:-1]).all() and (np.diff(places) == counts[:-1]).all()
+    if together:
+        starts, counts, places = starts[:1], counts.sum(keepdims=True), places[:1]
+    for start, count, place in zip(starts, counts, places, strict=True):
+        target[place : place + count] = source[start : start + count]
+
+
+def _tile(entries: int) -> int:
+    return -(-entries // TILE) * TILE
