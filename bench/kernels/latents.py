@@ -62,10 +62,13 @@ CHUNK, ROWS = 512, 16
 Numbers = dict[str, Any]
 
 
-def parse_tile(text: str) -> Tile:
-    """A tile as `TILES` write it."""
-    queries, entries, warps, stages, *turned = text.split(",")
-    return Tile(int(queries), int(entries), int(warps), int(stages), turned == ["t"])
+def parse_tile(text: str, heads: int = 1 << 20) -> Tile:
+    """A tile as `TILES` write it; where entries are rows, of no more queries than heads."""
+    *numbers, turned = [*text.split(","), ""][:5]
+    queries, entries, warps, stages = map(int, numbers)
+    if turned:
+        queries = min(queries, max(16, 1 << (heads - 1).bit_length()))
+    return Tile(queries, entries, warps, stages, bool(turned))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +168,7 @@ def compile_tiles(heads: int, tiles: Sequence[str], dtype: str) -> None:
     work = Workload.build((150,), heads, getattr(torch, dtype), device)
     for text in tiles:
         try:
-            Decode(work, parse_tile(text), 1, card).run()
+            Decode(work, parse_tile(text, heads), 1, card).run()
         except Exception as error:  # it is named again where it is measured
             print(f"{heads} heads, {text}: {type(error).__name__}", file=sys.stderr)
     torch.cuda.synchronize()
@@ -199,7 +202,7 @@ def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Number
             served = count_programs(work.pool, heads, card)
             asked = [(None, "served", served)]
             asked += [
-                (parse_tile(text), text, programs)
+                (parse_tile(text, heads), text, programs)
                 for text in options.tiles
                 for programs in options.programs
             ]

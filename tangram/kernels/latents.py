@@ -166,7 +166,7 @@ def _attend_rows(
     ]
     used = np.diff(key_starts) if seen is None else seen
     at = place(np.concatenate([starts, key_starts, used]).astype(np.int32), q.device)
-    of_queries, of_keys, lengths = at.split([len(starts), len(key_starts), len(used)])
+    of_queries, of_keys, lengths = torch.split(at, [len(starts), len(key_starts), len(used)])
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *padded,
         of_queries,

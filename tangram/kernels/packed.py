@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,9 @@ class DecodeOptions:
     @classmethod
     def of(cls, schedule: Schedule) -> DecodeOptions:
         """The options of a schedule; its tile numbers apply to every tile but `short`."""
-        changed = {name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS}
+        changed: dict[str, Any] = {
+            name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS
+        }
         tiles = tuple(replace(tile, **changed) for tile in TILES)
         return cls(tiles, one_tile_tasks=1 << 30 if schedule.one_tile else cls.one_tile_tasks)
 

@@ -1,0 +1,88 @@
+"""Prefill over expanded latents: rows beside each other against each alone, in full precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.interpreter import interpreter_few
+
+RANK = 32
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass
+class Heads:
+    """Heads with a random map, expanded as Transformers does."""
+
+    up: Tensor
+    value_dim: int
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.einsum("nr,qdr->qnd", latents[:, :RANK], self.up)
+        plain, value = both.split([both.shape[2] - self.value_dim, self.value_dim], -1)
+        rotary = latents[None, :, RANK:].expand(len(plain), -1, -1)
+        return torch.cat([plain, rotary], -1), value
+
+
+@pytest.mark.parametrize(
+    ("plain", "value", "rotary", "whole", "dtype"),
+    interpreter_few(
+        [
+            (*sizes, whole, dtype)
+            for sizes in ((16, 16, 8), (24, 32, 16), (128, 128, 64), (192, 256, 64))
+            for whole in (True, False)
+            for dtype in (torch.float16, torch.bfloat16)
+        ],
+        (24, 32, 16, True, torch.float16),
+        (16, 16, 8, False, torch.bfloat16),
+    ),
+)
+def test_rows_of_several_sequences_answer_as_alone(
+    plain: int, value: int, rotary: int, whole: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Three rows of one sequence, whose past grows, one without a past, and one of another.
+
+    Where the past is not expanded as a `whole`, only 64 entries are at a time.
+    """
+    from tangram.kernels import expanded, latents
+    from tangram.kernels.card import Card
+
+    torch.manual_seed(5)
+    heads = Heads((torch.randn(3, plain + value, RANK) / RANK**0.5).to(device, dtype), value)
+    pool = torch.randn(19, 2, 1, 16, RANK + rotary).to(device, dtype)
+    tables, tokens = torch.randperm(19).int().to(device), np.array([70, 64, 13, 5, 20])
+    ends = np.cumsum(tokens)
+    spans = np.stack([ends - tokens, ends, ends - tokens, ends], 1).astype(np.int32)
+    past = np.array([(0, 1, 30), (0, 1, 90), (0, 1, 150), (10, 0, 0), (10, 0, 33)], np.int32)
+    q = torch.randn(ends[-1], 3, plain + rotary).to(device, dtype)
+    new = torch.randn(ends[-1], RANK + rotary).to(device, dtype)
+    out = torch.full((ends[-1], 3, value), torch.nan, dtype=dtype, device=device)
+    expanded.attend(
+        q,
+        new,
+        pool,
+        tables,
+        expanded.LatentRows(spans, past),
+        heads,
+        out,
+        scaling=0.2,
+        card=Card.of(device),
+        most_bytes=1 << 29 if whole else 64 * heads.up[:, :, 0].numel() * dtype.itemsize,
+    )
+    exact = Heads(heads.up.double(), value)
+    for (begin, end, *_), address in zip(spans.tolist(), past.tolist(), strict=True):
+        alone = latents.prefill(
+            *(x[begin:end].float() for x in (q, new)),
+            pool.float(),
+            tables,
+            address,
+            expand=lambda entries: tuple(x.float() for x in exact.expand(entries.double())),  # type: ignore[arg-type,return-value]
+            scaling=0.2,
+        )
+        error = (out[begin:end].float() - alone).norm() / alone.norm()
+        assert error < TOLERANCE[dtype], error
