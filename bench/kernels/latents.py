@@ -42,13 +42,13 @@ from tangram.plan.workqueue import plan_workqueue
 RANK, ROTARY, PLAIN, VALUE = 512, 64, 128, 128
 SHAPES = {"32 × 16K": (16384,) * 32, "64 × 4K": (4096,) * 64, "mixed": (16384, 700, 3000, 90) * 8}
 SMALL = {"small": (150, 40, 1, 64)}
-# queries, entries, warps, stages, and t where entries are the rows of products
+# queries, entries, warps, stages; s: entries are the rows of scores, t: of means, too
 TILES = [
+    "32,64,4,3,s",
+    "32,64,8,3,s",
     "32,32,4,3,t",
     "32,32,4,2,t",
-    "32,32,8,3,t",
     "32,64,4,2,t",
-    "32,64,8,2,t",
     "64,32,8,3",
     "64,32,8,4",
     "64,64,8,2",
@@ -68,7 +68,7 @@ def parse_tile(text: str, heads: int = 1 << 20) -> Tile:
     queries, entries, warps, stages = map(int, numbers)
     if turned:
         queries = min(queries, max(16, 1 << (heads - 1).bit_length()))
-    return Tile(queries, entries, warps, stages, bool(turned))
+    return Tile(queries, entries, warps, stages, " st".index(turned or " "))
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,7 +434,7 @@ def check_small() -> None:
     device = torch.device("cpu")
     work = Workload.build(SMALL["small"], 20, torch.float32, device)
     card = replace(Card.of(device), processors=4)
-    for text in (None, "32,32,4,3,t", "64,32,8,3"):
+    for text in (None, "32,64,4,3,s", "32,32,4,3,t", "64,32,8,3"):
         run = Decode(work, text and parse_tile(text), 1, card)
         run.plan()
         error = relative_error(run.run()[0], work.compute_expected())

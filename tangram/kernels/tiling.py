@@ -17,14 +17,14 @@ _BESIDE = 1 << 10  # barriers, and sums between warps
 class Tile:
     """How up to `queries` query rows run: the tile of entries, warps and pipeline stages.
 
-    `turned` are products whose rows are entries, for latents.
+    Of latents entries may be the rows of scores (`turned` 1), and of means, too (2).
     """
 
     queries: int
     entries: int = 64
     warps: int = 4
     stages: int = 2
-    turned: bool = False
+    turned: int = 0
 
     @property
     def for_latents(self) -> Tile:
@@ -32,7 +32,7 @@ class Tile:
 
         More queries than it has are those of several programs.
         """
-        return Tile(min(self.queries, 32), min(self.entries, 32), stages=3, turned=True)
+        return Tile(min(self.queries, 32), self.entries, stages=3, turned=1)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_as_many_programs_as_shared_memory_holds(card: int) -> None:
     assert programs == {80: 2, 86: 1, 89: 1, 90: 3, 100: 3, 120: 1}[card]
     assert count_programs(pool_of(128), 4, CARDS[card]) == (2 if card in (86, 89, 120) else 3)
     assert count_programs(pool_of(64), 4, CARDS[card]) == 3
-    latent = 2 if card in (90, 100) else 1
+    latent = 1
     assert count_programs(pool_of(576, vectors=1), 16, CARDS[card]) == latent
 
 
