@@ -441,10 +441,10 @@ def decode_tasks(
 
     The grid is (BLOCK_M at a time of the queries of the longest task, tasks), so that programs of
     one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED
-    and BOTH as in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool,
-    tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens first_tokens[r]
-    to first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own. Otherwise row
-    and token are the same.
+    and BOTH as in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G,
+    V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens
+    first_tokens[r] to first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own.
+    Otherwise row and token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
     row, direct, slot, parts to finish. `scales` [L, H, 2] multiply keys and values of an
     FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in

@@ -34,7 +34,7 @@ _TILE = Tile(TILE, TILE, stages=2)
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:
-    """N prefill rows: `spans` int32 [N, 4], queries [begin, end) and new latents [begin, end), and
+    """N ≥ 1 prefill rows: `spans` int32 [N, 4], queries [begin, end) and new latents [begin, end), and
     `address` int32 [N, 3], table offset, column and length of the past.
 
     Neighbours with one table are of one sequence, whose past grows from row to row.

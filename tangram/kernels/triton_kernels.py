@@ -427,6 +427,8 @@ class TritonKernels:
         self, layer: int, q: Tensor, k: Tensor, out: Tensor, expansion: Expansion, scaling: float
     ) -> None:
         asking, where = self._rows.asking, (self._stored, self._tables)
+        if asking.start == asking.stop:
+            return
         spans, address = self._rows.spans[asking, :4], self._rows.address[layer, asking, 0]
         if expanded.serves(self._pool, q.dtype, self._card):
             rows = expanded.LatentRows(spans, address)
