@@ -55,10 +55,12 @@ TILES = [
     "64,64,8,2,t",
     "32,32,8,3",
 ]
+FP8_TILES = ["32,64,4,3,s", "32,64,8,3,s", "32,32,8,3,s", "32,32,4,3,t"]
 PREFILL_TILES = "64,64,4,2", "64,64,4,3", "128,64,8,2", "128,64,8,3"
 HEADS = (32, 16, 128)
 SCALING = 0.05
 CHUNK, ROWS = 512, 16
+FP8 = "float8_e4m3fn"
 Numbers = dict[str, Any]
 
 
@@ -161,17 +163,15 @@ class Decode:
         ]
 
 
-def compile_tiles(heads: int, tiles: Sequence[str], dtype: str) -> None:
-    """Compile decode with each tile, by a tiny workload, for Triton's cache on disk."""
+def compile_tile(heads: int, text: str, dtype: str) -> None:
+    """Compile decode with a tile, by a tiny workload, for Triton's cache on disk."""
     device = torch.device("cuda")
-    card = Card.of(device)
     work = Workload.build((150,), heads, getattr(torch, dtype), device)
-    for text in tiles:
-        try:
-            Decode(work, parse_tile(text, heads), 1, card).run()
-        except Exception as error:  # it is named again where it is measured
-            print(f"{heads} heads, {text}: {type(error).__name__}", file=sys.stderr)
-    torch.cuda.synchronize()
+    try:
+        Decode(work, parse_tile(text, heads), 1, Card.of(device)).run()
+        torch.cuda.synchronize()
+    except Exception as error:  # it is named again where it is measured
+        print(f"{heads} heads, {text}: {type(error).__name__}", file=sys.stderr)
 
 
 def compile_prefill(text: str) -> None:
@@ -183,40 +183,46 @@ def compile_prefill(text: str) -> None:
 def compile_all(options: argparse.Namespace) -> None:
     """Compile in several processes at once; measuring then finds everything in the cache."""
     rehearse_packing()  # before, or each of them would compile it
-    jobs = [(heads, [tile]) for heads in options.heads for tile in options.tiles]
+    jobs = [(heads, tile, options.dtype) for heads in options.heads for tile in options.tiles]
+    jobs += [(options.heads[0], tile, FP8) for tile in FP8_TILES if options.fp8]
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        done = [pool.submit(compile_tiles, heads, tiles, options.dtype) for heads, tiles in jobs]
+        done = [pool.submit(compile_tile, *job) for job in jobs]
         done += [pool.submit(compile_prefill, text) for text in PREFILL_TILES]
         for one in done:
             one.result()
 
 
-def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Numbers]:
-    """A row of numbers for each shape, number of heads, tile and number of programs."""
+def decode(
+    options: argparse.Namespace,
+    cases: Sequence[tuple[int, str]],
+    dtype: str,
+    tiles: Sequence[str],
+    copy_bytes_per_us: float,
+) -> list[Numbers]:
+    """A row of numbers for each case (heads, shape), tile and number of programs."""
     device = torch.device("cuda")
     card, cold, found = Card.of(device), ColdCache(device), list[Numbers]()
-    for heads in options.heads:
-        for shape in options.shapes:
-            work = Workload.build(SHAPES[shape], heads, getattr(torch, options.dtype), device)
-            answer = [work.compute_expected()]
-            served = count_programs(work.pool, heads, card)
-            asked = [(None, "served", served)]
-            asked += [
-                (parse_tile(text, heads), text, programs)
-                for text in options.tiles
-                for programs in options.programs
-            ]
-            for tile, text, programs in asked:
-                row: Numbers = {"heads": heads, "shape": shape, "tile": text, "programs": programs}
-                try:
-                    run = Decode(work, tile, programs, card)
-                    told = measure(run, answer, cold, replays=options.replays, wall=False)
-                    row |= _numbers(told, run, work, copy_bytes_per_us)
-                except Exception as error:
-                    row["failed"] = f"{type(error).__name__}: {error}"[:200]
-                    torch.cuda.synchronize()
-                found.append(row)
-                print(row, file=sys.stderr, flush=True)
+    for heads, shape in cases:
+        work = Workload.build(SHAPES[shape], heads, getattr(torch, dtype), device)
+        answer = [work.compute_expected()]
+        asked = [("served", None, count_programs(work.pool, heads, card))]
+        asked += [
+            (text, parse_tile(text, heads), programs)
+            for text in tiles
+            for programs in options.programs
+        ]
+        for text, tile, programs in asked:
+            row: Numbers = {"heads": heads, "shape": shape, "tile": text, "programs": programs}
+            row["dtype"] = dtype
+            try:
+                run = Decode(work, tile, programs, card)
+                told = measure(run, answer, cold, replays=options.replays, wall=False)
+                row |= _numbers(told, run, work, copy_bytes_per_us)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}"[:200]
+                torch.cuda.synchronize()
+            found.append(row)
+            print(row, file=sys.stderr, flush=True)
     return found
 
 
@@ -404,10 +410,13 @@ def _milliseconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 def show(found: Numbers) -> None:
     """Tables of what was measured."""
-    table = Table("heads", "shape", "tile", "programs", "tasks", "µs", "TB/s", "of copy", "error")
+    table = Table(
+        "entries", "heads", "shape", "tile", "programs", "tasks", "µs", "TB/s", "of copy", "error"
+    )
     rows = [row for row in found["decode"] if "us" in row]
-    for row in sorted(rows, key=lambda row: (-row["heads"], row["shape"], row["us"])):
+    for row in sorted(rows, key=lambda row: (row["dtype"], -row["heads"], row["shape"], row["us"])):
         table.add_row(
+            row["dtype"],
             str(row["heads"]),
             row["shape"],
             row["tile"],
@@ -459,6 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked.add_argument("--programs", type=int, nargs="+", default=[1, 2])
     asked.add_argument("--dtype", default="bfloat16")
     asked.add_argument("--replays", type=int, default=10)
+    asked.add_argument("--fp8", action="store_true", help="the first case, also from FP8")
     asked.add_argument("--no-prefill", action="store_true")
     asked.add_argument("--small", action="store_true")
     asked.add_argument("--out", type=Path, default=RESULTS)
@@ -475,7 +485,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ceilings = Ceilings.measure(torch.bfloat16, torch.device("cuda"))
     found["ceilings"] = asdict(ceilings)
     found["prefill"] = [] if options.no_prefill else [prefill(past, 32) for past in (0, 8192)]
-    found["decode"] = decode(options, ceilings.copy_bytes_per_us)
+    cases = [(heads, shape) for heads in options.heads for shape in options.shapes]
+    copy = ceilings.copy_bytes_per_us
+    found["decode"] = decode(options, cases, options.dtype, options.tiles, copy)
+    if options.fp8:
+        found["decode"] += decode(options, cases[:1], FP8, FP8_TILES, copy)
     found["seconds"] = time.monotonic() - begun
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kernels_latents.json").write_text(json.dumps(found, indent=1) + "\n")

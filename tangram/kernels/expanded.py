@@ -34,8 +34,10 @@ _TILE = Tile(TILE, TILE, stages=2)
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:
-    """N ≥ 1 prefill rows: `spans` int32 [N, 4], queries [begin, end) and new latents [begin, end), and
-    `address` int32 [N, 3], table offset, column and length of the past.
+    """N ≥ 1 prefill rows.
+
+    `spans` int32 [N, 4] are queries [begin, end) and new latents [begin, end), `address` int32
+    [N, 3] table offset, column and length of the past.
 
     Neighbours with one table are of one sequence, whose past grows from row to row.
     """

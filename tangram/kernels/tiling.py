@@ -32,7 +32,7 @@ class Tile:
 
         More queries than it has are those of several programs.
         """
-        return Tile(min(self.queries, 32), self.entries, stages=3, turned=1)
+        return Tile(min(self.queries, 32), stages=3, turned=1)
 
 
 @dataclass(frozen=True)
