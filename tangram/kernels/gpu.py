@@ -261,7 +261,10 @@ class GpuDecode:
                 hops=1 if self._latent else 2,
                 vectors=self._pool.shape[2],
             )
-            kinds = [tile.for_latents if self._latent else tile for tile in self._options.kinds]
+            kinds = [
+                tile.for_latents(self._card) if self._latent else tile
+                for tile in self._options.kinds
+            ]
             self._tiles[q.dtype] = [fit_tile(tile, operands, self._card) for tile in kinds]
         return self._tiles[q.dtype]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from tangram.errors import ConfigError
-from tangram.kernels.card import Card
+from tangram.kernels.card import HOPPER, Card
 
 LEAST_ENTRIES = 16  # of a tile: the least that matrix instructions take
 _BESIDE = 1 << 10  # barriers, and sums between warps
@@ -26,13 +26,16 @@ class Tile:
     stages: int = 2
     turned: int = 0
 
-    @property
-    def for_latents(self) -> Tile:
+    def for_latents(self, card: Card) -> Tile:
         """The same for a pool of latents: sums of 512 elements a query fill the registers.
 
         More queries than it has are those of several programs.
         """
-        return Tile(min(self.queries, 32), stages=3, turned=1)
+        queries = min(self.queries, 32)
+        warps = 4 if queries <= 16 or card.capability == HOPPER else 8
+        if card.multiplies_shared:
+            return Tile(queries, 64, warps, stages=3, turned=1)
+        return Tile(queries, 32, warps, stages=3)
 
 
 @dataclass(frozen=True)
