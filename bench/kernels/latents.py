@@ -113,7 +113,13 @@ class Workload:
             table = int(rows.table[row, 0, 0])
             pages = self.tables[table : table + -(-length // size)].long()
             blocks = self.pool.view(torch.uint8) if self.pool.itemsize == 1 else self.pool
-            entries = blocks[pages].view(self.pool.dtype).float().double().view(-1, RANK + ROTARY)[:length]
+            entries = (
+                blocks[pages]
+                .view(self.pool.dtype)
+                .float()
+                .double()
+                .view(-1, RANK + ROTARY)[:length]
+            )
             weights = torch.softmax(self.q[row].double() @ entries.T * SCALING, -1)
             answers.append((weights @ entries[:, :RANK]).float())
         return torch.stack(answers)

@@ -96,7 +96,7 @@ def _take(
     return acc, new_peak, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["rows"])
 def attend_expanded(
     q,
     keys,
@@ -105,6 +105,7 @@ def attend_expanded(
     rows,
     out,
     lse,
+    tiles,
     scaling,
     stride_q,
     stride_q_head,
@@ -124,14 +125,16 @@ def attend_expanded(
 
     `rows` [N, 6]: first query, queries, past entries, their place, place of the row's own entries,
     their number, 0 to leave them out. A key may be loaded with some of its value: queries are 0
-    there. PARTIAL: `lse` [T, Q] is written, too. Grid (tiles of the longest row, N · Q).
+    there. PARTIAL: `lse` [T, Q] is written, too. The grid has
+    N · Q times `tiles` programs, those of the longest row.
     """
-    row = rows + tl.program_id(1) // Q * 6
-    head = tl.program_id(1) % Q
+    cell = tl.program_id(0) // tiles
+    row = rows + cell // Q * 6
+    head = cell % Q
     begin = tl.load(row)
     queries = tl.load(row + 1)
     # The last tiles see the most entries, so they start first.
-    tile = tl.cdiv(queries, BLOCK_M) - 1 - tl.program_id(0)
+    tile = tl.cdiv(queries, BLOCK_M) - 1 - tl.program_id(0) % tiles
     if tile >= 0:
         past = tl.load(row + 2)
         past_place = tl.load(row + 3)
@@ -314,8 +317,8 @@ class _Part:
             out = q.new_empty((*q.shape[:2], value), dtype=torch.float32)
         lse = torch.empty(q.shape[:2] if partial else (1, 1), dtype=torch.float32, device=q.device)
         tile = tile or tile_of(sum(blocks), q.element_size(), card)
-        longest = int(self.table[:, 1].max())
-        attend_expanded[(triton.cdiv(longest, tile.queries), len(self.table) * heads)](
+        tiles = triton.cdiv(int(self.table[:, 1].max()), tile.queries)
+        attend_expanded[(tiles * len(self.table) * heads,)](
             q,
             keys,
             values,
@@ -323,6 +326,7 @@ class _Part:
             place_on(self.table, q.device),
             out,
             lse,
+            tiles,
             scaling,
             *q.stride()[:2],
             Q=heads,
