@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench.kernels import ablations, cutting, dense, family, living, pat, persistent, ragged
+from bench.kernels import (
+    ablations,
+    cutting,
+    dense,
+    family,
+    latents,
+    living,
+    pat,
+    persistent,
+    ragged,
+)
 from tangram.kernels import reference
 from tangram.lab.kernel_benchmarks import workloads
 from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
@@ -109,3 +119,9 @@ def test_the_benchmarks_answer_is_the_specifications(
         np.testing.assert_allclose(
             compute_expected(workload)[0].numpy(), out.numpy(), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_latents_are_attended_as_in_full_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    latents.main(["--small"])
+    assert capsys.readouterr().out.count("relative error") == 7
