@@ -57,7 +57,7 @@ def make_model(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model as `tangram serve` takes it, and the options and variables of its server."""
 
     model: str
@@ -65,14 +65,16 @@ class Served:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def serve_tiny(folder: Path) -> Served:
+def serve_tiny(folder: Path) -> ServedModel:
     """A model that takes little time, with one thread."""
     make_model(folder)
     options = ["--load-format", "dummy", "--kv-retention", "1.0", "--kv-cache-gib", "0.25"]
-    return Served(str(folder), [*options, "--threads", "1"], {"OMP_NUM_THREADS": "1"})
+    return ServedModel(str(folder), [*options, "--threads", "1"], {"OMP_NUM_THREADS": "1"})
 
 
-def measure(root: Path, served: Served, log: Path, streams: int, tokens: int) -> dict[str, Any]:
+def measure(
+    root: Path, served: ServedModel, log: Path, streams: int, tokens: int
+) -> dict[str, Any]:
     """What the server of the checkout `root` costs."""
     options = [*served.options, "--max-num-seqs", str(streams)]
     variables = {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1", **served.variables}
@@ -148,7 +150,7 @@ def main() -> None:
     options = _parse()
     rows = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-        served = Served(options.model) if options.model else serve_tiny(Path(folder))
+        served = ServedModel(options.model) if options.model else serve_tiny(Path(folder))
         roots = {"here": HERE}
         if options.before:
             roots["before"] = opened.enter_context(checkout(options.before))

@@ -204,7 +204,9 @@ def _run_client(port: int, pipe: Connection) -> None:
         whole = asyncio.run(_send_all(port, sent, begin_s, pipe, patience))
         pipe.send(ClientCost(time.process_time() - used_s, time.perf_counter() - begin_s))
         try:
-            pipe.send([read_completion(one.parts) if whole else one.begun() for one in sent])
+            pipe.send(
+                [read_completion(one.parts) if whole else one.read_beginning() for one in sent]
+            )
         except ValueError as error:
             pipe.send(str(error))
 
@@ -226,7 +228,7 @@ class _Sent:
     request: bytes
     parts: list[tuple[float, bytes]] = field(default_factory=list)
 
-    def begun(self) -> StreamedAnswer:
+    def read_beginning(self) -> StreamedAnswer:
         """The time of the first event, if it has come."""
         first = next(([at_s] for at_s, part in self.parts if b"data:" in part), [])
         return StreamedAnswer(times_s=first)
@@ -242,7 +244,7 @@ async def _send_all(
         if done:
             break
         now_s = time.perf_counter() - begin_s
-        begun = [TimedAnswer(one.at_s, 0, one.begun().times_s) for one in sent]
+        begun = [TimedAnswer(one.at_s, 0, one.read_beginning().times_s) for one in sent]
         pipe.send(sum(patience.is_late(one, now_s) for one in begun))
         if pipe.poll():
             pipe.recv()

@@ -109,12 +109,12 @@ def test_an_engine_of_which_nothing_is_heard_is_not_healthy_until_it_tells_again
     async def run() -> None:
         engine = FakeEngine()
         port = EnginePort(engine, most_step_s=6)
-        async with join(port, engine, most_silent_s=0.3) as remote:
+        async with join(port, engine, most_silent_s=0.6) as remote:
             assert remote.healthy
             await until(lambda: not remote.healthy)
             watching = asyncio.create_task(port.watch())  # it tells ten times a second
             await until(lambda: remote.healthy)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.8)
             assert remote.healthy
             watching.cancel()
 

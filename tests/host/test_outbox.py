@@ -12,7 +12,7 @@ def make_event(request_id: str, reason: FinishReason | None = None) -> Event:
     return Event(request_id, 0, (7,), (), Usage(1, 1, 0, 0, 0), reason)
 
 
-class Clients:
+class Listeners:
     """Those who hear, in order, what was published and what they were told."""
 
     def __init__(self) -> None:
@@ -30,32 +30,32 @@ class Clients:
 
 
 def test_statistics_are_read_once_for_all_that_end_in_a_step() -> None:
-    clients = Clients()
+    listeners = Listeners()
     names = [f"request-{number}" for number in range(256)]
     for name in names:
-        clients.put(name, FinishReason.LENGTH)
-    assert not clients.heard, "nobody is told before `send`"
-    clients.outbox.send()
-    assert clients.heard[0] == ("published", None)
-    assert clients.heard[1:] == [(name, FinishReason.LENGTH) for name in names]
-    clients.outbox.send()
-    assert len(clients.heard) == 257, "nobody is told twice"
+        listeners.put(name, FinishReason.LENGTH)
+    assert not listeners.heard, "nobody is told before `send`"
+    listeners.outbox.send()
+    assert listeners.heard[0] == ("published", None)
+    assert listeners.heard[1:] == [(name, FinishReason.LENGTH) for name in names]
+    listeners.outbox.send()
+    assert len(listeners.heard) == 257, "nobody is told twice"
 
 
 def test_tokens_alone_publish_nothing() -> None:
-    clients = Clients()
-    clients.put("one")
-    clients.outbox.send()
-    assert clients.heard == [("one", None)]
+    listeners = Listeners()
+    listeners.put("one")
+    listeners.outbox.send()
+    assert listeners.heard == [("one", None)]
 
 
 def test_a_client_that_fails_to_hear_keeps_nothing_from_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    clients = Clients()
-    clients.put("before")
-    clients.put("deaf", deaf=True)
-    clients.put("after", FinishReason.STOP)
-    clients.outbox.send()
-    assert [name for name, _ in clients.heard] == ["published", "before", "after"]
+    listeners = Listeners()
+    listeners.put("before")
+    listeners.put("deaf", deaf=True)
+    listeners.put("after", FinishReason.STOP)
+    listeners.outbox.send()
+    assert [name for name, _ in listeners.heard] == ["published", "before", "after"]
     assert "request deaf could not be told" in caplog.text
