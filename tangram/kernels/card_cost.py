@@ -28,7 +28,9 @@ def count_programs(pool: Tensor, group: int, card: Card) -> int:
     operands = Operands(
         dim, max(2, pool.element_size()), hops=1 if latent else 2, vectors=pool.shape[2]
     )
-    fitted = fit_tile(tile.for_latents(card) if latent else tile, operands, card)
+    if latent:
+        tile = tile.for_latents(card, pool.element_size())
+    fitted = fit_tile(tile, operands, card)
     taken = count_shared_bytes(fitted, operands, card) + RESERVED_BYTES
     return max(1, min(CTAS, card.processor_shared_bytes // taken))
 

@@ -221,7 +221,7 @@ def _product(q, entries, sums, TURNED: tl.constexpr):
 
 @triton.jit
 def _mean(weights, values, sums, TURNED: tl.constexpr):
-    """Sums + values [N, V] times weights [M, N]: [V, M] if TURNED, by weights [N, M], or [M, V]."""
+    """Sums + values [N, V] times weights: [V, M] if TURNED, of weights [N, M], or [M, V]."""
     return multiply(tl.trans(values), weights, sums) if TURNED else multiply(weights, values, sums)
 
 
@@ -291,15 +291,14 @@ def _take_latents(
     SOFTCAP: tl.constexpr,
     NQ: tl.constexpr,
     TURNED: tl.constexpr,
-    BOTH: tl.constexpr,
     KEEP: tl.constexpr,
 ):
     """Online softmax over the latents [begin, stop), each loaded once as key and as value.
 
-    Pages are looked up a tile ahead, so that no load of entries waits for them. If TURNED, entries
-    are the rows of scores: few queries then waste nothing of a product of 64 rows. If BOTH, they
-    are those of means, too, and `acc` has parts [V, M]. With several queries a row the entries
-    outside [low, high) of each are hidden.
+    Pages are looked up a tile ahead, so that no load of entries waits for them. If TURNED, queries
+    are the columns of scores and of means, `acc` [V, M]: few of them then waste nothing of a
+    product of 64 rows. With several queries a row the entries outside [low, high) of each are
+    hidden.
     """
     PARTS: tl.constexpr = len(q)
     QUERIES: tl.constexpr = q[0].shape[0]
@@ -338,14 +337,12 @@ def _take_latents(
         total = total * shrink + tl.sum(weights, AXIS)
         peak = new_peak
         rounded = weights.to(q[0].dtype)
-        if TURNED and not BOTH:
-            rounded = tl.trans(rounded)
-        shrinks = _along_queries(shrink, BOTH)
+        shrinks = _along_queries(shrink, TURNED)
         if PARTS == 1:
-            acc = (_mean(rounded, values[0], acc[0] * shrinks, BOTH),)
+            acc = (_mean(rounded, values[0], acc[0] * shrinks, TURNED),)
         else:
-            even = _mean(rounded, values[0], acc[0] * shrinks, BOTH)
-            acc = (even, _mean(rounded, values[1], acc[1] * shrinks, BOTH))
+            even = _mean(rounded, values[0], acc[0] * shrinks, TURNED)
+            acc = (even, _mean(rounded, values[1], acc[1] * shrinks, TURNED))
     return acc, peak, total
 
 
@@ -435,14 +432,12 @@ def decode_tasks(
     CHAINED: tl.constexpr,
     NQ: tl.constexpr,
     TURNED: tl.constexpr,
-    BOTH: tl.constexpr,
 ):
     """Run the tasks of one layer and one tile size.
 
     The grid is (BLOCK_M at a time of the queries of the longest task, tasks), so that programs of
     one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED
-    and BOTH as in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G,
-    V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens
+    as in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens
     first_tokens[r] to first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own.
     Otherwise row and token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
@@ -513,7 +508,7 @@ def decode_tasks(
         if SCALED:
             k_scale = tl.load(scales + (layer * H + head) * 2)
         acc = _cut(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PARTS)
-        if BOTH:
+        if TURNED:
             acc = _turn(acc)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -627,10 +622,9 @@ def decode_tasks(
                 SOFTCAP,
                 NQ,
                 TURNED,
-                BOTH,
                 keep,
             )
-            if BOTH:
+            if TURNED:
                 acc = _turn(acc)
         else:
             acc, peak, total = _tiles(

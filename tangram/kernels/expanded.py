@@ -19,17 +19,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tangram.kernels.card import Card
+from tangram.kernels.card import HOPPER, Card
 from tangram.kernels.interface import MOST_BYTES, Expansion
 from tangram.kernels.reference import gather, merge_parts
 from tangram.kernels.tiles import LOG2E, multiply
-from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
+from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, count_shared_bytes, fit_tile
 from tangram.kernels.transfer import place as place_on
 from tangram.types import Int32, Int64
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILE = 64  # entries, and queries; segments begin at multiples of it
-_TILE = Tile(TILE, TILE, stages=2)
+_TILE, _WIDE_TILE = Tile(TILE, TILE, stages=2), Tile(2 * TILE, TILE, warps=8, stages=3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,8 +347,15 @@ class _Part:
 
 
 def tile_of(elements: int, element_bytes: int, card: Card) -> Tile:
-    """The tile of a program on `card`; an entry's key, value and rotary key have `elements`."""
-    return fit_tile(_TILE, Operands(elements, element_bytes, hops=1, vectors=1), card, TILE)
+    """The tile of a program on `card`; an entry's key, value and rotary key have `elements`.
+
+    On an H200 the wide one was the fastest measured (`bench.kernels.latents`).
+    """
+    operands = Operands(elements, element_bytes, hops=1, vectors=1)
+    wide = count_shared_bytes(_WIDE_TILE, operands, card) <= card.shared_bytes
+    if card.capability == HOPPER and wide:
+        return _WIDE_TILE
+    return fit_tile(_TILE, operands, card, TILE)
 
 
 def _copy(source: Tensor, target: Tensor, starts: Int64, counts: Int32, places: Int64) -> None:

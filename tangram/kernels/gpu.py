@@ -238,8 +238,7 @@ class GpuDecode:
             SHORT=kind == 0,
             FINISH=self.capacity.finishes[kind],
             CHAINED=self._chained,
-            TURNED=tile.turned > 0,
-            BOTH=tile.turned == 2,
+            TURNED=tile.turned,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._launch_options,
@@ -262,7 +261,7 @@ class GpuDecode:
                 vectors=self._pool.shape[2],
             )
             kinds = [
-                tile.for_latents(self._card) if self._latent else tile
+                tile.for_latents(self._card, self._pool.itemsize) if self._latent else tile
                 for tile in self._options.kinds
             ]
             self._tiles[q.dtype] = [fit_tile(tile, operands, self._card) for tile in kinds]

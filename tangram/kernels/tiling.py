@@ -17,25 +17,28 @@ _BESIDE = 1 << 10  # barriers, and sums between warps
 class Tile:
     """How up to `queries` query rows run: the tile of entries, warps and pipeline stages.
 
-    Of latents entries may be the rows of scores (`turned` 1), and of means, too (2).
+    `turned`, for latents: queries are the columns of its products (`decode._take_latents`).
     """
 
     queries: int
     entries: int = 64
     warps: int = 4
     stages: int = 2
-    turned: int = 0
+    turned: bool = False
 
-    def for_latents(self, card: Card) -> Tile:
+    def for_latents(self, card: Card, entry_bytes: int) -> Tile:
         """The same for a pool of latents: sums of 512 elements a query fill the registers.
 
-        More queries than it has are those of several programs.
+        More queries than it has are those of several programs. Entries of 16 bits on an H200: the
+        fastest measured (`bench.kernels.latents`).
         """
+        if card.capability == HOPPER and entry_bytes == 2:
+            if self.queries > 32:
+                return Tile(64, 64, warps=8)
+            few = self.queries <= 16
+            return Tile(self.queries, 32 if few else 64, stages=3 if few else 2, turned=True)
         queries = min(self.queries, 32)
-        warps = 4 if queries <= 16 or card.capability == HOPPER else 8
-        if card.multiplies_shared:
-            return Tile(queries, 64, warps, stages=3, turned=1)
-        return Tile(queries, 32, warps, stages=3)
+        return Tile(queries, 32, warps=4 if queries <= 16 else 8, stages=3)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def count_shared_bytes(tile: Tile, operands: Operands, card: Card) -> int:
     pipeline stage that runs ahead.
     """
     size, dim = operands.element_bytes, operands.head_dim
-    ahead = max(1, tile.stages - operands.hops) + (card.multiplies_shared and tile.queries >= 64)
+    scored = tile.entries if tile.turned else tile.queries  # rows of scores
+    ahead = max(1, tile.stages - operands.hops) + (card.multiplies_shared and scored >= 64)
     if size == 4:
         ahead = 1  # multiplied without tensor cores, and not pipelined
     rows = operands.vectors * ahead * tile.entries + tile.queries

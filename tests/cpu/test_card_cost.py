@@ -12,7 +12,7 @@ import torch
 from tangram.kernels.card import read_card
 from tangram.kernels.card_cost import RESERVED_BYTES, count_programs, estimate_cost
 from tangram.kernels.packed import TILES
-from tangram.kernels.tiling import Operands, count_shared_bytes, fit_tile
+from tangram.kernels.tiling import Operands, Tile, count_shared_bytes, fit_tile
 from tangram.plan.cost import CostModel
 from tests.gpu.cards import CARDS
 
@@ -42,8 +42,18 @@ def test_as_many_programs_as_shared_memory_holds(card: int) -> None:
     assert programs == {80: 2, 86: 1, 89: 1, 90: 3, 100: 3, 120: 1}[card]
     assert count_programs(pool_of(128), 4, CARDS[card]) == (2 if card in (86, 89, 120) else 3)
     assert count_programs(pool_of(64), 4, CARDS[card]) == 3
-    latent = 1
-    assert count_programs(pool_of(576, vectors=1), 16, CARDS[card]) == latent
+    for heads in (16, 32, 128):
+        programs = count_programs(pool_of(576, vectors=1), heads, CARDS[card])
+        assert programs == (2 if card in (90, 100) and heads == 16 else 1)
+
+
+@pytest.mark.parametrize(("queries", "taken"), [(16, 93184), (32, 188416), (64, 221184)])
+def test_latents_take_no_more_of_an_h100_than_is_counted(queries: int, taken: int) -> None:
+    """Bytes that Triton 3.6 took: an undercount starts programs that do not fit together."""
+    operands = Operands(576, 2, hops=1, vectors=1)
+    tile = Tile(queries).for_latents(CARDS[90], 2)
+    assert fit_tile(tile, operands, CARDS[90]) == tile
+    assert taken <= count_shared_bytes(tile, operands, CARDS[90]) <= 1.05 * taken
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,34 +165,6 @@ def test_a_past_expanded_in_parts_is_attended_to_as_a_whole(
             asked, new, batch.pool, batch.tables, address, expand=expand, scaling=0.2
         )
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("most_bytes", [1 << 29, 7 * 6 * 44 * 4])
-def test_rows_attended_together_answer_as_alone(
-    most_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three rows of one sequence, whose past grows, one without a past, and one of another."""
-    monkeypatch.setattr(latents, "EXPANDED_BYTES", most_bytes)
-    torch.manual_seed(5)
-    pool, tables = torch.randn(9, 2, 1, 16, 40), torch.randperm(9).int()
-    up, tokens = torch.randn(6, 40, 24), np.array([20, 20, 13, 5, 20])
-    ends = np.cumsum(tokens)
-    spans = np.stack([ends - tokens, ends, ends - tokens, ends], 1).astype(np.int32)
-    past = [(0, 1, 30), (0, 1, 50), (0, 1, 70), (5, 0, 0), (5, 0, 33)]
-    rows = latents.Rows(spans, np.array(past, np.int32))
-    q, new = torch.randn(ends[-1], 6, 24), torch.randn(ends[-1], 40)
-
-    def expand(entries: Tensor) -> tuple[Tensor, Tensor]:
-        both = entries @ up
-        return both, both[..., :20]
-
-    what: dict[str, Any] = {"expand": expand, "scaling": 0.2}
-    assert latents.lie_together(spans)
-    out = latents.prefill_together(q, new, pool, tables, rows, **what)
-    for (begin, end, *_), address in zip(spans.tolist(), past, strict=True):
-        own = slice(begin, end)
-        alone = latents.prefill(q[own], new[own], pool, tables, address, **what)
-        torch.testing.assert_close(out[own], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["ngram", "compressed_kv"])
