@@ -435,17 +435,19 @@ def decode_tasks(
 ):
     """Run the tasks of one layer and one tile size.
 
-    The grid is (BLOCK_M at a time of the queries of the longest task, tasks), so that programs of
-    one task run together and read its entries from L2. BLOCK_R > 0: entries are latents, TURNED
-    as in `_take_latents`. q [T, H*G, D] with any strides of tokens and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row r has the tokens
-    first_tokens[r] to first_tokens[r + 1], at most NQ of them. Each sees the entries up to its own.
-    Otherwise row and token are the same.
+    The grid is (tasks, BLOCK_M at a time of the queries of the longest task). BLOCK_R > 0: entries
+    are latents, TURNED as in `_take_latents`, and the grid is the other way round, so that programs
+    of one task run together and read its entries from L2. q [T, H*G, D] with any strides of tokens
+    and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row
+    r has the tokens first_tokens[r] to first_tokens[r + 1], at most NQ of them. Each sees the
+    entries up to its own. Otherwise row and token are the same.
     `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
     row, direct, slot, parts to finish. `scales` [L, H, 2] multiply keys and values of an
     FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in
     float32 (base 2). SHORT needs NQ = 1.
     """
     GT: tl.constexpr = NQ * G
+    TASK_AXIS: tl.constexpr = 1 if BLOCK_R else 0
     PARTS: tl.constexpr = 2 if pool.dtype.element_ty.primitive_bitwidth == 8 else 1
     # Waiting and releasing cost nothing where no launch depends on this one, so one kernel serves
     # as first, last and in between.
@@ -455,13 +457,13 @@ def decode_tasks(
         let_next_start()
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
-    for task in range(begin_task + tl.program_id(1), end_task, tl.num_programs(1)):
+    for task in range(begin_task + tl.program_id(TASK_AXIS), end_task, tl.num_programs(TASK_AXIS)):
         record = tasks + task * 13
         table = tl.load(record)
         length_place = lengths + tl.load(record + 1)
         column = tl.load(record + 2)
         head = tl.load(record + 3)
-        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.program_id(1 - TASK_AXIS) * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         group = m % GT
         query_number = group // G

@@ -245,10 +245,11 @@ class GpuDecode:
         )
 
     def _fit(self, kind: int, q: Tensor, out: Tensor) -> tuple[Tile, tuple[int, int]]:
-        """The tile of a kind of tasks; programs over the queries of one and over the tasks."""
+        """The tile of a kind of tasks; the grid of `decode_tasks`."""
         tile = self._tiles_for(q, out)[kind]
         tasks = min(self.capacity.tasks[kind], self._options.programs)
-        return tile, (triton.cdiv(self._options.kinds[kind].queries, tile.queries), tasks)
+        parts = triton.cdiv(self._options.kinds[kind].queries, tile.queries)
+        return tile, (parts, tasks) if self._latent else (tasks, parts)
 
     def _tiles_for(self, q: Tensor, out: Tensor) -> list[Tile]:
         """The tile of each kind of task on this card, computed once."""
