@@ -1,10 +1,11 @@
-"""Attention over latents: decode by tile, and prefill of a pass by how its rows are attended.
+"""Attention over latents: decode by tile, and prefill of a pass row by row and by its kernel.
 
 Decode is measured in one layer of DeepSeek's latents (512 + 64 elements) over scattered pages, in
 bytes of latents a second; its answer is compared with attention in float64 before its clock starts.
-`--tiles` and `--programs` (tasks that a multiprocessor is taken to run at once) may be lists. A
-pass of prefill has 16 chunks of 512 tokens behind a past. `--small` checks tiny cases on the CPU,
-in Triton's interpreter, and times nothing.
+"served" is the tile that an engine takes; `--tiles` and `--programs` (tasks that a multiprocessor
+is taken to run at once) try others. A pass of prefill has 16 chunks of 512 tokens behind a past.
+`--small` checks tiny cases on the CPU, in Triton's interpreter (TRITON_INTERPRET=1), and times
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,36 +43,28 @@ from tangram.plan.workqueue import plan_workqueue
 
 RANK, ROTARY, PLAIN, VALUE = 512, 64, 128, 128
 SHAPES = {"32 × 16K": (16384,) * 32, "64 × 4K": (4096,) * 64, "mixed": (16384, 700, 3000, 90) * 8}
-SMALL = {"small": (150, 40, 1, 64)}
-# queries, entries, warps, stages; s: entries are the rows of scores, t: of means, too
-TILES = [
-    "32,64,4,3,s",
-    "32,64,8,3,s",
-    "32,32,4,3,t",
-    "32,32,4,2,t",
-    "32,64,4,2,t",
-    "64,32,8,3",
-    "64,32,8,4",
-    "64,64,8,2",
-    "64,64,8,2,t",
-    "32,32,8,3",
-]
-FP8_TILES = ["32,64,4,3,s", "32,64,8,3,s", "32,32,8,3,s", "32,32,4,3,t"]
-PREFILL_TILES = "64,64,4,2", "64,64,4,3", "128,64,8,2", "128,64,8,3"
+SMALL = 150, 40, 1, 64
+# Queries, entries, warps, stages; t: queries are the columns of products.
+TILES = ("32,32,4,3,t", "32,64,4,2,t", "64,64,8,2", "32,32,8,3")
+PREFILL_TILES = ("64,64,4,2", "128,64,8,3")
+SERVED, ALONE = "served", "row by row"
+KERNELS: dict[str, str | None] = {
+    SERVED: None,
+    **{f"expanded {text}": text for text in PREFILL_TILES},
+}
 HEADS = (32, 16, 128)
 SCALING = 0.05
 CHUNK, ROWS = 512, 16
-FP8 = "float8_e4m3fn"
 Numbers = dict[str, Any]
 
 
 def parse_tile(text: str, heads: int = 1 << 20) -> Tile:
-    """A tile as `TILES` write it; where entries are rows, of no more queries than heads."""
+    """A tile as `TILES` write it; where queries are columns, of no more of them than heads."""
     *numbers, turned = [*text.split(","), ""][:5]
     queries, entries, warps, stages = map(int, numbers)
     if turned:
         queries = min(queries, max(16, 1 << (heads - 1).bit_length()))
-    return Tile(queries, entries, warps, stages, " st".index(turned or " "))
+    return Tile(queries, entries, warps, stages, turned == "t")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +125,10 @@ class Decode:
     each_step = False
     replans = True
 
-    def __init__(self, work: Workload, tile: Tile | None, programs: int, card: Card) -> None:
+    def __init__(self, work: Workload, text: str, programs: int, card: Card) -> None:
         from tangram.kernels.gpu import GpuDecode
+
+        tile = None if text == SERVED else parse_tile(text, work.q.shape[1])
 
         class Tiled(GpuDecode):
             """Runs `tile`, whatever fits."""
@@ -141,7 +137,7 @@ class Decode:
                 return [tile] * 6 if tile else super()._tiles_for(q, out)
 
         case = work.case
-        self.name = f"{tile} × {programs}"
+        self.name = f"{text} × {programs}"
         plan = plan_workqueue(case.rows, case.lengths, programs * card.processors, finer=True)
         self.tasks = len(plan.tasks)
         scales = torch.ones(1, 1, 2, device=work.pool.device) if work.pool.itemsize == 1 else None
@@ -174,54 +170,44 @@ def compile_tile(heads: int, text: str, dtype: str) -> None:
     device = torch.device("cuda")
     work = Workload.build((150,), heads, getattr(torch, dtype), device)
     try:
-        Decode(work, parse_tile(text, heads), 1, Card.of(device)).run()
+        Decode(work, text, 1, Card.of(device)).run()
         torch.cuda.synchronize()
     except Exception as error:  # it is named again where it is measured
         print(f"{heads} heads, {text}: {type(error).__name__}", file=sys.stderr)
 
 
-def compile_prefill(text: str) -> None:
-    """Compile prefill with one tile."""
-    Pass(32, 0, 64, torch.bfloat16, torch.device("cuda")).forms()[f"expanded {text}"]()
+def compile_prefill(name: str) -> None:
+    """Compile one form of prefill."""
+    Pass(32, 0, 64, torch.bfloat16, torch.device("cuda")).forms()[name]()
     torch.cuda.synchronize()
 
 
 def compile_all(options: argparse.Namespace) -> None:
     """Compile in several processes at once; measuring then finds everything in the cache."""
     rehearse_packing()  # before, or each of them would compile it
-    jobs = [(heads, tile, options.dtype) for heads in options.heads for tile in options.tiles]
-    jobs += [(options.heads[0], tile, FP8) for tile in FP8_TILES if options.fp8]
+    jobs = list(product(options.heads, [SERVED, *options.tiles], options.dtypes))
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         done = [pool.submit(compile_tile, *job) for job in jobs]
-        done += [pool.submit(compile_prefill, text) for text in PREFILL_TILES]
+        if not options.no_prefill:
+            done += [pool.submit(compile_prefill, name) for name in KERNELS]
         for one in done:
             one.result()
 
 
-def decode(
-    options: argparse.Namespace,
-    cases: Sequence[tuple[int, str]],
-    dtype: str,
-    tiles: Sequence[str],
-    copy_bytes_per_us: float,
-) -> list[Numbers]:
-    """A row of numbers for each case (heads, shape), tile and number of programs."""
+def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Numbers]:
+    """A row of numbers for each type of entries, heads, shape, tile and number of programs."""
     device = torch.device("cuda")
     card, cold, found = Card.of(device), ColdCache(device), list[Numbers]()
-    for heads, shape in cases:
+    for dtype, heads, shape in product(options.dtypes, options.heads, options.shapes):
         work = Workload.build(SHAPES[shape], heads, getattr(torch, dtype), device)
         answer = [work.compute_expected()]
-        asked = [("served", None, count_programs(work.pool, heads, card))]
-        asked += [
-            (text, parse_tile(text, heads), programs)
-            for text in tiles
-            for programs in options.programs
-        ]
-        for text, tile, programs in asked:
+        asked = [(SERVED, count_programs(work.pool, heads, card))]
+        asked += product(options.tiles, options.programs)
+        for text, programs in asked:
             row: Numbers = {"heads": heads, "shape": shape, "tile": text, "programs": programs}
             row["dtype"] = dtype
             try:
-                run = Decode(work, tile, programs, card)
+                run = Decode(work, text, programs, card)
                 told = measure(run, answer, cold, replays=options.replays, wall=False)
                 row |= _numbers(told, run, work, copy_bytes_per_us)
             except Exception as error:
@@ -302,11 +288,7 @@ class Pass:
                 ]
             )
 
-        def together() -> Tensor:
-            rows = latents.Rows(self.spans, self.address)
-            return latents.prefill_together(self.q, self.new, self.pool, self.tables, rows, **what)
-
-        def by_kernel(tile: Tile) -> Tensor:
+        def by_kernel(tile: Tile | None) -> Tensor:
             out = self.q.new_empty((*self.q.shape[:2], VALUE))
             rows = expanded.LatentRows(self.spans, self.address)
             expanded.attend(
@@ -324,58 +306,31 @@ class Pass:
             return out
 
         kernels = {
-            f"expanded {text}": partial(by_kernel, parse_tile(text)) for text in PREFILL_TILES
+            name: partial(by_kernel, text and parse_tile(text)) for name, text in KERNELS.items()
         }
-        return {"row by row": alone, "rows together": together, **kernels}
+        return {ALONE: alone, **kernels}
 
-    def parts(self) -> dict[str, Callable[[], Any]]:
-        """What a pass consists of, and kernels of torch that might serve it."""
+    def peers(self) -> dict[str, Callable[[], Any]]:
+        """Torch's kernels over the new tokens alone: of these heads, and of GQA of 128 elements."""
         keys, values = self.expand(self.new)
         query = self.q.transpose(0, 1)[None]
-        wide = functional.pad(values, (0, ROTARY))
-        aten = torch.ops.aten
-        starts = torch.tensor([0, len(self.new)], dtype=torch.int32, device=self.q.device)
-        many: Numbers = {"scale": self.scaling}
-        flat = self.q, keys.transpose(0, 1).contiguous(), wide.transpose(0, 1).contiguous()
-        n = len(self.new)
-        grouped = self.q[..., :128].transpose(0, 1)[None]
+        grouped = query[..., :128]
         few = torch.randn_like(grouped[:, : max(1, self.heads // 4)])
-        sdpa = functional.scaled_dot_product_attention
+        many = few.repeat_interleave(4, 1)
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        flash = functional.scaled_dot_product_attention
+        rest: Any = (None, True, 0.0, True)
         return {
-            "expand all new latents": lambda: self.expand(self.new),
-            "causal, flash, 192 and 192": lambda: aten._scaled_dot_product_flash_attention(
-                query, keys[None], wide[None], 0.0, True, **many
-            ),
-            "causal, flash by rows, 192 and 192": lambda: aten._flash_attention_forward(
-                *flat, starts, starts, n, n, 0.0, True, False, **many
-            ),
-            "causal, cuDNN, 192 and 128": lambda: aten._scaled_dot_product_cudnn_attention(
-                query, keys[None], values[None], None, True, 0.0, True, **many
-            ),
-            "causal, cuDNN, 192 and 192": lambda: aten._scaled_dot_product_cudnn_attention(
-                query, keys[None], wide[None], None, True, 0.0, True, **many
-            ),
-            "not causal, cuDNN, 192 and 128": lambda: aten._scaled_dot_product_cudnn_attention(
-                query, keys[None], values[None], None, True, 0.0, False, **many
-            ),
-            "causal, GQA of 128, cuDNN": lambda: aten._scaled_dot_product_cudnn_attention(
-                grouped,
-                few.repeat_interleave(4, 1),
-                few.repeat_interleave(4, 1),
-                None,
-                True,
-                0.0,
-                True,
-                **many,
-            ),
-            "causal, GQA of 128, flash": lambda: sdpa(
+            "causal, cuDNN, 192 and 128": lambda: cudnn(query, keys[None], values[None], *rest),
+            "causal, GQA of 128, cuDNN": lambda: cudnn(grouped, many, many, *rest),
+            "causal, GQA of 128, flash": lambda: flash(
                 grouped, few, few, is_causal=True, enable_gqa=True
             ),
         }
 
 
 def prefill(past: int, heads: int) -> Numbers:
-    """Milliseconds of a pass by form, how far the forms are apart, and its parts."""
+    """Milliseconds of a pass by form, how far the forms are apart, and of torch's kernels."""
     device = torch.device("cuda")
     run = Pass(heads, past, CHUNK, torch.bfloat16, device)
     found: Numbers = {"past": past, "heads": heads, "operations": run.operations}
@@ -391,7 +346,7 @@ def prefill(past: int, heads: int) -> Numbers:
     found["apart"], found["ms"] = apart, times
     found["tflops"] = {name: run.operations / ms / 1e9 for name, ms in times.items()}
     found["parts_ms"] = {}
-    for name, part in run.parts().items():
+    for name, part in run.peers().items():
         try:
             found["parts_ms"][name] = _milliseconds(part)
         except Exception as error:
@@ -447,17 +402,17 @@ def check_small() -> None:
     from tangram.lab.kernel_benchmarks.timing import relative_error
 
     device = torch.device("cpu")
-    work = Workload.build(SMALL["small"], 20, torch.float32, device)
+    work = Workload.build(SMALL, 20, torch.float32, device)
     card = replace(Card.of(device), processors=4)
-    for text in (None, "32,64,4,3,s", "32,32,4,3,t", "64,32,8,3"):
-        run = Decode(work, text and parse_tile(text), 1, card)
+    for text in (SERVED, *TILES):
+        run = Decode(work, text, 1, card)
         run.plan()
         error = relative_error(run.run()[0], work.compute_expected())
         print(f"{text}: {run.tasks} tasks, relative error {error:.1e}")
         assert error < 1e-2
     forms = Pass(2, 40, 24, torch.float16, device).forms()
-    alone = forms["row by row"]().float()
-    for name in ("rows together", "expanded 64,64,4,2", "expanded 128,64,8,3"):
+    alone = forms[ALONE]().float()
+    for name in KERNELS:
         error = relative_error(forms[name](), alone)
         print(f"{name}: relative error {error:.1e}")
         assert error < 1e-2
@@ -470,11 +425,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     asked.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
     asked.add_argument("--shapes", nargs="+", default=["32 × 16K", "64 × 4K"], choices=SHAPES)
-    asked.add_argument("--tiles", nargs="*", default=list(TILES), help="none: what serves alone")
+    asked.add_argument("--tiles", nargs="*", default=list(TILES), help="none: only what serves")
     asked.add_argument("--programs", type=int, nargs="+", default=[1, 2])
-    asked.add_argument("--dtype", default="bfloat16")
+    asked.add_argument("--dtypes", nargs="+", default=["bfloat16", "float8_e4m3fn"])
     asked.add_argument("--replays", type=int, default=10)
-    asked.add_argument("--fp8", action="store_true", help="the first case, also from FP8")
     asked.add_argument("--no-prefill", action="store_true")
     asked.add_argument("--small", action="store_true")
     asked.add_argument("--out", type=Path, default=RESULTS)
@@ -484,18 +438,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         print(NO_DEVICE, file=sys.stderr)
         raise SystemExit(2)
-    begun = time.monotonic()
-    found: Numbers = {"environment": environment(), "options": vars(options) | {"out": ""}}
+    begun, typed = time.monotonic(), sys.argv[1:] if arguments is None else arguments
+    command = " ".join(["python -m bench.kernels.latents", *typed])
+    found: Numbers = {"command": command, "environment": environment()}
     compile_all(options)
     found["compiled_s"] = time.monotonic() - begun
     ceilings = Ceilings.measure(torch.bfloat16, torch.device("cuda"))
     found["ceilings"] = asdict(ceilings)
     found["prefill"] = [] if options.no_prefill else [prefill(past, 32) for past in (0, 8192)]
-    cases = [(heads, shape) for heads in options.heads for shape in options.shapes]
-    copy = ceilings.copy_bytes_per_us
-    found["decode"] = decode(options, cases, options.dtype, options.tiles, copy)
-    if options.fp8:
-        found["decode"] += decode(options, cases[:1], FP8, FP8_TILES, copy)
+    found["decode"] = decode(options, ceilings.copy_bytes_per_us)
     found["seconds"] = time.monotonic() - begun
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kernels_latents.json").write_text(json.dumps(found, indent=1) + "\n")
