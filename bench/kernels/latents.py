@@ -68,7 +68,7 @@ def parse_tile(text: str, heads: int = 1 << 20) -> Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class Workload:
+class LatentBatch:
     """One layer of decode: `pool` [pages, 1, 1, P, 576] and `q` [R, Q, 576]."""
 
     case: Case
@@ -80,7 +80,7 @@ class Workload:
     @classmethod
     def build(
         cls, lengths: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device
-    ) -> Workload:
+    ) -> LatentBatch:
         geometry = BatchGeometry(1, heads, RANK + ROTARY, 16, 1)
         case = own_case(f"{len(lengths)} rows", list(lengths), geometry, seed=0)
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ class Decode:
     each_step = False
     replans = True
 
-    def __init__(self, work: Workload, text: str, programs: int, card: Card) -> None:
+    def __init__(self, work: LatentBatch, text: str, programs: int, card: Card) -> None:
         from tangram.kernels.gpu import GpuDecode
 
         tile = None if text == SERVED else parse_tile(text, work.q.shape[1])
@@ -168,7 +168,7 @@ class Decode:
 def compile_tile(heads: int, text: str, dtype: str) -> None:
     """Compile decode with a tile, by a tiny workload, for Triton's cache on disk."""
     device = torch.device("cuda")
-    work = Workload.build((150,), heads, getattr(torch, dtype), device)
+    work = LatentBatch.build((150,), heads, getattr(torch, dtype), device)
     try:
         Decode(work, text, 1, Card.of(device)).run()
         torch.cuda.synchronize()
@@ -199,7 +199,7 @@ def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Number
     device = torch.device("cuda")
     card, cold, found = Card.of(device), ColdCache(device), list[Numbers]()
     for dtype, heads, shape in product(options.dtypes, options.heads, options.shapes):
-        work = Workload.build(SHAPES[shape], heads, getattr(torch, dtype), device)
+        work = LatentBatch.build(SHAPES[shape], heads, getattr(torch, dtype), device)
         answer = [work.compute_expected()]
         asked = [(SERVED, count_programs(work.pool, heads, card))]
         asked += product(options.tiles, options.programs)
@@ -218,7 +218,9 @@ def decode(options: argparse.Namespace, copy_bytes_per_us: float) -> list[Number
     return found
 
 
-def _numbers(told: Measurement, run: Decode, work: Workload, copy_bytes_per_us: float) -> Numbers:
+def _numbers(
+    told: Measurement, run: Decode, work: LatentBatch, copy_bytes_per_us: float
+) -> Numbers:
     rate = work.read_bytes / told.median_us
     return {
         "tasks": run.tasks,
@@ -402,7 +404,7 @@ def check_small() -> None:
     from tangram.lab.kernel_benchmarks.timing import relative_error
 
     device = torch.device("cpu")
-    work = Workload.build(SMALL, 20, torch.float32, device)
+    work = LatentBatch.build(SMALL, 20, torch.float32, device)
     card = replace(Card.of(device), processors=4)
     for text in (SERVED, *TILES):
         run = Decode(work, text, 1, card)

@@ -8,7 +8,7 @@ sequence read one copy of its past, each up to its own length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -163,21 +163,66 @@ def attend_expanded(
         for at in range(0, past_tiles + own_tiles):
             place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
             acc, peak, total = _take(
-                acc, peak, total, query, turned, keys, values, rotary, place, column, n, m,
-                scaling, RANK, PLAIN, False, TILE,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                turned,
+                keys,
+                values,
+                rotary,
+                place,
+                column,
+                n,
+                m,
+                scaling,
+                RANK,
+                PLAIN,
+                False,
+                TILE,
+            )
         for at in range(past_tiles * TILE, past, TILE):
             last = past - 1 + tl.zeros([BLOCK_M], tl.int32)
             acc, peak, total = _take(
-                acc, peak, total, query, turned, keys, values, rotary, past_place + at, column,
-                at + n, last, scaling, RANK, PLAIN, True, TILE,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                turned,
+                keys,
+                values,
+                rotary,
+                past_place + at,
+                column,
+                at + n,
+                last,
+                scaling,
+                RANK,
+                PLAIN,
+                True,
+                TILE,
+            )
         end = tl.where(own > 0, lead + tl.minimum(tile * BLOCK_M + BLOCK_M, queries), 0)
         for at in range(own_tiles * TILE, end, TILE):
             acc, peak, total = _take(
-                acc, peak, total, query, turned, keys, values, rotary, own_place + at, column,
-                at + n, lead + m, scaling, RANK, PLAIN, True, TILE,
-            )  # fmt: skip
+                acc,
+                peak,
+                total,
+                query,
+                turned,
+                keys,
+                values,
+                rotary,
+                own_place + at,
+                column,
+                at + n,
+                lead + m,
+                scaling,
+                RANK,
+                PLAIN,
+                True,
+                TILE,
+            )
         seen = tl.where(total > 0, total, 1.0)
         target = out + (token * Q + head) * VALUE + v[None, :]
         result = (acc / seen[:, None]).to(out.dtype.element_ty)
@@ -187,9 +232,15 @@ def attend_expanded(
             tl.store(lse + (begin + m).to(tl.int64) * Q + head, logarithm, mask=m < queries)
 
 
-def serves(pool: Tensor, dtype: torch.dtype, card: Card) -> bool:
-    """Whether latents of this pool are attended so: the card needs tensor memory access."""
-    return card.copies_tiles and dtype in DTYPES and pool.shape[-1] % 8 == 0
+def serves(pool: Tensor, dtype: torch.dtype, expansion: Expansion, card: Card) -> bool:
+    """Whether latents of this pool are attended so.
+
+    The card needs tensor memory access, and shared memory for a tile.
+    """
+    if not card.copies_tiles or dtype not in DTYPES or pool.shape[-1] % 8:
+        return False
+    operands = _operands(_blocks(expansion, pool.shape[-1]), dtype.itemsize)
+    return count_shared_bytes(_TILE, operands, card) <= card.shared_bytes
 
 
 def attend(
@@ -304,19 +355,19 @@ class _Part:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output in `out`, or as a part in float32 with its log-sum-exp [T, Q]."""
-        (heads, width, rank), value = expansion.up.shape, expansion.value_dim
-        sizes = width - value, value, self.entries.shape[1] - rank
+        heads, _, rank = expansion.up.shape
+        sizes = _sizes(expansion, self.entries.shape[1])
         expanded = self.entries[:, :rank] @ expansion.up.reshape(-1, rank).t()
-        blocks = [max(LEAST_ENTRIES, triton.next_power_of_2(size)) for size in sizes]
+        blocks = _blocks(expansion, self.entries.shape[1])
         keys, values, turned = (
             TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, block])
             for x, block in zip((expanded, expanded, self.entries), blocks, strict=True)
         )
         partial = out is None
         if out is None:
-            out = q.new_empty((*q.shape[:2], value), dtype=torch.float32)
+            out = q.new_empty((*q.shape[:2], sizes[1]), dtype=torch.float32)
         lse = torch.empty(q.shape[:2] if partial else (1, 1), dtype=torch.float32, device=q.device)
-        tile = tile or tile_of(sum(blocks), q.element_size(), card)
+        tile = tile or tile_of(blocks, q.element_size(), card)
         tiles = triton.cdiv(int(self.table[:, 1].max()), tile.queries)
         attend_expanded[(tiles * len(self.table) * heads,)](
             q,
@@ -346,16 +397,32 @@ class _Part:
         return out, lse
 
 
-def tile_of(elements: int, element_bytes: int, card: Card) -> Tile:
-    """The tile of a program on `card`; an entry's key, value and rotary key have `elements`.
+def tile_of(blocks: Sequence[int], element_bytes: int, card: Card) -> Tile:
+    """The tile of a program on `card`, for entries of these `_blocks`.
 
     On an H200 the wide one was the fastest measured (`bench.kernels.latents`).
     """
-    operands = Operands(elements, element_bytes, hops=1, vectors=1)
+    operands = _operands(blocks, element_bytes)
     wide = count_shared_bytes(_WIDE_TILE, operands, card) <= card.shared_bytes
     if card.capability == HOPPER and wide:
         return _WIDE_TILE
     return fit_tile(_TILE, operands, card, TILE)
+
+
+def _sizes(expansion: Expansion, width: int) -> tuple[int, int, int]:
+    """Elements of a key without rotary ones, of a value, and rotary ones; a latent has `width`."""
+    _, both, rank = expansion.up.shape
+    return both - expansion.value_dim, expansion.value_dim, width - rank
+
+
+def _blocks(expansion: Expansion, width: int) -> list[int]:
+    """`_sizes` as they are loaded."""
+    sizes = _sizes(expansion, width)
+    return [max(LEAST_ENTRIES, triton.next_power_of_2(size)) for size in sizes]
+
+
+def _operands(blocks: Sequence[int], element_bytes: int) -> Operands:
+    return Operands(sum(blocks), element_bytes, hops=1, vectors=1)
 
 
 def _copy(source: Tensor, target: Tensor, starts: Int64, counts: Int32, places: Int64) -> None:

@@ -430,7 +430,7 @@ class TritonKernels:
         if asking.start == asking.stop:
             return
         spans, address = self._rows.spans[asking, :4], self._rows.address[layer, asking, 0]
-        if expanded.serves(self._pool, q.dtype, self._card):
+        if expanded.serves(self._pool, q.dtype, expansion, self._card):
             rows = expanded.LatentRows(spans, address)
             expanded.attend(
                 q, k[:, 0], *where, rows, expansion, out, scaling=scaling, card=self._card

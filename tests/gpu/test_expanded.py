@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.cards import CARDS
 from tests.interpreter import interpreter_few
 
 RANK = 32
@@ -86,3 +87,14 @@ def test_rows_of_several_sequences_answer_as_alone(
         )
         error = (out[begin:end].float() - alone).norm() / alone.norm()
         assert error < TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_latents_are_attended_so_where_a_tile_fits(card: int) -> None:
+    """DeepSeek's keys and values on every card since Hopper, GLM-4.7-Flash's not in 99 KiB."""
+    from tangram.kernels import expanded
+
+    pool = torch.empty(1, 1, 1, 16, 576, dtype=torch.bfloat16)
+    deepseek, glm = (Heads(torch.empty(1, p + v, 512), v) for p, v in ((128, 128), (192, 256)))
+    served = [expanded.serves(pool, pool.dtype, heads, CARDS[card]) for heads in (deepseek, glm)]
+    assert served == [card >= 90, card in (90, 100)]

@@ -59,7 +59,7 @@ SHARED_NAMES = {
     "Python's, pytest's or our convention": "__init__ __main__ conftest make_fixture",
     "a command, and what it runs": "ablation batch naive size",
     "a benchmark, and what it measures": (
-        "cpu_portable cpu_prefill cpu_products host_forms sealing"
+        "cpu_portable cpu_prefill cpu_products host_forms latents sealing"
     ),
     "a scorer, its kernel, and its command": "gate keydiff",
     "a subject, and what its tests share": "speculation templates",
