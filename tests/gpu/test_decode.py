@@ -119,25 +119,32 @@ def test_a_draft_sees_the_entries_up_to_its_own(
 
 
 @pytest.mark.parametrize(
-    ("planner", "group", "counts", "merge"),
+    ("planner", "group", "counts", "merge", "dtype"),
     interpreter_few(
         [
-            (name, group, counts, merge)
+            (name, group, counts, merge, dtype)
             for name in PLANNERS
             for group, counts in ((6, (1, 1, 1)), (6, (1, 5, 9)), (128, (1, 1, 1)), (20, (2, 2, 2)))
             for merge in MERGES
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
         ],
-        ("aot", 6, (1, 5, 9), "kernel"),
-        ("work queue", 128, (1, 1, 1), "tails"),
-        ("work queue", 6, (1, 1, 1), "kernel"),
-        ("plain", 20, (2, 2, 2), "tails"),
+        ("aot", 6, (1, 5, 9), "kernel", torch.float16),
+        ("work queue", 128, (1, 1, 1), "tails", torch.bfloat16),
+        ("work queue", 6, (1, 1, 1), "kernel", torch.bfloat16),
+        ("work queue", 20, (1, 1, 1), "tails", torch.float16),
+        ("plain", 20, (2, 2, 2), "tails", torch.float32),
     ),
 )
 def test_the_values_of_latents_are_the_first_elements_of_their_keys(
-    planner: str, group: int, counts: tuple[int, ...], merge: str, device: torch.device
+    planner: str,
+    group: int,
+    counts: tuple[int, ...],
+    merge: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """128 query heads are more than one program has space for."""
-    batch = make_batch(3, 1, group, 72, longest=200, counts=counts, value_dim=64)
+    """128 query heads are more than one program has space for; in 16 bits few are columns."""
+    batch = make_batch(3, 1, group, 72, longest=200, counts=counts, value_dim=64, dtype=dtype)
     plan = PLANNERS[planner](batch)
     for layer in (0, 1):
         out = run(batch, plan, layer, device, options=options(merge))
