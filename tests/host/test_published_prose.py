@@ -55,16 +55,6 @@ def drafts_of_64() -> float:
     return median(paired_times_as_fast(engines["compressed_kv"]["runs"], engines["plain"]["runs"]))
 
 
-def products() -> tuple[str, str]:
-    """The least and the most that the product of few rows gains."""
-    seconds = raw("cpu_products")["seconds"]
-    gains = [
-        median(seconds["linear"][rows]) / median(seconds["few rows"][rows])
-        for rows in seconds["linear"]
-    ]
-    return f"{min(gains):.1f}", f"{max(gains):.1f}"
-
-
 def changelog_sentences() -> list[str]:
     """The sentences of the changelog that have figures, with those of the raw files."""
     one, two = "ranks-1_tangram-1", "ranks-2_tangram-1"
@@ -72,7 +62,6 @@ def changelog_sentences() -> list[str]:
     ours, peer = "serving-8_tangram-1", "serving-8_vllm"
     fp8 = sorted(decode_over_fp8(case) for case in ("decode-64x16k", "decode-4x128k"))
     gpt = {card: f"gpt-oss-20b-{card}" for card in (2, 3)}
-    least, most = products()
     http, inside = "over-http/served_tangram-0.25", "over-http/serving-9_tangram-0.25"
     return [
         f"a server makes {256e-3 * at(http, STREAMS_256):.1f} K tokens/s, "
@@ -94,7 +83,6 @@ def changelog_sentences() -> list[str]:
         f"and one row has {over(gpt[3] + '_vllm', gpt[3] + '_tangram-1', ALONE):.2f} of the speed",
         f"they have {drafts_of_64():.2f} × the speed without drafts",
         f"with 24 conversations of 8,000 tokens in {1e3 * at('parity_tangram-1', TTFT):.0f} ms",
-        f"multiply float32 weights {least} to {most} times as fast",
     ]
 
 
