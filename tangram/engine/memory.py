@@ -20,7 +20,7 @@ from tangram.kernels.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.interface import MOST_BYTES
 from tangram.kernels.narrow import NARROW
 from tangram.kernels.offload import STAGING_BYTES
-from tangram.model.latent import output_like
+from tangram.model.latent import latent_heads, output_like
 from tangram.model.load import LoadedModel, memory_ran_out
 
 GIB = 1 << 30
@@ -115,6 +115,7 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
     needed = (
         _activation_bytes(config, loaded)
         + _count_gathered_bytes(config, loaded)
+        + _count_expanded_bytes(config, loaded)
         + GRAPH_BYTES
         + beside
     )
@@ -200,6 +201,16 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     entry_bytes = shape.entry_elements * loaded.dtype.itemsize
     largest = -(-shape.kv_heads * longest * entry_bytes // MOST_BYTES)
     return MOST_BYTES * (1 if largest <= 1 else 1 + largest)
+
+
+def _count_expanded_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes of keys, values and partial results of a step's own latents (`kernels/expanded.py`)."""
+    heads = next(filter(None, map(latent_heads, loaded.model.modules())), None)
+    if heads is None:
+        return 0
+    expanded = heads.up[:, :, 0].numel() * loaded.dtype.itemsize
+    results = 4 * len(heads.up) * heads.value_dim  # float32
+    return config.max_num_batched_tokens * (expanded + 3 * results)
 
 
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

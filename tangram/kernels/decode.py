@@ -594,6 +594,8 @@ def decode_tasks(
                     NQ,
                 )
         if BLOCK_R:
+            # A program without a query of this task reads nothing.
+            end = tl.where(tl.max(serves.to(tl.int32), 0) > 0, end, begin)
             # An entry that one program reads must not evict partial results from L2.
             keep: tl.constexpr = (
                 "evict_first" if GT <= BLOCK_M and BLOCK_M < 2 * GT else "evict_last"

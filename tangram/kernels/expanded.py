@@ -1,9 +1,12 @@
 """Prefill attention over latents that one product expands (Triton).
 
-The pasts of a pass and its new latents lie end to end in one matrix. A product with the map of all
-heads makes keys and values of them, which the kernel loads by tensor memory access from where the
-product left them. Rotary keys are read from the latents: they are those of all heads. Rows of one
+The pasts of a pass and its new latents lie end to end in one matrix. Products with the map of all
+heads make keys and values of them, which the kernel loads by tensor memory access from where the
+products left them. Rotary keys are read from the latents: they are those of all heads. Rows of one
 sequence read one copy of its past, each up to its own length.
+
+What a row gets depends on its own tokens and past alone. All products have one shape, since a
+library may sum in another order for another number of rows. A past is cut by its own length.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from tangram.types import Int32, Int64
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILE = 64  # entries, and queries; segments begin at multiples of it
+_AT_A_TIME = 1024  # entries of a product
 _TILE, _WIDE_TILE = Tile(TILE, TILE, stages=2), Tile(2 * TILE, TILE, warps=8, stages=3)
 
 
@@ -52,11 +56,6 @@ class LatentRows:
         apart = np.flatnonzero((np.diff(table) != 0) | (np.diff(length) < 0)) + 1
         for begin, end in pairwise([0, *apart.tolist(), len(table)]):
             yield slice(begin, end)
-
-    @property
-    def of_one(self) -> bool:
-        """Whether all rows are of one sequence."""
-        return len(list(self.sequences)) == 1
 
 
 @triton.jit
@@ -149,7 +148,7 @@ def attend_expanded(
         v = tl.arange(0, BLOCK_V)
         token = (begin + m).to(tl.int64)[:, None]
         wanted = (m < queries)[:, None]
-        source = q + token * stride_q + head * stride_q_head
+        source = q + token * stride_q + head.to(tl.int64) * stride_q_head
         query = tl.load(source + d[None, :], mask=wanted & (d < PLAIN)[None, :], other=0.0)
         turned = tl.load(
             source + PLAIN + r[None, :], mask=wanted & (r < ROTARY)[None, :], other=0.0
@@ -237,7 +236,8 @@ def serves(pool: Tensor, dtype: torch.dtype, expansion: Expansion, card: Card) -
 
     The card needs tensor memory access, and shared memory for a tile.
     """
-    if not card.copies_tiles or dtype not in DTYPES or pool.shape[-1] % 8:
+    aligned = pool.shape[-1] % 8 == 0 == expansion.up[:, :, 0].numel() % 8
+    if not card.copies_tiles or dtype not in DTYPES or not aligned:
         return False
     operands = _operands(_blocks(expansion, pool.shape[-1]), dtype.itemsize)
     return count_shared_bytes(_TILE, operands, card) <= card.shared_bytes
@@ -265,33 +265,43 @@ def attend(
     most = max(TILE, most_bytes // entry_bytes // TILE * TILE)
     how = expansion, scaling, card, tile
     for lot in _lots(rows, most):
-        own = LatentRows(rows.spans[lot], rows.address[lot])
-        longest = int(own.address[:, 2].max())
-        last = (longest - 1) // most * most if longest > most and own.of_one else 0
-        parts = [
-            _Part.of(own, begin, begin + most, latents, pool, tables)
-            for begin in range(0, last, most)
-        ]
-        final = _Part.of(own, last, max(longest, last), latents, pool, tables, causal=True)
-        if not parts:
-            final.attend(q, *how, out)
+        spans, address = rows.spans[lot], rows.address[lot]
+        last = int(_last_cut(address[:, 2], most).max())
+        begin, end = (int(spans[:, 0].min()), int(spans[:, 1].max())) if last else (0, len(q))
+        own, asking = LatentRows(spans - np.array([begin, begin, 0, 0], np.int32), address), q[begin:end]
+        entries = latents, pool, tables
+        final = _Part.of(own, last, last + most, *entries, causal=True)
+        if not last:
+            final.attend(asking, *how, out)
             continue
-        where = slice(int(own.spans[:, 0].min()), int(own.spans[:, 1].max()))
-        done = [part.attend(q, *how) for part in (*parts, final)]
-        merged, _ = merge_parts([(part[where], lse[where]) for part, lse in done])
-        out[where] = merged.to(q.dtype)
+        merged = final.attend(asking, *how)
+        for first in range(0, last, most):
+            part = _Part.of(own, first, first + most, *entries)
+            merged = merge_parts([merged, part.attend(asking, *how)])
+        out[begin:end] = merged[0].to(q.dtype)
 
 
 def _lots(rows: LatentRows, most: int) -> Iterator[slice]:
-    """Sequences whose pasts have at most `most` entries together, or one that has more."""
+    """Sequences whose pasts have at most `most` entries together; rows of one longer past that are
+    cut alike.
+    """
     begin, filled = 0, 0
     for own in rows.sequences:
-        past = _tile(int(rows.address[own, 2].max()))
-        if filled and filled + past > most:
+        lengths = rows.address[own, 2]
+        past = _tile(int(lengths.max()))
+        if own.start > begin and filled + past > most:
             yield slice(begin, own.start)
             begin, filled = own.start, 0
+        for cut in np.flatnonzero(np.diff(_last_cut(lengths, most))).tolist():
+            yield slice(begin, own.start + cut + 1)
+            begin = own.start + cut + 1
         filled += past
     yield slice(begin, len(rows.spans))
+
+
+def _last_cut(lengths: Int32, most: int) -> Int32:
+    """Where the last part of pasts of `lengths` [N] begins."""
+    return np.maximum(lengths - 1, 0) // most * most
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +333,8 @@ class _Part:
         sizes = [_tile(int(seen[own].max())) for own in sequences]
         own_sizes = [_tile(count) * causal for count in counts.tolist()]
         places = np.cumsum([0, *sizes, *own_sizes])
-        entries = latents.new_zeros((int(places[-1]), latents.shape[1]))
+        count = -(-int(places[-1]) // _AT_A_TIME) * _AT_A_TIME
+        entries = latents.new_zeros((count, latents.shape[1]))
         past_place = np.zeros(len(seen), np.int64)
         for own, place in zip(sequences, places.tolist(), strict=False):
             past_place[own] = place
@@ -357,7 +368,11 @@ class _Part:
         """The output in `out`, or as a part in float32 with its log-sum-exp [T, Q]."""
         heads, _, rank = expansion.up.shape
         sizes = _sizes(expansion, self.entries.shape[1])
-        expanded = self.entries[:, :rank] @ expansion.up.reshape(-1, rank).t()
+        up = expansion.up.reshape(-1, rank).t()
+        expanded = self.entries.new_empty((len(self.entries), up.shape[1]))
+        for begin in range(0, len(self.entries), _AT_A_TIME):
+            some = slice(begin, begin + _AT_A_TIME)
+            torch.mm(self.entries[some, :rank], up, out=expanded[some])
         blocks = _blocks(expansion, self.entries.shape[1])
         keys, values, turned = (
             TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, block])

@@ -89,6 +89,53 @@ def test_rows_of_several_sequences_answer_as_alone(
         assert error < TOLERANCE[dtype], error
 
 
+def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) -> None:
+    """Behind nothing, behind pasts that are cut once and twice, and beside a past that is not."""
+    from tangram.kernels import expanded
+    from tangram.kernels.card import Card
+
+    torch.manual_seed(6)
+    heads = Heads((torch.randn(2, 32, RANK) / RANK**0.5).to(device, torch.float16), 16)
+    pool = torch.randn(24, 2, 1, 16, RANK + 8).to(device, torch.float16)
+    tables, tokens = torch.randperm(24).int().to(device), np.array([9, 20, 64, 64, 7])
+    ends = np.cumsum(tokens)
+    spans = np.stack([ends - tokens, ends, ends - tokens, ends], 1).astype(np.int32)
+    past = np.array([(20, 1, 0), (0, 1, 60), (0, 1, 120), (0, 1, 184), (12, 1, 40)], np.int32)
+    q = torch.randn(ends[-1], 2, 24).to(device, torch.float16)
+    new = torch.randn(ends[-1], RANK + 8).to(device, torch.float16)
+
+    def attend(rows: slice) -> Tensor:
+        out = torch.full((ends[-1], 2, 16), torch.nan, dtype=torch.float16, device=device)
+        expanded.attend(
+            q,
+            new,
+            pool,
+            tables,
+            expanded.LatentRows(spans[rows], past[rows]),
+            heads,
+            out,
+            scaling=0.2,
+            card=Card.of(device),
+            most_bytes=64 * heads.up[:, :, 0].numel() * 2,
+        )
+        return out
+
+    together = attend(slice(0, 5))
+    assert together.isfinite().all()
+    for row, (begin, end, *_) in enumerate(spans.tolist()):
+        alone = attend(slice(row, row + 1))
+        assert torch.equal(together[begin:end], alone[begin:end]), row
+
+
+def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
+    from tangram.kernels import expanded
+
+    lengths = [(0, 0, 0), (10, 0, 500), (20, 0, 30), (30, 0, 30), (40, 0, 70)]
+    rows = expanded.LatentRows(np.zeros((5, 4), np.int32), np.array(lengths, np.int32))
+    lots = [range(5)[lot] for lot in expanded._lots(rows, 128)]
+    assert [list(lot) for lot in lots] == [[0], [1], [2, 3], [4]]
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_latents_are_attended_so_where_a_tile_fits(card: int) -> None:
     """DeepSeek's keys and values on every card since Hopper, GLM-4.7-Flash's not in 99 KiB."""
