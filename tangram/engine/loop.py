@@ -457,6 +457,9 @@ class Engine:
     def _drop_all(self, error: str) -> None:
         for request_id in self._answers.request_ids:
             self._attempt(partial(self._drop, request_id, error))
+            for left in self._answers.of_request(request_id):  # its end has failed
+                self._answers.remove(left)
+                self._outbox.put(left.request, refuse(left.request, left.index, error))
 
     @staticmethod
     def _attempt(work: Job) -> None:
@@ -521,7 +524,8 @@ class Engine:
         self._attempt(self._publish_stats)
         if (watching := self._watching) is not None:
             self._attempt(lambda: watching.tell(None, time.monotonic()))
-        self._send_events()
+        for last in (self._outbox.send, *self._followers):
+            self._attempt(last)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -555,9 +559,9 @@ class Engine:
     def _drop(self, request_id: str, error: str | None = None, field: str | None = None) -> None:
         self._answers.siblings(request_id)
         for completion in self._answers.of_request(request_id):
-            self._answers.remove(completion)
             usage = self._usage(completion)
             self._end(completion)
+            self._answers.remove(completion)
             event = completion.event(usage, (), FinishReason.ABORT, error, field)
             self._outbox.put(completion.request, event)
 
@@ -573,8 +577,8 @@ class Engine:
         if usage.completion_tokens == 1:
             self._start_siblings(completion)
         if reason is not None:
-            self._answers.remove(completion)
             self._end(completion)
+            self._answers.remove(completion)
         self._outbox.put(completion.request, completion.event(usage, (token,), reason))
 
     def _end(self, completion: Completion) -> None:

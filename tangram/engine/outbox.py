@@ -32,7 +32,10 @@ class Outbox:
         """Tell each request its events. One that fails to hear is logged; the others are told."""
         if self._has_end:
             self._has_end = False
-            self._publish()
+            try:
+                self._publish()
+            except Exception:
+                _log.exception("the engine's statistics could not be read")
         while self._events:
             request, event = self._events.popleft()
             try:

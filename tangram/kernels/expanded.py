@@ -268,7 +268,10 @@ def attend(
         spans, address = rows.spans[lot], rows.address[lot]
         last = int(_last_cut(address[:, 2], most).max())
         begin, end = (int(spans[:, 0].min()), int(spans[:, 1].max())) if last else (0, len(q))
-        own, asking = LatentRows(spans - np.array([begin, begin, 0, 0], np.int32), address), q[begin:end]
+        own, asking = (
+            LatentRows(spans - np.array([begin, begin, 0, 0], np.int32), address),
+            q[begin:end],
+        )
         entries = latents, pool, tables
         final = _Part.of(own, last, last + most, *entries, causal=True)
         if not last:

@@ -48,6 +48,8 @@ from tangram.types import Event, Grammar, Request
 MOST_UNREAD_BYTES = 64 << 20
 # A step takes seconds at most; the first may compile. After this time its device hangs.
 MOST_STEP_S = 600
+# An API process tells something every few seconds; if nothing comes for so long, it hangs.
+MOST_SILENT_S = 600
 _FAULT = "internal error: the server's log has the details"
 _log = logging.getLogger(__name__)
 
@@ -80,7 +82,8 @@ class EnginePort:
     """Serves `engine` and its `page` to API processes. For one event loop, not the engine's thread.
 
     Make it before the engine starts. A step that takes longer than `most_step_s` hangs, and so does
-    an API process for which more than `most_unread_bytes` wait.
+    an API process for which more than `most_unread_bytes` wait, or that answers requests and has
+    told nothing for `most_silent_s`.
     """
 
     def __init__(
@@ -89,8 +92,9 @@ class EnginePort:
         page: PageDesk | None = None,
         most_step_s: float = MOST_STEP_S,
         most_unread_bytes: int = MOST_UNREAD_BYTES,
+        most_silent_s: float = MOST_SILENT_S,
     ) -> None:
-        self._engine, self._page = engine, page
+        self._engine, self._page, self._most_silent_s = engine, page, most_silent_s
         self._most_step_s, self._most_unread_bytes = most_step_s, most_unread_bytes
         self._lines: set[_Line] = set()
         self._hangs = False
@@ -134,9 +138,10 @@ class EnginePort:
     async def watch(self) -> None:
         """Watch until cancelled whether steps end while requests run, and tell all of it.
 
-        Who hears nothing for long knows that this process stands still.
+        Who hears nothing for long knows that this process stands still. An API process that tells
+        nothing for as long is hung up on.
         """
-        steps, since_s = None, 0.0
+        steps, since_s, least_s = None, 0.0, min(self._most_step_s, self._most_silent_s)
         while True:
             stats, now_s = self._engine.stats(), time.monotonic()
             if stats.steps != steps or stats.running == 0:
@@ -150,7 +155,12 @@ class EnginePort:
             self._hangs = hangs
             for line in self._lines:
                 line.tell_state(hangs=hangs)
-            await asyncio.sleep(self._most_step_s / 60)
+                line.end_if_silent(self._most_silent_s)
+            await asyncio.sleep(least_s / 60)
+            if time.monotonic() - now_s > least_s / 2:  # this process stood still itself
+                since_s = time.monotonic()
+                for line in self._lines:
+                    line.heard_s = since_s
 
     def drain(self, grace_s: float) -> None:
         """Have the API processes take no new requests, and end in `grace_s` at the latest.
@@ -191,7 +201,7 @@ class _Line:
         self._told: tuple[Queue, EngineStats, bool] | None = None
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.left: dict[str, int] = {}  # completions of each request that have not ended
-        self.ready = False
+        self.ready, self.heard_s = False, time.monotonic()
         self._answering: set[asyncio.Task[None]] = set()
         self._watchers: dict[int, _RemoteWatcher] = {}
 
@@ -239,7 +249,14 @@ class _Line:
     def tell_state(self, *, hangs: bool) -> None:
         """Tell of the engine's thread, which may not tell for long, or never again."""
         stats, ended = self._engine.stats(), not self._engine.healthy
-        self.send(StepNews([], self._read_queue(), stats, ended, hangs))
+        news = StepNews([], self._read_queue(), stats, ended, hangs)
+        self._loop.call_soon(self.send, news)  # behind what the engine's thread has told before
+
+    def end_if_silent(self, most_s: float) -> None:
+        """Hang up on an API process that answers requests and has told nothing for `most_s`."""
+        if self.ready and time.monotonic() - self.heard_s > most_s:
+            _log.error("an API process has told nothing for %.0f s: its requests are ended", most_s)
+            self._writer.transport.abort()
 
     def send(self, message: ToApi) -> None:
         """Send a message."""
@@ -255,6 +272,7 @@ class _Line:
 
     def take(self, message: bytes) -> None:
         """Do what the API process asks for."""
+        self.heard_s = time.monotonic()
         match self._decoder.decode(message):
             case Submission() as asked:
                 task = asyncio.create_task(self._submit(asked))
@@ -267,7 +285,10 @@ class _Line:
             case Ready():
                 self.ready = True
             case page_message if self._page is not None:
-                self._take_of_page(self._page, page_message)
+                try:
+                    self._take_of_page(self._page, page_message)
+                except Exception:  # answers go on without the page
+                    _log.exception("the page could not do what was asked")
 
     def _forget(self, request_id: str, _: object) -> None:
         self._asking.pop(request_id, None)
@@ -284,6 +305,9 @@ class _Line:
                     page.watch(watcher)
                 except ApiError as error:
                     self.send(_explain(number, error))
+                except Exception:
+                    self.send(_explain(number, ApiError(500, _FAULT)))
+                    raise
                 else:
                     self._watchers[number] = watcher
                     self.send(PageTold(number, b""))

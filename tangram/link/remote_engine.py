@@ -98,7 +98,10 @@ class _Running:
             self.left[event.index] = event.usage
         else:
             del self.left[event.index]
-        self.request.on_event(event)
+        try:
+            self.request.on_event(event)
+        except Exception:  # the other requests go on
+            _log.exception("request %s could not take its tokens", self.request.request_id)
 
     def end(self, error: str | None) -> None:
         """End all that have not ended."""
@@ -132,7 +135,7 @@ class RemoteEngine:
     ) -> None:
         self.codec, self.grammars = facts.codec, facts.grammars
         self.max_model_len, self.sampling = facts.max_model_len, facts.sampling
-        self.ended = self._hangs = self._silent = False
+        self.ended = self._hangs = self._silent = self._is_ready = False
         self._most_silent_s, self._heard_s = most_silent_s, time.monotonic()
         self._vocab_size, self._most_completions = facts.vocab_size, facts.most_completions
         self._stats, self._queue = facts.stats, Queue()
@@ -155,8 +158,9 @@ class RemoteEngine:
         ]
 
     def tell_ready(self) -> None:
-        """Tell the engine's process that requests are answered."""
+        """Tell the engine's process that requests are answered, now and every few seconds."""
         self._tell(Ready())
+        self._is_ready = True
 
     async def stop(self) -> None:
         """End what runs, and hang up. Safe to call twice."""
@@ -284,8 +288,16 @@ class RemoteEngine:
         self._fail()
 
     async def _watch_silence(self) -> None:
+        """See whether the engine's process tells nothing, and let it see that this one lives."""
         while True:
+            begin_s = time.monotonic()
             await asyncio.sleep(self._most_silent_s / 60)
+            if (
+                time.monotonic() - begin_s > self._most_silent_s / 2
+            ):  # this process stood still itself
+                self._heard_s = time.monotonic()
+            if self._is_ready:
+                self._tell(Ready())
             silent_s = time.monotonic() - self._heard_s
             if silent_s > self._most_silent_s and not self._silent:
                 self._silent = True

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 LAST_STEP_S = 30
 # An API process that ends this much later than it should, or not at all, is killed.
 KILL_AFTER_S = 15.0
-# A process that ends is started again; so many that end before they are ready end the server.
+# A process that ends is started again. So many that end before they are ready end the server,
+# unless another one answers. Then the next one starts after twice the time, up to a minute.
 _MOST_FAILED_STARTS = 3
 _AGAIN_AFTER_S = 1.0
+_MOST_DOUBLINGS = 6
 _LOOK_EVERY_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -97,18 +99,17 @@ class Supervisor:
         was_ready, ended = await self._see_through(place)
         while not self._is_ending:
             failed = 0 if was_ready else failed + 1
-            if failed == _MOST_FAILED_STARTS:
+            if failed >= _MOST_FAILED_STARTS and not self._port.ready:
                 raise EngineError(f"an API process {ended}, {failed} times before it was ready")
             _log.error("an API process %s: its requests are aborted, another one starts", ended)
-            await asyncio.sleep(_AGAIN_AFTER_S)
+            await asyncio.sleep(_AGAIN_AFTER_S * 2 ** min(failed, _MOST_DOUBLINGS))
             if self._is_ending:
                 return
             try:
                 self._processes.start_again(place)
+                was_ready, ended = await self._see_through(place)
             except OSError as error:
                 was_ready, ended = False, f"could not be started ({error})"
-            else:
-                was_ready, ended = await self._see_through(place)
 
     async def _see_through(self, place: int) -> tuple[bool, str]:
         """Serve an API process until it has ended: whether it ever answered, and how it ended."""

@@ -12,20 +12,22 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tangram.errors import EngineError
 from tangram.link.engine_port import EnginePort
 from tangram.link.frames import frame
 from tangram.link.linked_engine import LinkedEngine
+from tangram.link.protocol import Ready
 from tangram.link.remote_engine import EngineNature, RemoteEngine
 from tangram.link.supervisor import Supervisor
 from tangram.page.desk import PageDesk
-from tangram.page.questions import HistoryQuestion, Question
+from tangram.page.questions import Announcement, HistoryQuestion, Question
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Job, Limits
 from tangram.serve.exposition import ServerMetrics
-from tangram.types import FinishReason, SamplingParams
+from tangram.types import Event, FinishReason, SamplingParams
 from tests.wire.fake_engine import FakeEngine, FakeGrammar, FakeGrammars
 from tests.wire.watched_engine import ObservedFakeEngine
 
@@ -337,3 +339,64 @@ def test_a_machine_that_starts_no_process_now_is_asked_again(
     with pytest.raises(EngineError, match="3 times before it was ready"):
         asyncio.run(Supervisor(*given).run())
     assert processes.started == 2 and "could not be started (no memory)" in caplog.text
+
+
+def test_an_api_process_of_which_nothing_is_heard_is_hung_up_on_and_the_others_are_not() -> None:
+    """As when its event loop stands still: it is then killed and replaced."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        port = EnginePort(engine, most_silent_s=0.6)
+        watching = asyncio.create_task(port.watch())
+        here, there = socket.socketpair()
+        silent = asyncio.create_task(port.serve(there))
+        _, writer = await asyncio.open_connection(sock=here)
+        writer.write(frame(msgspec.msgpack.encode(Ready())))
+        async with join(port, engine, most_silent_s=0.6) as other:
+            other.tell_ready()
+            await asyncio.wait_for(silent, 20)
+            assert port.ready == 1
+            await asyncio.sleep(1)
+            assert port.ready == 1, "who tells that it lives is left alone"
+        writer.close()
+        watching.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_take_its_tokens_ends_no_other() -> None:
+    async def run() -> None:
+        engine, told = FakeEngine(), HeardEvents([])
+
+        def fail(event: Event) -> None:
+            raise RuntimeError("this request takes nothing")
+
+        async with link_engine(engine) as served:
+            await served.submit(replace(request("deaf", "abc", told), on_event=fail))
+            await served.submit(request("other", "abc", told))
+            await until(lambda: told.ended)
+            assert not served.ended
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_page_ends_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    class FaultyDesk:
+        def start(self) -> None:
+            """Nothing."""
+
+        def announce(self, announcement: object) -> None:
+            raise RuntimeError("the page is at fault")
+
+    async def run() -> None:
+        engine, told = FakeEngine(), HeardEvents([])
+        port = EnginePort(engine, FaultyDesk())  # type: ignore[arg-type]
+        engine.start()
+        async with join(port, engine) as remote:
+            remote.announce(Announcement("a", "b", "c", 0, None, 0.0))
+            await remote.submit(request("a", "abc", told))
+            await until(lambda: told.ended)
+        engine.stop()
+
+    asyncio.run(run())
+    assert "the page could not do what was asked" in caplog.text
