@@ -361,7 +361,8 @@ def _fit_tiles() -> Iterator[Case]:
 
     for card, (tile, operands) in product(CARDS, _operands()):
         try:
-            found = asdict(fit_tile(Tile(**tile), Operands(**operands), _card(card), 16))
+            fitted = asdict(fit_tile(Tile(**tile), Operands(**operands), _card(card), 16))
+            found = {name: fitted[name] for name in tile}
         except ConfigError:
             found = None
         yield [tile, operands, card, 16], found

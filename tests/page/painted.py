@@ -52,6 +52,8 @@ FILLS = """
 """
 Colour = tuple[int, int, int]
 
+_MOST_LOOKS = 50
+
 
 @dataclass(frozen=True)
 class Box:
@@ -103,17 +105,29 @@ def painted_tokens(page: Any, tokens: list[str]) -> dict[int, Colour | None]:
     begin = 0
     while True:
         frame.evaluate("(e, top) => (e.scrollTop = top)", top)
-        page.wait_for_timeout(80)
-        drawn = page.evaluate("() => window.painted")
-        texts = [text for text, _ in drawn]
-        begin = next(
-            at for at in range(begin, len(spelled)) if spelled[at : at + len(texts)] == texts
-        )
+        begin, drawn = _read_painted(page, spelled, begin)
         for at, (_, ground) in enumerate(drawn, begin):
             found[at] = None if ground is None else rgb(ground)
         if top >= most:
             return found
         top = min(top + height // 2, most)
+
+
+def _read_painted(
+    page: Any, spelled: list[str], begin: int
+) -> tuple[int, list[tuple[str, str | None]]]:
+    """Where in `spelled`, from `begin` on, the painted tokens lie, and these with their grounds.
+
+    A busy machine may not have painted yet, or only half of it.
+    """
+    for _ in range(_MOST_LOOKS):
+        page.wait_for_timeout(80)
+        drawn = page.evaluate("() => window.painted")
+        texts = [text for text, _ in drawn]
+        for at in range(begin, len(spelled)):
+            if spelled[at : at + len(texts)] == texts:
+                return at, drawn
+    raise AssertionError(f"{texts} is no part of the text from token {begin} on")
 
 
 def rgb(colour: str) -> Colour:
