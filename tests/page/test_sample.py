@@ -120,6 +120,8 @@ def test_a_cache_larger_than_the_whole_has_its_reason_beside_it(
     expect(page.locator(".cache .detail", has_text=f"108 %, {reason}")).to_have_count(1)
     expect(page.get_by_text("Where a turn holds more than the whole")).to_have_count(1)
     open_view(page, "Compare")
+    # The sample is read first: an empty question is not sent.
+    expect(page.get_by_label("Question")).to_have_value(QUESTIONS[1])
     page.get_by_role("button", name="Compare").click()
     page.get_by_text("× the KV cache").wait_for()
     expect(page.locator(".figures dd", has_text=f"(108 %, {reason})")).to_have_count(2)
