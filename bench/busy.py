@@ -142,7 +142,7 @@ def measure(what: str, repeats: int) -> dict[str, list[float]]:
 
 def report(speeds: dict[str, list[float]], what: str) -> None:
     """Print the table and keep the raw figures beside those of the other kind of work."""
-    from tangram.lab.environment import environment
+    from tangram_lab.environment import environment
 
     idle = statistics.median(speeds["idle, libgomp's own"])
     table = Table(title=f"{what}, {CONTEXT_TOKENS} tokens of context, one request")

@@ -27,9 +27,9 @@ from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Event, Request, SamplingParams
+from tangram_lab.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 

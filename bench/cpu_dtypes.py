@@ -21,9 +21,9 @@ from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.lab.environment import environment
 from tangram.model.load import load_model
 from tangram.types import Event, Request, SamplingParams
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "cpu_dtypes.json"
 CONTEXT, SHORT, TURN = 1630, 260, 30  # tokens of prompts; TURN are those of a new message

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "cpu_portable.json"
 STEPS = 40

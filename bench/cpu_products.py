@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from tangram.lab.environment import environment
 from tangram.model.few_rows import FewRowsLinear
 from tangram.model.load import load_model
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "cpu_products.json"
 ROWS = (1, 2, 3, 4, 8, 16)

@@ -27,9 +27,9 @@ from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.kernels import cpu
-from tangram.lab.environment import environment
 from tangram.model.load import load_configured
 from tangram.types import Request, SamplingParams
+from tangram_lab.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCTS = ("mm", "addmm", "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm")

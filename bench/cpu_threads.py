@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tangram.lab.environment import environment
 from tangram.model.few_rows import FewRowsLinear
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "cpu_threads.json"
 MAPS = ((576, 960), (576, 3072), (1536, 576), (2048, 2048), (4096, 4096))  # inputs, outputs

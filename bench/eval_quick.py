@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
-from tangram.lab.accuracy.evaluation import compare
-from tangram.lab.accuracy.methods import Grid, Method
-from tangram.lab.accuracy.quick import NEEDLES, TEXT
-from tangram.lab.accuracy.results import AnyCell, FidelityCell
-from tangram.lab.accuracy.score_report import report
+from tangram_lab.accuracy.evaluation import compare
+from tangram_lab.accuracy.methods import Grid, Method
+from tangram_lab.accuracy.quick import NEEDLES, TEXT
+from tangram_lab.accuracy.results import AnyCell, FidelityCell
+from tangram_lab.accuracy.score_report import report
+from tangram_lab.cli.evaluate import Bar
 
 BOUNDS = Path(__file__).with_name("eval_quick_bounds.json")
 # Fewer than `tangram eval --quick` asks: it runs with every submission, on slow machines, too.

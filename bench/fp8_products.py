@@ -31,9 +31,9 @@ from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.foreign_files import replace_file
 from tangram.kernels.narrow import as_entries, stored_scales
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import FP8_MAX
+from tangram_lab.environment import environment
 
 FILE = "fp8_products.json"
 PROFILE = "smollm2.keydiff.model.c512.r0.5.json"  # all of the model have the same scales

@@ -22,8 +22,8 @@ from bench.render.page import RESULTS
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.kernels.host_forms import HOST_FORMS
-from tangram.lab.environment import environment
 from tangram.model.load import load_model
+from tangram_lab.environment import environment
 
 GIB = 1 << 30
 FILE = "host_forms.json"

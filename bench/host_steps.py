@@ -4,7 +4,7 @@ The engine is the real one: its loop, scheduler, cache manager, batcher, planner
 plans for a GPU's kernels. As on a GPU it launches a step before it reads the tokens of the one
 before. The model computes nothing: all logits of its 64 tokens are zero. So what is measured is
 Python and NumPy. What a GPU adds on the host is missing: pinned copies and the launch of a graph.
-The parts are those of `tangram/lab/load/parts.py`:
+The parts are those of `lab/tangram_lab/load/parts.py`:
 
 - `schedule`: rows and their pages;
 - `plan`: tables, lengths and plans for the kernels;
@@ -51,11 +51,11 @@ from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.kernels.card import Card
 from tangram.kernels.triton_kernels import TritonKernels
-from tangram.lab.environment import environment
-from tangram.lab.load.parts import PartClock
 from tangram.model.dummy import number_tokens
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Geometry, Request, SamplingParams
+from tangram_lab.environment import environment
+from tangram_lab.load.parts import PartClock
 
 RESULT = Path(__file__).parent / "results" / "host_steps.json"
 PROFILE = "qwen3-4b-instruct-2507.keydiff.layer.c512.r0.25"

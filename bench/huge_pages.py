@@ -29,8 +29,8 @@ from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.kernels.pool_memory import allocate_pool
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_configured
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "huge_pages.json"
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import News, Readings
+from tangram_lab.environment import environment
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = Path(__file__).parent / "results"

@@ -424,7 +424,7 @@ def _report(name: str, found: Figures) -> None:
 
 
 def _main() -> None:
-    from tangram.lab.environment import environment
+    from tangram_lab.environment import environment
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", help=", ".join(MEASUREMENTS))

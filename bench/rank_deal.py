@@ -59,7 +59,7 @@ def measure(pages: Int64, order: Int64, ranks: int) -> dict[str, float]:
 
 def main() -> None:
     from tangram.compress.scorers import ScorerChoice  # these import torch
-    from tangram.lab.environment import environment
+    from tangram_lab.environment import environment
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tangram.lab.environment import environment
 from tangram.routing.digest import KeyDigest
 from tangram.routing.replica_choice import ReplicaReport, Router
+from tangram_lab.environment import environment
 
 CHUNKS, PROMPTS, DECISIONS, WARM_UP = 64, 40, 4000, 200
 DIGEST_KEYS = 6518  # what the pool of an H200 holds of the shape of Qwen3-4B at ρ 0.25

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from tangram import LLM, SamplingParams
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 SEEDS = 2
 SHORT_TOKENS, LONG_TOKENS = 40, 200

@@ -33,10 +33,10 @@ from tangram.compress.scorers import ChunkView, Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.observe import chunk_source
 from tangram.engine.profiles import scorer_spec
-from tangram.lab.calibration.lost_entries import overflow
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
 from tangram.progress import show_progress
+from tangram_lab.calibration.lost_entries import overflow
+from tangram_lab.environment import environment
 
 SCORERS = ("fastkvzip", "keydiff")  # the first one needs all that the others need
 RETENTIONS = (0.1, 0.25, 0.5, 0.75)

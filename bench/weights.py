@@ -36,12 +36,12 @@ from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.engine.text import TextCodec
-from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
-from tangram.lab.environment import environment
-from tangram.lab.load.asks import draw_tokens
 from tangram.model.load import LoadedModel, load_configured
 from tangram.types import Event, Request, SamplingParams
+from tangram_lab.accuracy.passages import RealText
+from tangram_lab.accuracy.sample_prompts import Alignment, filler_token
+from tangram_lab.environment import environment
+from tangram_lab.load.asks import draw_tokens
 
 RESULTS = Path(__file__).parent / "results"
 # Of each device: the forms, each with its dtype and its `--quantization`. The others are compared

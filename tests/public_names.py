@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 
 import tangram
 from tangram.cli import app as commands
+from tangram.cli.lab import LabCommand
 from tangram.link.linked_engine import LinkedEngine
 from tangram.page.access import Access, Visibility
 from tangram.page.api import CachePage
@@ -47,6 +48,8 @@ def list_public_names() -> dict[str, list[str]]:
 
 
 def _list_options(command: Any, path: str) -> Iterator[str]:
+    if isinstance(command, LabCommand):
+        command = command.inner
     yield path
     for param in command.params:
         for name in (*param.opts, *param.secondary_opts):

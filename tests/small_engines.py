@@ -24,12 +24,12 @@ from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
 from tangram.engine.sampling import SampleRow, _change, _mask_forbidden
 from tangram.kernels.interface import KernelChoice
-from tangram.lab.baselines.comparison_builder import engine_of
-from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel, adopt
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Event, Request, SamplingParams
+from tangram_lab.baselines.comparison_builder import engine_of
+from tangram_lab.baselines.comparison_config import ComparisonConfig
 
 # What a config with latent attention has besides: entries have 32 + 8 elements.
 LATENT: dict[str, Any] = {

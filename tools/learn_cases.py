@@ -24,8 +24,6 @@ from tangram.compress.groups import allot_pages, cluster
 from tangram.compress.profile import Profile
 from tangram.errors import ConfigError
 from tangram.kv_shape import KVShape, read_shape
-from tangram.lab.baselines.packing_rules import ALL_PACKING_RULES
-from tangram.lab.naive import count_cached_positions, count_naive_positions
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import build_forest
@@ -35,6 +33,8 @@ from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.types import Geometry
 from tangram.weight_size import Weights
+from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
+from tangram_lab.naive import count_cached_positions, count_naive_positions
 from tools.learn_data import CARDS, PROFILES, shipped_profile
 
 Case = tuple[list[Any], Any]

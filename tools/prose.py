@@ -18,7 +18,9 @@ PAGES = (
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
     *sorted((ROOT / "docs").glob("*.md")),
 )
-MODULES = tuple(sorted((ROOT / "tangram").rglob("*.py")))
+MODULES = tuple(
+    sorted(p for part in ("tangram", "lab/tangram_lab") for p in (ROOT / part).rglob("*.py"))
+)
 LONG = 35
 
 _LEFT_OUT = re.compile(

@@ -26,17 +26,17 @@ from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
 from tangram.foreign_files import replace_file
-from tangram.lab.accuracy.engines import ask_questions
-from tangram.lab.accuracy.fidelity import compute_expected, fidelity
-from tangram.lab.accuracy.grading import score_reply
-from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.quick import NEEDLES as FEW_NEEDLES
-from tangram.lab.accuracy.quick import TEXT
-from tangram.lab.accuracy.results import Score
-from tangram.lab.accuracy.sample_prompts import Alignment, filler_token
-from tangram.lab.baselines.comparison_builder import engine_of
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel, load_model
+from tangram_lab.accuracy.engines import ask_questions
+from tangram_lab.accuracy.fidelity import compute_expected, fidelity
+from tangram_lab.accuracy.grading import score_reply
+from tangram_lab.accuracy.passages import RealText
+from tangram_lab.accuracy.quick import NEEDLES as FEW_NEEDLES
+from tangram_lab.accuracy.quick import TEXT
+from tangram_lab.accuracy.results import Score
+from tangram_lab.accuracy.sample_prompts import Alignment, filler_token
+from tangram_lab.baselines.comparison_builder import engine_of
+from tangram_lab.environment import environment
 
 FILE = "accuracy_entries.json"
 NEEDLES = replace(FEW_NEEDLES, samples=8)

@@ -18,15 +18,15 @@ from typing import Any
 
 from bench.accuracy.evidence_file import METHODS, MethodRecall, RecallFile, ScorerRecall
 from bench.accuracy.grid import EMBEDDED, SCORERS
-from tangram.cli.evaluate import Bar
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
-from tangram.lab.accuracy.engines import ModelBench
-from tangram.lab.accuracy.locomo import SUITE
-from tangram.lab.accuracy.methods import Grid, Method
-from tangram.lab.accuracy.results import Score, mean_recall
-from tangram.lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
 from tangram.model.load import LoadedModel, load_model
+from tangram_lab.accuracy.engines import ModelBench
+from tangram_lab.accuracy.locomo import SUITE
+from tangram_lab.accuracy.methods import Grid, Method
+from tangram_lab.accuracy.results import Score, mean_recall
+from tangram_lab.accuracy.sample_prompts import Alignment, Questions, SuitePrompts, filler_token
+from tangram_lab.cli.evaluate import Bar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

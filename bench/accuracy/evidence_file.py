@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.lab.accuracy.results import Score
+from tangram_lab.accuracy.results import Score
 
 METHODS = ("uniform", "static", "dynamic")
 

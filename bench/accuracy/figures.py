@@ -16,10 +16,10 @@ from bench.accuracy.kvpress_file import Control
 from bench.accuracy.thin import Thin
 from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig
-from tangram.lab.accuracy.locomo import CATEGORIES
-from tangram.lab.accuracy.methods import WITH_PROFILE, Method, MethodName
-from tangram.lab.accuracy.results import AnyCell, Cell, Score, Setting
-from tangram.lab.accuracy.score_report import difference
+from tangram_lab.accuracy.locomo import CATEGORIES
+from tangram_lab.accuracy.methods import WITH_PROFILE, Method, MethodName
+from tangram_lab.accuracy.results import AnyCell, Cell, Score, Setting
+from tangram_lab.accuracy.score_report import difference
 
 Scores = list[Score | None]  # None where one is missing
 AVERAGED = ("ruler", "multiturn")

@@ -27,12 +27,12 @@ from tangram.engine.text import TextCodec
 from tangram.foreign_files import replace_file
 from tangram.kernels import narrow
 from tangram.kernels.narrow import stored_scales
-from tangram.lab.accuracy.fidelity import compute_expected
-from tangram.lab.accuracy.passages import RealText
-from tangram.lab.accuracy.quick import TEXT
-from tangram.lab.environment import environment
 from tangram.model.load import load_model
 from tangram.types import FP8_MAX
+from tangram_lab.accuracy.fidelity import compute_expected
+from tangram_lab.accuracy.passages import RealText
+from tangram_lab.accuracy.quick import TEXT
+from tangram_lab.environment import environment
 
 FILE = "accuracy_integer_scales.json"
 Rule = Callable[[Tensor, torch.dtype], Tensor]

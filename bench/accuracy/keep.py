@@ -14,7 +14,7 @@ from bench.accuracy import figures
 from bench.accuracy.kvpress_file import Control
 from bench.accuracy.thin import Thin
 from bench.render.page import RESULTS
-from tangram.lab.accuracy.results import Results
+from tangram_lab.accuracy.results import Results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.lab.accuracy.grading import score_reply
-from tangram.lab.accuracy.sample import Question
+from tangram_lab.accuracy.grading import score_reply
+from tangram_lab.accuracy.sample import Question
 
 _DIGITS = 4
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.accuracy.figures import Comparison, Scores
 from bench.accuracy.kvpress_file import Control, GradedCell
 from tangram.config import Scope
-from tangram.lab.accuracy.results import AnyCell, Cell, Score
+from tangram_lab.accuracy.results import AnyCell, Cell, Score
 
 # Presses that are not Ada-KV with the scorer of their name: their title, scorer, and scope here.
 _PRESSES: dict[str, tuple[str, str, Scope]] = {

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tangram.engine.text import TextCodec
-from tangram.lab.accuracy.sample_prompts import (
+from tangram.model.load import load_model
+from tangram_lab.accuracy.sample_prompts import (
     Alignment,
     Questions,
     SamplePrompts,
     filler_token,
     parse_suites,
 )
-from tangram.model.load import load_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tangram.lab.accuracy.methods import Method
-from tangram.lab.accuracy.results import (
+from tangram_lab.accuracy.methods import Method
+from tangram_lab.accuracy.results import (
     AnsweredSample,
     AnyCell,
     Cell,
@@ -126,7 +126,7 @@ class Thin(BaseModel):
         )
 
     def whole(self) -> list[AnyCell]:
-        """The cells for `tangram.lab.accuracy.score_report`.
+        """The cells for `tangram_lab.accuracy.score_report`.
 
         Without categories a sample has one answer.
         """

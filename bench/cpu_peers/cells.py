@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bench.cpu_peers.peer import count_common
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 # Answers asks at once; true: without any cached prefix.
 Asker = Callable[[Sequence[Ask], bool], list[TimedAnswer]]

@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import xllamacpp
 
 from bench.cpu_peers.peer import serve_peer
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 
 class LlamaPeer:

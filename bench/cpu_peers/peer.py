@@ -15,8 +15,8 @@ from importlib.metadata import version
 from itertools import takewhile
 from typing import Any, Protocol
 
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 
 class Peer(Protocol):

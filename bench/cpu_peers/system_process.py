@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -43,6 +43,8 @@ class SystemProcess:
                 f"{system.title} is not installed, {system.python} is missing: run `make peers`"
             )
         BUILD.mkdir(exist_ok=True)
+        # Its environment has neither Tangram nor the lab.
+        path = [str(ROOT), str(ROOT / "lab"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._title, self._log = system.title, BUILD / f"cpu_peers-{name}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -57,7 +59,9 @@ class SystemProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(system.variables),
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(path)}
+                | dict(system.variables),
             )
         self.versions: dict[str, str] = self._receive()
 

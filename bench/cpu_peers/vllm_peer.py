@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.cpu_peers.peer import serve_peer
 from bench.serving.competitors import Vllm
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 
 class VllmPeer:

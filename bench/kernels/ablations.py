@@ -12,8 +12,8 @@ from functools import partial
 
 from bench.kernels import dense, pat
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case
-from tangram.lab.kernel_benchmarks.tree import Tree
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case
+from tangram_lab.kernel_benchmarks.tree import Tree
 
 WHOLE = "packing:thrifty"
 VARIANTS = (WHOLE, *(f"{WHOLE}+{change}" for change in ("apart", "onetile", "serial")))

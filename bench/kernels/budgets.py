@@ -14,9 +14,9 @@ from tangram.config import Scope
 from tangram.engine.batcher import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.import_profiles import import_published
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, scatter_pages
 from tangram.plan.form import DecodeRows
 from tangram.types import Int64
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, scatter_pages
 
 SHIPPED = (
     "llama-3.1-8b-instruct.keydiff.model.c2048.r0.25",

@@ -25,18 +25,18 @@ from torch import Tensor
 
 from bench.kernels.family import NO_DEVICE, RESULTS
 from bench.kernels.sealing import REPLAYS, median_us
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.timing import (
-    LARGEST_ERROR,
-    ColdCache,
-    WrongAnswer,
-    relative_error,
-)
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Int32
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.timing import (
+    LARGEST_ERROR,
+    ColdCache,
+    WrongAnswer,
+    relative_error,
+)
 
 PAGE = 16
 SERVING = "workqueue"

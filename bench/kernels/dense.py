@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 
 PLANNERS = ("workqueue", "aot", "plain")
 PEERS = ("decode", "decode-static", "batch", "fa3", "sdpa")

@@ -18,12 +18,12 @@ from torch import Tensor
 from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
 from tangram.kernels.card import INTERPRETED
-from tangram.lab.baselines.compared_schedules import KernelVariant
-from tangram.lab.kernel_benchmarks.contenders import Ours
-from tangram.lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
-from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
+from tangram_lab.baselines.compared_schedules import KernelVariant
+from tangram_lab.kernel_benchmarks.contenders import Ours
+from tangram_lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
+from tangram_lab.kernel_benchmarks.workloads import Workload, compute_expected
 
 MULTIPROCESSORS = 3
 

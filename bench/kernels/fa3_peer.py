@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.lab.kernel_benchmarks.flashinfer import Sequences
-from tangram.lab.kernel_benchmarks.flashinfer_contender import layers_of
-from tangram.lab.kernel_benchmarks.timing import NotApplicable
-from tangram.lab.kernel_benchmarks.workloads import Workload
+from tangram_lab.kernel_benchmarks.flashinfer import Sequences
+from tangram_lab.kernel_benchmarks.flashinfer_contender import layers_of
+from tangram_lab.kernel_benchmarks.timing import NotApplicable
+from tangram_lab.kernel_benchmarks.workloads import Workload
 
 LIMIT_BYTES = 36 << 30  # of its copy, beside the pool
 # vLLM's defaults: it captures steps of so many rows, and gives captured ones so many splits. In

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from tangram.errors import TangramError
-from tangram.lab.baselines.compared_schedules import KernelVariant
-from tangram.lab.kernel_benchmarks.case import Case
 from tangram.plan.cost import CostModel
+from tangram_lab.baselines.compared_schedules import KernelVariant
+from tangram_lab.kernel_benchmarks.case import Case
 
 RESULTS = Path(__file__).parent.parent / "results"
 PEERS = ("decode", "decode-static", "batch", "cascade", "cascade-fa3", "fasttree", "fa3", "sdpa")
@@ -121,7 +121,7 @@ def execute(
         print(NO_DEVICE, file=sys.stderr)
         raise SystemExit(2)
     from bench.kernels import kernel_report
-    from tangram.lab.kernel_benchmarks.timing import Ceilings
+    from tangram_lab.kernel_benchmarks.timing import Ceilings
 
     run = Run(name, options)
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
@@ -140,8 +140,8 @@ def execute(
 def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dtype) -> None:
     """Append the entry's row, or the reason why there is none."""
     from bench.kernels import kernel_report
-    from tangram.lab.kernel_benchmarks.timing import ColdCache
-    from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected
+    from tangram_lab.kernel_benchmarks.timing import ColdCache
+    from tangram_lab.kernel_benchmarks.workloads import Workload, compute_expected
 
     started = time.monotonic()
     try:
@@ -173,7 +173,7 @@ def _measure_entry(run: Run, entry: Entry, device: torch.device, dtype: torch.dt
 
 
 def _time(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[str, Any]:
-    from tangram.lab.kernel_benchmarks.timing import measure
+    from tangram_lab.kernel_benchmarks.timing import measure
 
     contender = build()
     result = measure(
@@ -192,8 +192,8 @@ def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callab
     from bench.kernels.peers import peer
     from tangram.kernels.card import Card
     from tangram.kernels.card_cost import estimate_cost
-    from tangram.lab.kernel_benchmarks.contenders import Ours
-    from tangram.lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES
+    from tangram_lab.kernel_benchmarks.contenders import Ours
+    from tangram_lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES
 
     options = run.options
     card, group = Card.of(workload.device), workload.case.geometry.group

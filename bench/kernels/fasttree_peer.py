@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.lab.kernel_benchmarks.case import Case
-from tangram.lab.kernel_benchmarks.timing import NotApplicable
-from tangram.lab.kernel_benchmarks.tree import Tree
-from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.types import Int64
+from tangram_lab.kernel_benchmarks.case import Case
+from tangram_lab.kernel_benchmarks.timing import NotApplicable
+from tangram_lab.kernel_benchmarks.tree import Tree
+from tangram_lab.kernel_benchmarks.workloads import Workload
 
 # Its benchmark.py and run_benchmark.sh, for an H100. A query tile times the group is TILE_ROWS.
 TILE_ROWS = (64, 16)

@@ -22,8 +22,8 @@ from bench.kernels.budgets import SHIPPED, load
 from bench.kernels.family import RESULTS
 from tangram.compress.groups import cluster, group_budgets
 from tangram.compress.profile import Profile
-from tangram.lab.environment import environment
 from tangram.types import Float64
+from tangram_lab.environment import environment
 
 HEADS_PER_PAGE = (1, 2, 4, 8)
 GROUPINGS = ("across layers", "within layer", "adjacent", "monolithic")

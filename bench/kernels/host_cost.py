@@ -34,8 +34,6 @@ from tangram.engine.batcher import Batcher, DeviceTables
 from tangram.engine.meters import Meters
 from tangram.kernels.card import Card
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.lab.baselines.uniform import plan_uniform_splits
-from tangram.lab.environment import environment
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
@@ -44,6 +42,8 @@ from tangram.plan.packing import plan_packing
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
+from tangram_lab.baselines.uniform import plan_uniform_splits
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4

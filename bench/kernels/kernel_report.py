@@ -13,8 +13,8 @@ from rich.table import Table
 
 from bench.kernels.family import Entry, Run
 from bench.kernels.summary import BEST, by_group, device_us, floor_us, means, names
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.case import Case
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.case import Case
 
 WIDTH = 170
 

@@ -36,10 +36,10 @@ from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs
 from tangram.kernels.packed import rehearse_packing
 from tangram.kernels.tiling import Tile
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
-from tangram.lab.kernel_benchmarks.timing import Ceilings, ColdCache, Measurement, measure
 from tangram.plan.workqueue import plan_workqueue
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram_lab.kernel_benchmarks.timing import Ceilings, ColdCache, Measurement, measure
 
 RANK, ROTARY, PLAIN, VALUE = 512, 64, 128, 128
 SHAPES = {"32 × 16K": (16384,) * 32, "64 × 4K": (4096,) * 64, "mixed": (16384, 700, 3000, 90) * 8}
@@ -401,7 +401,7 @@ def show(found: Numbers) -> None:
 
 def check_small() -> None:
     """Tiny cases in Triton's interpreter, and the forms of prefill on the CPU."""
-    from tangram.lab.kernel_benchmarks.timing import relative_error
+    from tangram_lab.kernel_benchmarks.timing import relative_error
 
     device = torch.device("cpu")
     work = LatentBatch.build(SMALL, 20, torch.float32, device)

@@ -19,8 +19,8 @@ from rich.table import Table
 from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import mean_steps
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
-from tangram.lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, LIVING_TRACES, LivingTrace
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram_lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, LIVING_TRACES, LivingTrace
 
 PLANNERS = ("workqueue", "aot", "buckets:exact", "buckets:padded")
 PEERS = ("decode", "batch")

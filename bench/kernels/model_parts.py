@@ -27,8 +27,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from bench.kernels.family import NO_DEVICE, RESULTS
 from bench.kernels.sealing import REPLAYS, median_us
 from bench.serving.competitors import MODELS
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.timing import ColdCache, WrongAnswer, relative_error
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.timing import ColdCache, WrongAnswer, relative_error
 
 # By form: Transformers' name of it, and options of torch.compile.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.kernels.family import Entry, execute, parser
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, tree_case
-from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, tree_case
+from tangram_lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, QUICK_CONFIGS, Tree
 
 PLANNERS = ("packing:thrifty", "packing:naive", "packing:paper", "packing:off")
 PEERS = ("decode", "decode-static", "batch", "cascade", "fasttree", "fa3")

@@ -14,11 +14,11 @@ from bench.kernels.fa3_peer import FlashAttention3
 from bench.kernels.family import PEERS
 from bench.kernels.fasttree_peer import FastTree
 from bench.kernels.sdpa import TorchAttention
-from tangram.lab.kernel_benchmarks.flashinfer import on_host
-from tangram.lab.kernel_benchmarks.flashinfer_contender import Library, layers_of
-from tangram.lab.kernel_benchmarks.timing import Contender, NotApplicable
-from tangram.lab.kernel_benchmarks.workloads import Workload
 from tangram.types import Int32
+from tangram_lab.kernel_benchmarks.flashinfer import on_host
+from tangram_lab.kernel_benchmarks.flashinfer_contender import Library, layers_of
+from tangram_lab.kernel_benchmarks.timing import Contender, NotApplicable
+from tangram_lab.kernel_benchmarks.workloads import Workload
 
 
 class FlashInferBatch:

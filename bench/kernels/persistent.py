@@ -15,8 +15,8 @@ from rich.table import Table
 from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, by_group, device_us, names, ratios
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
-from tangram.lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
+from tangram_lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
 
 PLANNERS = ("workqueue", "aot", "uniform", "buckets:exact", "buckets:padded")
 PEERS = ("decode", "batch")

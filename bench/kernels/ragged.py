@@ -21,7 +21,7 @@ from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, EVEN, Row, device_us, names
 from tangram.compress.profile import Profile
-from tangram.lab.kernel_benchmarks.case import Case
+from tangram_lab.kernel_benchmarks.case import Case
 
 PLANNERS = ("aot", "uniform", "workqueue")
 PEERS = ("decode", "batch")

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.lab.kernel_benchmarks.timing import NotApplicable
-from tangram.lab.kernel_benchmarks.workloads import Workload, gather
+from tangram_lab.kernel_benchmarks.timing import NotApplicable
+from tangram_lab.kernel_benchmarks.workloads import Workload, gather
 
 SDPA_LIMIT_BYTES = 12 << 30
 

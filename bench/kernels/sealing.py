@@ -25,8 +25,8 @@ from bench.kernels.family import NO_DEVICE, RESULTS
 from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.select import keep, protect
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.timing import ColdCache
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.timing import ColdCache
 
 HEADS, GROUP, DIM, PAGE, HIDDEN, INNER = 8, 4, 128, 16, 4096, 14336
 SINKS, REPLAYS = 4, 30

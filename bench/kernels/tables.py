@@ -30,8 +30,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.compress.profile import Profile
-from tangram.lab.environment import environment
 from tangram.types import Geometry, Int64
+from tangram_lab.environment import environment
 
 PAGE_TOKENS = 16
 STEPS = 64

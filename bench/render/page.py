@@ -29,7 +29,7 @@ from bench.render.template_filters import FILTERS
 from bench.serving import series as serving
 from bench.serving import timeline
 from bench.speculation import figures as speculation
-from tangram.lab.calibration import calibration_report as calibration
+from tangram_lab.calibration import calibration_report as calibration
 
 RESULTS = Path(__file__).parents[1] / "results"
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Undefined
 
-from tangram.lab.accuracy import score_report
-from tangram.lab.accuracy.results import Score
+from tangram_lab.accuracy import score_report
+from tangram_lab.accuracy.results import Score
 
 NONE = "–"
 

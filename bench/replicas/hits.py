@@ -28,9 +28,9 @@ from bench.bare_tokenizer import load_tokenizer
 from bench.replicas.bench_cluster import PORT, RESULTS, started_ray
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
-from tangram.lab.environment import environment
 from tangram.ray.application import ROUTER, build_application
 from tangram.ray.options import FleetOptions
+from tangram_lab.environment import environment
 
 REPLICAS, AT_ONCE, ANSWER_TOKENS = 3, 4, 4
 FIRST_TOKENS, TURN_TOKENS, CHUNK_TOKENS = 1200, 400, 256

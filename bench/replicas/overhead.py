@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.replicas.bench_cluster import RESULTS
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 SHARED = ("smollm2", "--kv-cache-gib", "0.25", "--threads", "1")
 SERVERS: dict[str, tuple[int, Sequence[str]]] = {

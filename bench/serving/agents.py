@@ -33,17 +33,17 @@ from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs, estimate_cost
-from tangram.lab.baselines.compared_schedules import parse_schedule
-from tangram.lab.baselines.comparison_builder import engine_of
-from tangram.lab.baselines.comparison_config import ComparisonConfig
-from tangram.lab.environment import environment
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, tree_case
-from tangram.lab.kernel_benchmarks.counters import WorkCounters
-from tangram.lab.kernel_benchmarks.tree import Tree
-from tangram.lab.load.asks import Ask, arriving, draw_tokens, read_trace
-from tangram.lab.load.clock import Summary, answer_all
 from tangram.model.load import load_configured
 from tangram.types import Geometry
+from tangram_lab.baselines.compared_schedules import parse_schedule
+from tangram_lab.baselines.comparison_builder import engine_of
+from tangram_lab.baselines.comparison_config import ComparisonConfig
+from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, tree_case
+from tangram_lab.kernel_benchmarks.counters import WorkCounters
+from tangram_lab.kernel_benchmarks.tree import Tree
+from tangram_lab.load.asks import Ask, arriving, draw_tokens, read_trace
+from tangram_lab.load.clock import Summary, answer_all
 
 # None is the schedule that serves.
 SCHEDULES: Mapping[str, str | None] = {"packed": None, "apart": "workqueue"}

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench.serving.asgi_app import HOST, SERVERS, TICK_S, Running, run_server
 from bench.serving.asgi_trials import TRIALS, HttpTrial
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parents[1] / "results" / "asgi_servers.json"
 EVENT_BYTES = 200

@@ -33,9 +33,9 @@ from bench.serving.competitors import (
 )
 from bench.serving.speed_search import SpeedSearch
 from bench.serving.timeline import measure_steps
-from tangram.lab.environment import environment
-from tangram.lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
-from tangram.lab.load.clock import (
+from tangram_lab.environment import environment
+from tangram_lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
+from tangram_lab.load.clock import (
     NO_LIMITS,
     GivenUpError,
     LatencyLimits,

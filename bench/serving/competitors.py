@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import Patience, TimedAnswer, answer_all
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import Patience, TimedAnswer, answer_all
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class ServingEngine(Protocol):
     def answer_all(
         self, asks: Sequence[Ask], patience: Patience | None = None
     ) -> list[TimedAnswer]:
-        """See `tangram.lab.load.clock.answer_all`."""
+        """See `tangram_lab.load.clock.answer_all`."""
         ...
 
 

@@ -48,10 +48,10 @@ for engine in "$@"; do
     *) site=${TANGRAM_SITE:-} options+=(tangram --kv-retention "$name") ;;
   esac
   echo "== $engine, after $SECONDS s"
-  PYTHONPATH=${site:+$site:}$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 \
+  PYTHONPATH=${site:+$site:}$PWD:$PWD/lab PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 \
     python3 -m bench.serving.compare "${options[@]}" --cases "$run" --max-num-seqs "$seats" --series "$series" \
     -o "$folder" 2> "$folder/$engine.log" |
     grep -v '^INFO' || { echo "$engine failed:"; tail -n 20 "$folder/$engine.log"; }
 done
 echo "== medians, after $SECONDS s"
-PYTHONPATH=${TANGRAM_SITE:+$TANGRAM_SITE:}$PWD python3 -m bench.serving.lease_table "$folder"
+PYTHONPATH=${TANGRAM_SITE:+$TANGRAM_SITE:}$PWD:$PWD/lab python3 -m bench.serving.lease_table "$folder"

@@ -25,10 +25,10 @@ from rich.table import Table
 from bench.serving.competitors import MODELS, make_parser
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
-from tangram.lab.environment import environment
-from tangram.lab.load.ablation import Rung, at_rate, breakdowns, describe, for_each
-from tangram.lab.load.asks import alike
-from tangram.lab.load.clock import NO_LIMITS, Summary, answer_all
+from tangram_lab.environment import environment
+from tangram_lab.load.ablation import Rung, at_rate, breakdowns, describe, for_each
+from tangram_lab.load.asks import alike
+from tangram_lab.load.clock import NO_LIMITS, Summary, answer_all
 
 RETENTIONS = (0.75, 0.5, 0.25)
 UNIFORM = {"decode_schedule": "uniform"}

@@ -23,10 +23,10 @@ import numpy as np
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.lab.environment import environment
-from tangram.lab.load.asks import Ask, draw_tokens
-from tangram.lab.load.clock import Summary, answer_all
 from tangram.model.load import load_model
+from tangram_lab.environment import environment
+from tangram_lab.load.asks import Ask, draw_tokens
+from tangram_lab.load.clock import Summary, answer_all
 
 RESULTS = Path(__file__).parents[1] / "results"
 KINDS = ("continuous", "static")

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.serving.competitors import read_vocab_size
 from bench.serving.streams import ClientCost, Post, StreamClients, StreamedAnswer
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import GivenUpError, Patience, TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import GivenUpError, Patience, TimedAnswer
 
 START_S, STOP_S, LOOK_EVERY_S = 600.0, 40.0, 0.2
 NAME = "measured"  # of the model in requests

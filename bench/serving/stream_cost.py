@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 from bench.bare_tokenizer import load_tokenizer
 from bench.serving.servers import KINDS, NAME, MeasuredServer, describe_costs, run_server
 from bench.serving.streams import ClientCost, Post, StreamClients, StreamedAnswer
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 HERE = Path(__file__).parents[2]
 RESULT = HERE / "bench" / "results" / "stream_cost.json"

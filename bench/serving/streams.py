@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import h11
 
-from tangram.lab.load.clock import Patience, TimedAnswer
+from tangram_lab.load.clock import Patience, TimedAnswer
 
 # From the word to begin to the first request: all clients have it by then.
 HEAD_START_S = 0.05

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.serving.competitors import ServingEngine
-from tangram.lab.load.asks import Ask, draw_tokens
+from tangram_lab.load.asks import Ask, draw_tokens
 
 # The first kind of which a word stands in a kernel's name. FlashAttention's kernels are CUTLASS's,
 # and what writes entries for it is named after both.

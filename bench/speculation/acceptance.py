@@ -36,9 +36,9 @@ from bench.speculation.text_prompts import ASKS, SEED, put_question
 from tangram.calibrate.texts import KINDS as CALIBRATION_KINDS
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
-from tangram.lab.environment import environment
 from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
+from tangram_lab.environment import environment
 
 ROOT = Path(__file__).parents[2]
 SCORERS = ("fastkvzip", "keydiff", "streaming_llm")

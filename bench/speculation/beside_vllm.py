@@ -14,7 +14,7 @@ from bench.serving.competitors import MODEL, Vllm, choose_vllm_options
 from bench.speculation.cases import CASES, WARM_TOKENS, SpeculationCase, draw_prompts, shrink
 from bench.speculation.options import make_parser, output_folder
 from bench.speculation.report import CaseKeeper, describe_run, print_table, summarise
-from tangram.lab.load.asks import Ask
+from tangram_lab.load.asks import Ask
 
 _SHAPES = [name for name, case in CASES.items() if case.of_shape()]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from bench.speculation.figures import AGAIN, PLAIN
-from tangram.lab.load.asks import draw_tokens
+from tangram_lab.load.asks import draw_tokens
 
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,

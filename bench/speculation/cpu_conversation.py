@@ -31,10 +31,10 @@ from bench.speculation.options import make_parser, output_folder
 from bench.speculation.runs import GREEDY, find_differences, measure_run
 from bench.speculation.tasks import TASKS, WritingTask
 from tangram.config import EngineConfig
-from tangram.lab.environment import environment
-from tangram.lab.load.clock import TimedAnswer
 from tangram.progress import show_progress
 from tangram.types import SamplingParams
+from tangram_lab.environment import environment
+from tangram_lab.load.clock import TimedAnswer
 
 METHODS: Mapping[str, Mapping[str, Any] | None] = {
     PLAIN: None,

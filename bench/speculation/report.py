@@ -20,8 +20,8 @@ from rich.table import Table
 from bench.speculation import figures
 from bench.speculation.cases import SpeculationCase
 from bench.speculation.figures import PLAIN
-from tangram.lab.environment import environment
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.environment import environment
+from tangram_lab.load.clock import TimedAnswer
 
 _NOTES = [
     "Weights are random. The model's output layer is overridden: it says token 0 everywhere.",

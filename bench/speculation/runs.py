@@ -16,8 +16,8 @@ from bench.speculation.engines import MeasuredEngine, Tally
 from bench.speculation.report import summarise
 from tangram.engine.loop import Engine
 from tangram.errors import TangramError
-from tangram.lab.load.clock import TimedAnswer
 from tangram.types import Event, FinishReason, Request, SamplingParams
+from tangram_lab.load.clock import TimedAnswer
 
 Prompt = tuple[int, ...]
 

@@ -49,8 +49,8 @@ from bench.speculation.text_prompts import ask_about_texts, repeat_texts
 from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.text import TextCodec
-from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
+from tangram_lab.load.clock import TimedAnswer
 
 _SMALL_SHAPE = {
     "hidden_size": 64,

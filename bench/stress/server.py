@@ -19,7 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.stress.heap import count_into, in_use_mb
-from tangram.lab.environment import environment
+from tangram_lab.environment import environment
 
 MODEL = "smollm2"
 START_TIMEOUT_S = 300.0

@@ -9,20 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli import (
-    ablation,
-    bench,
-    calibrate,
-    chat,
-    deploy,
-    evaluate,
-    fleet,
-    generate,
-    naive,
-    serve,
-    serving,
-    size,
-)
+from tangram.cli import calibrate, chat, deploy, generate, lab, serve, size
 from tangram.cli.command import Command, CommandGroup, rename_options
 from tangram.version import __version__
 
@@ -32,11 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # also for all commands
 )
-ablation_settings = rename_options(batch="batch-requests")
-serving.commands.command(cls=Command, context_settings=ablation_settings)(ablation.ablation)
-bench.commands.command(cls=Command)(naive.naive)
-bench.commands.command(cls=Command)(fleet.fleet)
-bench.commands.add_typer(serving.commands, name="serving")
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(deploy.deploy)
 app.command(cls=Command)(chat.chat)
@@ -44,9 +26,9 @@ app.command(cls=Command)(generate.generate)
 app.command(cls=Command, context_settings=rename_options(samples="calibration-samples"))(
     calibrate.calibrate
 )
-app.command("eval", cls=Command, context_settings=evaluate.RENAMED)(evaluate.evaluate)
+app.command("eval", cls=lab.LabCommand)(lab.evaluate)
 app.command(cls=Command, context_settings=rename_options(context="context-tokens"))(size.size)
-app.add_typer(bench.commands, name="bench")
+app.command("bench", cls=lab.LabCommand)(lab.bench)
 
 
 def _print_version(asked: bool) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tangram.cli import calibration
+from tangram.cli.calibration import meaning, serve_line
 from tangram.cli.checks import check_regular, check_start
 from tangram.cli.console import tell
-from tangram.cli.gate import refuse_with_gate, train_and_report
+from tangram.cli.lab import find_in_lab
 from tangram.cli.options import (
     CALIBRATION_PARAMETERS,
     CalibrationTexts,
@@ -22,6 +22,17 @@ from tangram.cli.options import (
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+
+Plot = Annotated[
+    Path | None, typer.Option(help="plot each head's shares and its budget to this file (PNG)")
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(help="write the quality of this calibration to this file (.json or .md)"),
+]
+AlsoAt = Annotated[
+    str | None, typer.Option(help="more retention ratios for --plot and --report, comma-separated")
+]
 
 
 @take_options(CALIBRATION_PARAMETERS, calibration_config)
@@ -43,9 +54,9 @@ def calibrate(
             help="train a gate for the scorer fastkvzip instead, and write it to this file"
         ),
     ] = None,
-    plot: calibration.Plot = None,
-    report: calibration.ReportFile = None,
-    also_at: calibration.AlsoAt = None,
+    plot: Plot = None,
+    report: ReportFile = None,
+    also_at: AlsoAt = None,
 ) -> None:
     """Measure how much each head of MODEL needs and write a profile, or train a gate."""
     _refuse_ignored(config, calibration_samples, data, import_from, train_gate)
@@ -60,15 +71,16 @@ def calibrate(
             "--report": report,
             "--also-at": also_at,
         }
-        refuse_with_gate(config, others)
-        train_and_report(config, train_gate, _texts(config, samples, data), _source(config, data))
+        _refuse_with_gate(config, others)
+        train = find_in_lab("gate-training", "--train-gate")
+        train(config, train_gate, _texts(config, samples, data), _source(config, data))
         return
     if output is None:
         raise ConfigError(
             "output is not set: give -o PROFILE.json, or --train-gate GATE.safetensors"
         )
     check_regular("output", output)
-    study = calibration.Study.from_options(plot, report, also_at, import_from)
+    study = _start_study(plot, report, also_at, import_from)
     profile = (
         _import(config, import_from) if import_from else _measure(config, samples, data, study)
     )
@@ -81,10 +93,8 @@ def calibrate(
         f"{output}: realised retention {profile.realised_retention:.4f} of "
         f"{profile.kv_retention}{agreement}"
     )
-    for sentence in calibration.meaning(profile):
-        tell(sentence)
-    tell("Serve with it:")
-    tell(calibration.serve_line(config, output))
+    for line in (*meaning(profile), "Serve with it:", serve_line(config, output)):
+        tell(line)
 
 
 def _refuse_ignored(
@@ -94,7 +104,7 @@ def _refuse_ignored(
     import_from: Path | None,
     train_gate: Path | None,
 ) -> None:
-    """Raise `ConfigError` for options that others make useless, as `refuse_with_gate` does."""
+    """Raise `ConfigError` for options that others make useless, as `_refuse_with_gate` does."""
     if samples is not None and data is not None:
         raise ConfigError(
             f"calibration_samples is {samples} and data is {str(data)!r}: give one of them; "
@@ -121,6 +131,31 @@ def _refuse_ignored(
             )
 
 
+def _refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | None]) -> None:
+    """Raise `ConfigError` for options of a profile, which the training of a gate would ignore."""
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    others = find_changed(
+        config, "kv_retention", "scorer", "scope", "page_tokens", "heads_per_page", "gate"
+    )
+    given += [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
+    if given:
+        raise ConfigError(
+            f"--train-gate was given together with {', '.join(given)}: leave that out, since a "
+            "gate learns from KVzip; then make a profile with -o PROFILE --scorer fastkvzip "
+            "--gate GATE"
+        )
+
+
+def _start_study(
+    plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None
+) -> Any | None:
+    """The lab's study of a calibration, or None without an option that asks for one."""
+    if (plot, report, also_at) == (None, None, None):
+        return None
+    study = find_in_lab("calibration-study", "--plot, --report and --also-at")
+    return study.from_options(plot, report, also_at, import_from)
+
+
 def _import(config: EngineConfig, path: Path) -> Profile:
     from tangram.compress.scorers import choose_scorer, make_scorer
     from tangram.engine.profiles import scorer_spec
@@ -140,16 +175,18 @@ def _import(config: EngineConfig, path: Path) -> Profile:
     )
 
 
-def _measure(
-    config: EngineConfig, samples: int, data: Path | None, study: calibration.Study
-) -> Profile:
+def _measure(config: EngineConfig, samples: int, data: Path | None, study: Any | None) -> Profile:
+    """The profile of `config`; `study` is that of `_start_study`."""
     from tangram.calibrate.text_files import read_kinds
     from tangram.calibrate.texts import list_kinds
     from tangram.engine.option_checks import load_checked, longest_sequence
     from tangram.engine.profiles import Compression, calibrate_model, check_chunk
 
     texts, source = _texts(config, samples, data), _source(config, data)
-    study.check(samples if data is None else len(texts()))
+    retentions, observe = [config.kv_retention], None
+    if study is not None:
+        study.check(samples if data is None else len(texts()))
+        retentions, observe = study.retentions(config.kv_retention), study.observe
     check_chunk(config, longest_sequence(config))
     loaded = load_checked(config)
     compression = Compression.of(config, loaded.fingerprint)
@@ -159,12 +196,13 @@ def _measure(
         scorer,
         compression.choice.scope,
         config,
-        retentions=study.retentions(config.kv_retention),
+        retentions=retentions,
         texts=texts(),
         source=source,
-        observe=study.observe,
+        observe=observe,
     )
-    study.publish(profiles, read_kinds(data) if data else list_kinds(samples), source, config)
+    if study is not None:
+        study.publish(profiles, read_kinds(data) if data else list_kinds(samples), source, config)
     return profiles[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ from tangram.config import (
     EngineConfig,
     KvCacheDtype,
     LoadFormat,
-    ModelDtype,
     SmallWeights,
 )
 from tangram.limits import Bounds
@@ -83,18 +82,9 @@ Retention = Annotated[float, engine_option("kv_retention")]
 Chunk = Annotated[int, engine_option("chunk_tokens")]
 Page = Annotated[int, engine_option("page_tokens")]
 Heads = Annotated[int, engine_option("heads_per_page")]
-Gate = Annotated[str | None, engine_option("gate")]
-CacheGib = Annotated[float | None, engine_option("kv_cache_gib")]
-Utilization = Annotated[float, engine_option("gpu_memory_utilization")]
-MaxSeqs = Annotated[int, engine_option("max_num_seqs")]
-MaxBatched = Annotated[int, engine_option("max_num_batched_tokens")]
-Dtype = Annotated[ModelDtype, engine_option("dtype")]
 CacheDtype = Annotated[KvCacheDtype, engine_option("kv_cache_dtype")]
 Quantization = Annotated[SmallWeights | None, engine_option("quantization")]
 Weights = Annotated[LoadFormat, engine_option("load_format")]
-Eager = Annotated[bool, engine_option("enforce_eager")]
-Device = Annotated[str, engine_option("device")]
-Threads = Annotated[int | None, engine_option("threads")]
 
 SAMPLES = Bounds(1, 10_000)
 CalibrationTexts = Annotated[
@@ -121,7 +111,8 @@ def _parameter(name: str, info: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind, info])
 
 
-def _config(**options: Any) -> EngineConfig:
+def engine_config(**options: Any) -> EngineConfig:
+    """The config that the values of `ENGINE_PARAMETERS`, or of some of them, make."""
     if "no_enable_prefix_caching" in options:
         options["enable_prefix_caching"] = not options.pop("no_enable_prefix_caching")
     return EngineConfig(**options | {"profile": options.get("profile") or ()})
@@ -150,7 +141,7 @@ def calibration_config(**options: Any) -> EngineConfig:
     """The config of a calibration. No engine is built, so all other fields have their defaults."""
     # A config must allow a whole chunk in one step, even if no step is run.
     least = options["chunk_tokens"] + EngineConfig.max_num_seqs
-    return _config(
+    return engine_config(
         **options, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, least)
     )
 
@@ -195,45 +186,11 @@ def take_options(
     return decorate
 
 
-Options = TypeVar("Options")
-
-
-def take_fields(
-    kind: type[Options],
-) -> Callable[[Callable[[typer.Context, Options], None]], Command]:
-    """A decorator: the command takes the fields of the dataclass `kind` as options, in their order.
-
-    The command is called with its context and one object of that class.
-    """
-    hints = get_type_hints(kind, include_extras=True)
-    entries = [
-        inspect.Parameter(name, _KEYWORD, default=getattr(kind, name), annotation=hint)
-        for name, hint in hints.items()
-    ]
-    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
-
-    def decorate(command: Callable[[typer.Context, Options], None]) -> Command:
-        def run(context: typer.Context, **given: Any) -> None:
-            command(context, kind(**given))
-
-        run.__signature__ = inspect.Signature([context, *entries])  # type: ignore[attr-defined]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
-
-    return decorate
-
-
 def _place(parameter: inspect.Parameter) -> int:
     """The place of a parameter in help: options without a panel first, then panel by panel."""
     (info, *_) = parameter.annotation.__metadata__
     return -1 if info.rich_help_panel is None else list(Panel).index(Panel(info.rich_help_panel))
 
 
-# For commands that build an engine
-with_config = take_options(ENGINE_PARAMETERS, _config, check_start)
-# For those of them whose requests state all sampling: a measurement depends on no model's defaults.
-with_measured_config = take_options(
-    [parameter for parameter in ENGINE_PARAMETERS if parameter.name != "generation_config"],
-    _config,
-    check_start,
-)
+# For commands that build an engine.
+with_config = take_options(ENGINE_PARAMETERS, engine_config, check_start)

@@ -3,7 +3,7 @@
 A profile gives each head a fixed number of entries. A chunk's own scores would give each head
 another number, with as many entries shared out over all heads
 (`compress/select.py:dynamic_choice`): the head's demand. Calibration compares demand and budget on
-calibration texts (`lab/calibration/lost_entries.py`), this module on served requests. For a
+calibration texts (`tangram_lab/calibration/lost_entries.py`), this module on served requests. For a
 sampled chunk the device sorts the scores once more. What is kept does not change.
 """
 

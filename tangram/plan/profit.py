@@ -11,7 +11,7 @@ the sum of the nodes' depths. Where this saves less than a sixteenth of the batc
 are dropped. A prefix that all rows share makes parts of all heads of all rows, and such a plan
 takes the host 1.4 times as long whenever the batch changes.
 
-The lab has more, for comparison (`lab/baselines/packing_rules.py`).
+The lab has more, for comparison (`tangram_lab/baselines/packing_rules.py`).
 """
 
 from __future__ import annotations

@@ -91,35 +91,6 @@ def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--plot", "heads.jpg"], "plot is heads.jpg, the picture is a PNG"),
-        (["--report", "report.txt"], "report is report.txt, it must end in .json or .md"),
-        (["--report", "absent/report.md"], "report is absent/report.md, there is no folder absent"),
-        (["--report", "report.md", "--samples", "1"], "take at least 2"),
-        (["--also-at", "0.3"], "also_at is 0.3, it is for --plot and --report"),
-        (
-            ["--report", "report.md", "--also-at", "0.3,1.5"],
-            "also_at has 1.5, each must be less than 1",
-        ),
-        (["--report", "report.md", "--also-at", ""], "also_at is ''"),
-        (["--report", "report.md", "--also-at", "some"], "also_at is 'some'"),
-        (["--report", "report.md", "--import", "budgets.npz"], "imported budgets hold no samples"),
-    ],
-)
-def test_what_calibration_could_not_show_is_refused_before_any_work(
-    options: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tangram.model.load.load_model", None)
-    monkeypatch.setattr("tangram.cli.calibration.find_spec", lambda name: name)
-    refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", *options])
-    assert refused.exit_code == 2
-    assert named in " ".join(refused.output.split())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     "option",
     [
         "--max-num-seqs=4",
@@ -193,16 +164,6 @@ def test_chunks_that_fill_a_step_are_calibrated(
         *options,
     ]
     assert f"{texts} texts, {chunk_tokens} tokens a chunk" in CLI.invoke(app, command).output
-
-
-def test_drawing_without_matplotlib_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tangram.cli.calibration.find_spec", lambda name: None)
-    refused = CLI.invoke(
-        app, ["calibrate", "smollm2", "-o", str(tmp_path / "p.json"), "--plot", "heads.png"]
-    )
-    assert refused.exit_code == 2 and "pip install matplotlib" in " ".join(refused.output.split())
 
 
 def test_calibrate_writes_a_profile_that_generate_accepts(

@@ -25,8 +25,8 @@ from bench.cpu_peers.cells import (
 from bench.cpu_peers.figures import table_rows
 from bench.cpu_peers.system_process import PeerSystem, start_systems
 from bench.render.page import Page
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import TimedAnswer
 
 TEXTS = [[number * 10_000 + place for place in range(9_000)] for number in range(8)]
 
@@ -154,7 +154,7 @@ def test_the_page_names_what_was_left_out_and_what_differs(
 
 PEER = """
 from bench.cpu_peers.peer import serve_peer
-from tangram.lab.load.clock import TimedAnswer
+from tangram_lab.load.clock import TimedAnswer
 
 class Made:
     packages = ("numpy",)
@@ -184,7 +184,6 @@ def test_a_peer_answers_and_a_missing_or_broken_one_is_named_and_left_out(
         return program
 
     monkeypatch.setattr(system_process, "BUILD", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(system_process.ROOT))
     of = {
         "made": PeerSystem("Made", "m", script("made", PEER), {}),
         "absent": PeerSystem("Absent", "m", tmp_path / "nowhere/bin/python", {}),

@@ -11,7 +11,8 @@ COLLECT = """
 import sys
 import pytest
 sys.modules["torch"] = None
-sys.exit(pytest.main(["tests/host", "--collect-only", "--quiet", "-p", "no:cacheprovider"]))
+FOLDERS = ["tests/host", "lab/tests/host"]
+sys.exit(pytest.main([*FOLDERS, "--collect-only", "--quiet", "-p", "no:cacheprovider"]))
 """
 
 

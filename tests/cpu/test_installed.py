@@ -29,30 +29,50 @@ def run(*command: str | Path, folder: Path, **variables: str) -> str:
     return ended.stdout
 
 
+def install(sources: Path, name: str, work: Path) -> Path:
+    """A folder that holds what the wheel of a distribution has, and nothing else."""
+    wheels, site = work / "wheels", work / "site"
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    built = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, sources)
+    run(*pip, *built, folder=work)
+    (wheel,) = wheels.glob(f"{name}-*.whl")
+    run(*pip, "install", "--no-deps", "--target", site, wheel, folder=work)
+    return site
+
+
+def copy(folder: Path, to: Path, *names: str) -> Path:
+    """What a wheel is built from: `names` of `folder`, without what was built before."""
+    to.mkdir()
+    for name in names:
+        source = folder / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, to)
+    return to
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds what the wheel has, and nothing else."""
+    """What the serving wheel has, and no lab: the one that these tests run beside is hidden.
+
+    The first distribution of a name counts.
+    """
     work = tmp_path_factory.mktemp("wheel")
-    sources = work / "sources"
-    shutil.copytree(
-        ROOT / "tangram", sources / "tangram", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
-    run(
-        *pip,
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        work,
-        sources,
-        folder=work,
-    )
-    (wheel,) = work.glob("tangram_serve-*.whl")
-    run(*pip, "install", "--no-deps", "--target", work / "site", wheel, folder=work)
-    return work / "site"
+    names = ("tangram", "pyproject.toml", "README.md", "LICENSE")
+    site = install(copy(ROOT, work / "sources", *names), "tangram_serve", work)
+    hidden = site / "tangram_lab-0.dist-info"
+    hidden.mkdir()
+    (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: tangram-lab\nVersion: 0\n")
+    return site
+
+
+@pytest.fixture(scope="module")
+def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the lab's wheel has."""
+    work = tmp_path_factory.mktemp("lab")
+    names = ("tangram_lab", "pyproject.toml", "LICENSE")
+    return install(copy(ROOT / "lab", work / "sources", *names), "tangram_lab", work)
 
 
 @pytest.fixture
@@ -77,6 +97,51 @@ def test_an_installed_wheel_serves_its_commands_from_any_folder(
     assert told.split() == [str(site / "tangram" / "__init__.py"), __version__]
     assert tangram("--version") == f"tangram {__version__}\n"
     assert "GiB" in tangram("size", "llama-3.1-8b")
+
+
+def test_the_serving_wheel_has_no_lab_and_lists_its_commands(
+    tangram: Callable[..., str], site: Path
+) -> None:
+    assert not (site / "tangram_lab").exists() and not (site / "tangram" / "lab").exists()
+    told = tangram("--help").split()
+    assert {"serve", "eval", "bench"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "smollm2", "--quick"],
+        ["bench", "serving", "throughput"],
+        ["bench", "--help"],
+        ["calibrate", "-o", "p.json", "--report", "r.json"],
+        ["calibrate", "--train-gate", "gate.safetensors"],
+    ],
+    ids=" ".join,
+)
+def test_without_the_lab_a_command_says_what_to_install(
+    command: list[str], site: Path, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, site / "bin" / "tangram", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 2 and not ended.stdout
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ") and "pip install tangram-lab" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_with_the_wheel_of_the_lab_its_commands_are_there(
+    site: Path, lab_site: Path, tmp_path: Path
+) -> None:
+    path = os.pathsep.join(map(str, (lab_site, site)))
+    for command, option in ((["eval"], "--suites"), (["bench", "fleet"], "--replicas")):
+        program = (site / "bin" / "tangram", *command, "--help")
+        assert option in run(*program, folder=tmp_path, PYTHONPATH=path)
 
 
 # Kernels are compiled for each copy of the package and for each dtype of the cache.

@@ -27,12 +27,12 @@ from bench.kernels.fasttree_peer import (
 )
 from bench.kernels.kernel_report import show_failures
 from bench.kernels.peers import peer
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
-from tangram.lab.kernel_benchmarks.flashinfer import Sequences
-from tangram.lab.kernel_benchmarks.flashinfer_contender import layers_of
-from tangram.lab.kernel_benchmarks.timing import NotApplicable, relative_error
-from tangram.lab.kernel_benchmarks.tree import CONFIGS, HEADS, Tree
-from tangram.lab.kernel_benchmarks.workloads import Workload, compute_expected, gather
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
+from tangram_lab.kernel_benchmarks.flashinfer import Sequences
+from tangram_lab.kernel_benchmarks.flashinfer_contender import layers_of
+from tangram_lab.kernel_benchmarks.timing import NotApplicable, relative_error
+from tangram_lab.kernel_benchmarks.tree import CONFIGS, HEADS, Tree
+from tangram_lab.kernel_benchmarks.workloads import Workload, compute_expected, gather
 from tests.interpreter import INTERPRETED, interpreter_few
 
 PAGE = 4

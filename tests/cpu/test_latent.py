@@ -13,10 +13,7 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, PretrainedConfig
 
 from tangram.compress.scorers import SCORERS, ChunkView, make_scorer
-from tangram.compress.scorers.gate import save_gate
 from tangram.errors import ConfigError, ModelError
-from tangram.gate_training.fit import Recipe
-from tangram.gate_training.text_training import train_gate_on_texts
 from tangram.kernels import latents
 from tangram.kernels.reference import append
 from tangram.model.latent import join_entries, latent_heads
@@ -26,7 +23,6 @@ from tangram.size import kv_size
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import TINY_LATENT
 from tests.cpu.test_quantized import needs_products
-from tests.cpu.test_train_gate import TEXTS
 from tests.paged import make_batch
 from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 from tests.speculation import draft_always
@@ -96,23 +92,6 @@ def test_a_scorer_that_reads_each_head_is_refused(tiny: LoadedModel, tmp_path: P
     message = "expected_attention.*values of each head.*latent.*keydiff"
     with pytest.raises(ConfigError, match=message):
         profile_file(tiny, tmp_path, scorer="expected_attention")
-
-
-def test_a_gate_learns_from_kvzip_and_serves_latents(
-    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
-) -> None:
-    """KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there."""
-    loaded = adopt_tiny(DeepseekV3Config(**(TINY_LATENT.to_dict() | {"vocab_size": 49_152})))
-    recipe = Recipe(epochs=1, batch_tokens=64, head_dim=8, sinks=4)
-    gate, _ = train_gate_on_texts(loaded, TEXTS[:4], chunk_tokens=32, source="texts", recipe=recipe)
-    assert (gate.shape.kv_heads, gate.shape.group_size) == (1, 4)
-    path = tmp_path / "gate.safetensors"
-    save_gate(path, gate)
-    profile = profile_file(loaded, tmp_path, scorer="fastkvzip", gate=path)
-    engine = small_engine(
-        loaded, kv_retention=0.5, scorer="fastkvzip", gate=str(path), profile=(profile,)
-    )
-    assert run(engine, PROMPTS) != run(small_engine(loaded), PROMPTS)
 
 
 @pytest.mark.parametrize("scorer", ["tova", "snapkv"])

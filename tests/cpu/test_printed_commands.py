@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from bench.render.page import DOCS
-from tangram.cli import app
-from tangram.lab.baselines.compared_schedules import KernelVariant
+from tangram_lab.baselines.compared_schedules import KernelVariant
+from tangram_lab.cli import app
 
 PAGE = (DOCS / "performance.md").read_text(encoding="utf-8")
 BENCH = sorted(set(re.findall(r"`(?:\w+=\S+ )?python -m (bench\.[^`]+)`", PAGE)))

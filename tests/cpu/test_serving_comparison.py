@@ -14,8 +14,8 @@ from bench.render.page import Page
 from bench.serving import compare
 from bench.serving.competitors import StartedEngine
 from tangram.engine.llm import LLM
-from tangram.lab.load.asks import Ask
-from tangram.lab.load.clock import GivenUpError, Patience, TimedAnswer
+from tangram_lab.load.asks import Ask
+from tangram_lab.load.clock import GivenUpError, Patience, TimedAnswer
 
 
 def blocks(folder: Path, series: Sequence[dict[str, Any]], kind: str = "serving") -> dict[str, str]:

@@ -23,11 +23,11 @@ from tangram.compress.scorers.gate import find_gate, find_shipped_gates, load_ga
 from tangram.config import EngineConfig
 from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
-from tangram.lab.accuracy.engines import ModelBench
-from tangram.lab.accuracy.methods import Method
-from tangram.lab.baselines.comparison_builder import engine_of
-from tangram.lab.baselines.comparison_config import ComparisonConfig
 from tangram.model.load import LoadedModel
+from tangram_lab.accuracy.engines import ModelBench
+from tangram_lab.accuracy.methods import Method
+from tangram_lab.baselines.comparison_builder import engine_of
+from tangram_lab.baselines.comparison_config import ComparisonConfig
 from tests.small_engines import GREEDY, run, small_engine
 
 SHIPPED = sorted(find_shipped_gates().glob("*.safetensors"))

@@ -32,8 +32,8 @@ from bench.speculation.tasks import TASKS
 from bench.speculation.text_prompts import REPEATED_TOKENS, repeat_texts
 from tangram.compress.scorers import attention_weights
 from tangram.config import EngineConfig
-from tangram.lab.load.clock import TimedAnswer
 from tangram.model.load import LoadedModel
+from tangram_lab.load.clock import TimedAnswer
 from tests.small_engines import profile_file
 from tests.speculation import few
 

@@ -30,7 +30,7 @@ from tangram.kernels import gate, gathered, page_copies
 from tangram.kernels.card import Card
 from tangram.kernels.offload import words
 from tangram.kernels.triton_kernels import TritonKernels
-from tangram.lab.baselines.compared_schedules import parse_schedule
+from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.gpu.cards import CARDS
 from tests.small_engines import LATENT, profile_file, small_engine, tiny_model
 

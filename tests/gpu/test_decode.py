@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
-from tangram.lab.baselines.uniform import plan_uniform_splits
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
+from tangram_lab.baselines.uniform import plan_uniform_splits
 from tests.interpreter import interpreter_few
 from tests.paged import SCALING, Batch, dense_decode, make_batch
 from tests.plans import TaskList, assemble

@@ -32,13 +32,13 @@ from tangram.engine.batcher import DeviceTables
 from tangram.engine.loop import Engine
 from tangram.kernels.interface import KernelChoice, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
-from tangram.lab.baselines.compared_schedules import parse_schedule
 from tangram.model.load import LoadedModel
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
+from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.interpreter import interpreter_few
 from tests.small_engines import LATENT, check_books, drain, profile_file, small_engine, tiny_model
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.engine.batcher import _share_prefixes
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case
 from tangram.plan.forest import Forest, build_forest
 from tangram.plan.schedule import Decoding
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case
 from tests.gpu.cards import CARDS
 from tests.gpu.test_engine import pytestmark as pytestmark
 

@@ -28,7 +28,8 @@ from tangram.cli import main
 try:
     main()
 finally:
-    print(json.dumps({"torch": "torch" in sys.modules, "cpu_s": time.process_time()}))
+    found = {name: name in sys.modules for name in ("torch", "tangram_lab")}
+    print(json.dumps({**found, "cpu_s": time.process_time()}))
 """
 COMMANDS = (
     ("serve",),
@@ -47,6 +48,7 @@ class CommandEnd:
     code: int
     said: list[str]
     torch: bool
+    tangram_lab: bool
     cpu_s: float
 
 
@@ -126,6 +128,7 @@ def test_the_version_and_short_help_come_without_torch(tmp_path: Path) -> None:
     for command in ((), ("serve",), ("bench",), ("bench", "serving", "trace")):
         outcome = tangram(tmp_path, *command, "-h")
         assert outcome.code == 0 and not outcome.torch and outcome.said == []
+        assert outcome.tangram_lab == ("bench" in command)
 
 
 def test_shells_complete_commands_and_options(tmp_path: Path) -> None:

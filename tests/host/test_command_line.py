@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.cli.foreign import FOREIGN
+from tangram.cli.lab import LabCommand
 from tangram.cli.options import Panel
 
 CLI = CliRunner()
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(command, LabCommand):
+        command = command.inner
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from commands(inner, (*path, name))
@@ -50,6 +53,12 @@ def show_help(path: tuple[str, ...], columns: int) -> tuple[list[str], str]:
     assert result.exit_code == 0
     lines = result.output.splitlines()
     return lines, " ".join(" ".join(line.strip(" │╭╰╮╯─") for line in lines).split())
+
+
+@pytest.mark.parametrize("name", ["eval", "bench"])
+def test_the_list_says_of_a_command_of_the_lab_what_its_help_begins_with(name: str) -> None:
+    listed = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert isinstance(listed, LabCommand) and listed.help == listed.inner.help
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -18,11 +18,11 @@ from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
 from tangram.errors import ConfigError, TangramError
 from tangram.foreign_files import replace_file
 from tangram.import_profiles import import_published
-from tangram.lab.accuracy.conversation import read_conversations
-from tangram.lab.accuracy.passages import _read
-from tangram.lab.accuracy.results import Results
-from tangram.lab.load.asks import read_trace
 from tangram.plan.policy import Policy
+from tangram_lab.accuracy.conversation import read_conversations
+from tangram_lab.accuracy.passages import _read
+from tangram_lab.accuracy.results import Results
+from tangram_lab.load.asks import read_trace
 
 KEYDIFF = ScorerSpec("keydiff", {})
 READERS: list[Callable[[Path], object]] = [

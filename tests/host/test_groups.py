@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tangram.compress.groups import allot_pages, cluster, compute_realised_retention, group_budgets
 from tangram.errors import ConfigError
-from tangram.lab.baselines.adjacent_groups import group_adjacent
+from tangram_lab.baselines.adjacent_groups import group_adjacent
 
 PAGE_TOKENS = 16
 

@@ -6,7 +6,15 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tangram.version import __version__
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_lab_is_of_the_version_that_it_measures() -> None:
+    told = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
+    assert told["version"] == __version__
+    assert told["dependencies"] == [f"tangram-serve=={__version__}"]
 
 
 def test_every_data_file_is_in_the_wheel() -> None:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
-from tangram.lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram.plan.cost import CostModel
 from tangram.plan.form import RangeKind, WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.profit import THRIFT
 from tangram.types import Int32
+from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
 from tests.host.planning import PAGE, SharedBatch, shared_batch, shared_batches
 
 RULES = tuple(ALL_PACKING_RULES)

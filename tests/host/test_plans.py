@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
-from tangram.lab.baselines.uniform import plan_buckets, plan_uniform_splits
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.plain import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32
+from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
 from tests.plans import TaskList, assemble, change_plan
 
 

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case, unique_entries
-from tangram.lab.kernel_benchmarks.cases import (
+from tangram.plan.cost import CostModel
+from tangram.plan.policy import FLASHINFER, Policy, StepLoad
+from tangram.plan.schedule import Schedule
+from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case, unique_entries
+from tangram_lab.kernel_benchmarks.cases import (
     budgets,
     calibration,
     make_held_out_cases,
     random_tree,
 )
-from tangram.lab.kernel_benchmarks.tree import CONFIGS, Tree
-from tangram.plan.cost import CostModel
-from tangram.plan.policy import FLASHINFER, Policy, StepLoad
-from tangram.plan.schedule import Schedule
+from tangram_lab.kernel_benchmarks.tree import CONFIGS, Tree
 
 GEOMETRY = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
 SMALL, LARGE = StepLoad(8, 1024, 1.0, 1.0), StepLoad(2048, 1024, 1.0, 1.0)

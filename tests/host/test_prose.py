@@ -28,7 +28,7 @@ def test_every_page_is_measured() -> None:
 
 def test_every_package_is_measured() -> None:
     measured = {module.parent.name for module in MODULES if lengths((module,))}
-    assert {"tangram", "engine", "kernels", "serve", "lab"} <= measured
+    assert {"tangram", "engine", "kernels", "serve", "tangram_lab"} <= measured
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SOURCES = [
     *sorted(TEMPLATES.rglob("*.md")),
     *(
         path
-        for part in ("bench", "tangram", "tools")
+        for part in ("bench", "lab", "tangram", "tools")
         for path in sorted((ROOT / part).rglob("*.py"))
     ),
 ]

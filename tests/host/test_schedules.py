@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.lab.baselines.uniform import plan_buckets, plan_uniform_splits, splits_for
 from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
 from tangram.plan.workqueue import plan_workqueue
+from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits, splits_for
 
 
 def rows_of(

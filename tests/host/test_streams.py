@@ -17,7 +17,7 @@ from bench.serving.servers import (
     time_answer,
 )
 from bench.serving.streams import ClientCost, StreamedAnswer, read_completion, read_events
-from tangram.lab.load.asks import Ask
+from tangram_lab.load.asks import Ask
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}

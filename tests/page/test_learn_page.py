@@ -25,12 +25,12 @@ from playwright.sync_api import expect
 
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
-from tangram.lab.naive import count_naive_positions
 from tangram.page.files import FILES
 from tangram.serve.static_files import HEADERS
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
 from tangram.weight_size import Weights
+from tangram_lab.naive import count_naive_positions
 from tests.page.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
 from tests.running import run_app
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of

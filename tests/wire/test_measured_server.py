@@ -13,8 +13,8 @@ import pytest
 
 from bench.serving.servers import HttpEngine
 from bench.serving.streams import Post, StreamClients
-from tangram.lab.load.asks import Ask, alike
-from tangram.lab.load.clock import GivenUpError, Patience
+from tangram_lab.load.asks import Ask, alike
+from tangram_lab.load.clock import GivenUpError, Patience
 
 from .tiny import CHUNK, VOCABULARY, tiny_folder
 

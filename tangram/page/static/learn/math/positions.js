@@ -1,4 +1,4 @@
-// tangram/lab/naive.py
+// lab/tangram_lab/naive.py
 
 /** Positions that naive decoding projects: p + (p + 1) + … + (p + n − 1). */
 export const countNaivePositions = (promptTokens, tokens) =>

@@ -1,0 +1,136 @@
+"""Which methods a grid holds, and how an engine is told to follow each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tangram.config import EngineConfig
+from tangram.errors import ConfigError
+from tangram.speculative_config import CompressedKv
+from tangram_lab.accuracy.methods import NAMES, Grid, Method, choose_alignment
+from tangram_lab.baselines.comparison_config import ComparisonConfig
+
+
+def grid(**changes: Any) -> Grid:
+    options: dict[str, Any] = {
+        "names": NAMES,
+        "scorers": ["keydiff", "snapkv"],
+        "retentions": [0.5, 0.3],
+    }
+    return Grid(**(options | changes))
+
+
+def test_what_makes_no_difference_is_measured_once() -> None:
+    methods = grid(alphas=[0, 2], scopes=["model", "layer"]).methods(4096)
+    counts = {name: sum(method.name == name for method in methods) for name in NAMES}
+    assert counts == {
+        "full": 1,
+        "uniform": 4,
+        "dynamic": 8,
+        "static": 16,
+        "one-shot": 8,
+        "lossless": 2,
+    }
+    assert len(set(methods)) == len(methods) == len({method.title for method in methods})
+
+
+def test_one_shot_takes_the_context_in_one_piece_as_dynamic_takes_chunks() -> None:
+    dynamic, one_shot = grid(
+        names=["dynamic", "one-shot"], scorers=["keydiff"], retentions=[0.3]
+    ).methods(4096)
+    dynamic_config, config = (
+        method.config(EngineConfig(max_num_seqs=8)) for method in (dynamic, one_shot)
+    )
+    assert config.chunk_tokens == 4096 and config.max_num_batched_tokens >= 4096 + 8
+    for one in (dynamic_config, config):
+        assert (one.reclamation, one.enable_prefix_caching, one.kv_retention) == (
+            "by-input",
+            False,
+            0.3,
+        )
+
+
+def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
+    base = EngineConfig(gate="gate.safetensors", heads_per_page=2)
+    full = Method("full").config(base)
+    assert (
+        full.kv_retention == 1.0 and full.profile == () and not isinstance(full, ComparisonConfig)
+    )
+    static = Method("static", 0.3, "snapkv", 256, "layer", 1.0, 4).config(base, "profile.json")
+    assert (static.scorer, static.scope, static.chunk_tokens, static.kv_retention) == (
+        "snapkv",
+        "layer",
+        256,
+        0.3,
+    )
+    assert static.profile == ("profile.json",) and static.heads_per_page == 2
+    assert static.gate is None, "only the scorer that has a gate is given one"
+    assert Method("static", 0.3, "fastkvzip", 256).config(base).gate == "gate.safetensors"
+
+
+def test_lossless_keeps_everything_and_drafts_from_a_profile() -> None:
+    (lossless,) = grid(names=["lossless"], scorers=["keydiff"]).methods(4096)
+    config = lossless.config(EngineConfig(), "profile.json")
+    assert config.kv_retention == lossless.kv_retention == 1.0
+    assert config.speculation == CompressedKv() and config.profile == ("profile.json",)
+    assert lossless.budgeted == replace(
+        lossless, name="static", kv_retention=CompressedKv.kv_retention
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"names": ["best"]}, "methods has 'best', known are full"),
+        ({"names": []}, "methods is empty"),
+        ({"retentions": [1.0]}, r"retentions has 1.0, .*\(0, 1\).*full"),
+        ({"scorers": []}, "scorers is empty"),
+        (
+            {"names": ["full", "dynamic"], "alphas": [1]},
+            "alphas is .1., methods full, dynamic: only static would",
+        ),
+        (
+            {"names": ["full", "uniform"], "scopes": ["layer"]},
+            "scopes is .'layer'., .* only dynamic, one-shot, static",
+        ),
+        (
+            {"names": ["full"], "sink_tokens": 0},
+            "sink_tokens is 0, methods full: only static, uniform",
+        ),
+        (
+            {"names": ["full"], "window_tokens": 8},
+            "window_tokens is 8, methods full: only static, uniform",
+        ),
+        ({"scopes": ["head"]}, "scopes has .head., it must be layer or model"),
+        ({"chunk_tokens": [0]}, "chunk_tokens has 0, .*at least 1"),
+        ({"alphas": [-1.0]}, "alphas has -1.0, .*at least 0"),
+        ({"sink_tokens": 8}, "sink_tokens is 8 .* method dynamic always keeps 4"),
+        ({"window_tokens": 0}, "window_tokens 0, but method dynamic"),
+    ],
+)
+def test_impossible_grids_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        grid(**changes)
+
+
+def test_contexts_end_where_every_chunk_does() -> None:
+    chunks = grid(chunk_tokens=[256, 1024], names=["static", "dynamic"])
+    assert choose_alignment(chunks.methods(4096), align=True) == 1024
+    assert choose_alignment(chunks.methods(4096), align=False) is None
+    assert choose_alignment(chunks.methods(4096), align=True, unit=4096) == 4096
+    with pytest.raises(
+        ConfigError, match="chunk_tokens has 1024, of which align_tokens, 1536, is no multiple"
+    ):
+        choose_alignment(chunks.methods(4096), align=True, unit=1536)
+    with pytest.raises(ConfigError, match="align_tokens is 1024, but no_align"):
+        choose_alignment(chunks.methods(4096), align=False, unit=1024)
+    assert choose_alignment(grid(chunk_tokens=[256]).methods(4096), align=True) == 4096
+    with pytest.raises(
+        ConfigError, match="chunk_tokens has 384, of which the largest chunk, 1024, is no multiple"
+    ):
+        choose_alignment(grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096), align=True)
+    with pytest.raises(ConfigError, match=r"one-shot.*needs align"):
+        choose_alignment(grid().methods(4096), align=False)
