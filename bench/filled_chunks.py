@@ -22,7 +22,7 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Float64, Geometry
 
@@ -89,13 +89,11 @@ def make_load(rows: int, prompt: int, answer: int, times: SimulatedTimes) -> Sim
         sealed_pages=profile.sealed_pages,
     )
     retention = Retention(profile.kv_retention, layout, "profile", scorer="keydiff")
-    config = EngineConfig(
-        chunk_tokens=profile.chunk_tokens, page_tokens=profile.page_tokens, max_num_seqs=rows
-    )
     pages = rows * layout.most_pages(prompt + answer)
     cache = CacheManager([retention], total_pages=pages, max_sequences=rows, prefix_caching=True)
     # Few chunks are computed in passes of their own.
-    scheduler = Scheduler(config, cache, passes_apart=lambda prefill: len(prefill) <= 4)
+    limits = StepLimits(rows, EngineConfig.max_num_batched_tokens, EngineConfig.prompt_patience)
+    scheduler = Scheduler(cache, limits, passes_apart=lambda prefill: len(prefill) <= 4)
     for number in range(rows):
         tokens = np.full(prompt, number)
         limit = prompt + answer - 1

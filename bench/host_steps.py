@@ -45,10 +45,10 @@ from tangram.collection import keep_uncollected
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.batcher import DeviceTables
+from tangram.engine.device_tables import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.engine.runner import Runner
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.runner import Runner, RunnerSettings
+from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.kernels.card import Card
 from tangram.kernels.triton_kernels import TritonKernels
 from tangram.model.dummy import number_tokens
@@ -123,14 +123,17 @@ def idle_engine(rows: int, kv_retention: float, most_tokens: int) -> Engine:
         loaded,
         retentions,
         {"keydiff": KeyDiff()},
-        pages=1,  # nothing is written
-        cache=cache,
-        kernels=lambda pool, group: TritonKernels(pool, group, card=card),
+        cache,
+        RunnerSettings(
+            pages=1,  # nothing is written
+            kernels=lambda pool: TritonKernels(pool, card=card),
+        ),
     )
     # Those of a GPU follow every write.
-    runner.passes.batcher.tables = DeviceTables(cache, torch.device("meta"))
+    runner.passes.tables = DeviceTables(cache, torch.device("meta"))
     admission = Admission(retentions, pages, "bfloat16", 2, most_tokens, 0)
-    scheduler = Scheduler(config, cache, passes_apart=runner.passes_apart)
+    limits = StepLimits(rows, config.max_num_batched_tokens, config.prompt_patience)
+    scheduler = Scheduler(cache, limits, passes_apart=runner.passes.takes_apart)
     engine = Engine(config, loaded, admission, scheduler, runner)
     engine.ahead = True
     return engine

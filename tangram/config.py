@@ -218,9 +218,6 @@ class EngineConfig:
         bounds=Bounds(0, 2**31 - 1),
         hint="0 is first come, first served",
     )
-    scheduling: Literal["continuous", "static"] = _batching(
-        "continuous", "continuous batching, or static batches as a baseline"
-    )
     max_queue: int | None = _batching(
         None,
         "maximum completions in the queue; when it is full, requests get status 429, and `LLM` "
@@ -233,11 +230,6 @@ class EngineConfig:
 
     page_tokens: int = _expert(16, "tokens of a page, for each of its KV heads", bounds=_TOKENS)
     heads_per_page: int = _expert(4, "KV heads that share a page table", bounds=Bounds(1, 2**16))
-    decode_policy: str | None = _expert(
-        None,
-        "file written by `tangram bench calibrate-policy`, for a GPU",
-        unset="the file in the cache folder for this GPU",
-    )
     enforce_eager: bool = _expert(False, "use no compilation and no CUDA graphs on a GPU")
     compile_decode: bool = _expert(
         False, "compile the layers that decode, on a CPU: faster steps, a slower start"

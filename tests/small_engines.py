@@ -17,7 +17,7 @@ from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig, Scope
-from tangram.engine.build import engine_of as serving_engine_of
+from tangram.engine.build import engine_of
 from tangram.engine.filters import pick, weights_of
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
@@ -28,8 +28,6 @@ from tangram.model.load import LoadedModel, adopt
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule
 from tangram.types import Event, Request, SamplingParams
-from tangram_lab.baselines.comparison_builder import engine_of
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 
 # What a config with latent attention has besides: entries have 32 + 8 elements.
 LATENT: dict[str, Any] = {
@@ -129,10 +127,12 @@ def small_engine(
     records: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine of `loaded` with a chunk of 32 tokens and pages of 8, unless told otherwise.
+    """An engine of `loaded` and `small_config`. With `records` it notes kept positions."""
+    return engine_of(small_config(**options), loaded, kernels, records=records)
 
-    With `records` it is one that serves, and notes kept positions.
-    """
+
+def small_config(**options: Any) -> EngineConfig:
+    """A chunk of 32 tokens and pages of 8, unless told otherwise."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "kv_retention": 1.0,
@@ -144,13 +144,7 @@ def small_engine(
         "kv_cache_gib": 0.01,
         "scorer": "keydiff",
     }
-    compared = {"head_groups", "decode_schedule", "reclamation"} & options.keys()
-    config = ComparisonConfig if compared else EngineConfig
-    if records:
-        return serving_engine_of(
-            EngineConfig(**(defaults | options)), loaded, kernels, records=True
-        )
-    return engine_of(config(**(defaults | options)), loaded, kernels)
+    return EngineConfig(**(defaults | options))
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

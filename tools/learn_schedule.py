@@ -8,7 +8,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Geometry
 
@@ -18,7 +18,10 @@ PROMPT_TOKENS = 4  # less than a chunk: one step computes it whole
 def count_steps(
     answers: list[int], most: int, scheduling: Literal["continuous", "static"]
 ) -> list[list[int]]:
-    """The requests of each step; request i generates `answers[i]` tokens."""
+    """The requests of each step; request i generates `answers[i]` tokens.
+
+    A static batch has `most` requests, and ends before the next one comes.
+    """
     longest = PROMPT_TOKENS + max(answers)
     layout = Layout.lay_out_uncompressed(
         Geometry(1, 1, 1, 8, 1, longest, (None,)),
@@ -28,16 +31,16 @@ def count_steps(
         max_tokens=longest,
     )
     retention = Retention(1.0, layout, "")
-    config = EngineConfig(chunk_tokens=64, max_num_seqs=most, scheduling=scheduling)
     cache = CacheManager([retention], total_pages=1000, max_sequences=most, prefix_caching=False)
-    scheduler = Scheduler(config, cache)
-    for number, tokens in enumerate(answers):
-        limit = PROMPT_TOKENS + tokens - 1
-        prompt = (number,) * PROMPT_TOKENS
-        scheduler.add(sequence_of(str(number), number, retention, "", prompt, limit))
-    steps = []
-    while scheduler.running or scheduler.waiting:
-        steps.append(sorted(_run_step(scheduler)))
+    scheduler = Scheduler(cache, StepLimits(most, EngineConfig.max_num_batched_tokens))
+    steps, size = [], len(answers) if scheduling == "continuous" else most
+    for begin in range(0, len(answers), size):
+        for number, tokens in enumerate(answers[begin : begin + size], begin):
+            limit = PROMPT_TOKENS + tokens - 1
+            prompt = (number,) * PROMPT_TOKENS
+            scheduler.add(sequence_of(str(number), number, retention, "", prompt, limit))
+        while scheduler.running or scheduler.waiting:
+            steps.append(sorted(_run_step(scheduler)))
     return steps
 
 

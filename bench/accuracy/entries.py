@@ -24,6 +24,7 @@ from bench.render.page import RESULTS
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.text import TextCodec
 from tangram.foreign_files import replace_file
 from tangram.model.load import LoadedModel, load_model
@@ -35,7 +36,6 @@ from tangram_lab.accuracy.quick import NEEDLES as FEW_NEEDLES
 from tangram_lab.accuracy.quick import TEXT
 from tangram_lab.accuracy.results import Score
 from tangram_lab.accuracy.sample_prompts import Alignment, filler_token
-from tangram_lab.baselines.comparison_builder import engine_of
 from tangram_lab.environment import environment
 
 FILE = "accuracy_entries.json"

@@ -28,7 +28,7 @@ SLOW = ("kvzip",)  # a second pass over every chunk: one process for each ρ and
 SCORERS = ("kvzip", "keydiff", "fastkvzip", "expected_attention", "snapkv", "tova", "streaming_llm")
 ALL_RATIOS, TWO_RATIOS = "--kv-retention 0.7,0.5,0.3,0.25", "--kv-retention 0.5,0.3"
 CONTEXT = "--samples 52 --context-tokens 4096"
-# Every part has the same prompts, whose contexts end where one-shot's one chunk does.
+# Every part has the same prompts, whose contexts end with the largest chunk, 4,096 tokens.
 ASKED = f"--suites ruler,multiturn {CONTEXT} --align-tokens 4096"
 # Several needles among a few repeated lines, and in prose, which no scorer can take for noise.
 HIDDEN = (
@@ -36,17 +36,16 @@ HIDDEN = (
     f"{CONTEXT} " + (f"--align-tokens 4096 {TWO_RATIOS}")
 )
 PARTS: Mapping[str, str] = {
-    "dynamic": f"{ASKED} {ALL_RATIOS} --methods dynamic",
-    "base": f"{ASKED} {ALL_RATIOS} --methods static,uniform,one-shot",
+    "base": f"{ASKED} {ALL_RATIOS} --methods static,uniform",
     "full": f"{ASKED} --methods full",
-    "needles": f"{HIDDEN} --scope model,layer --methods full,uniform,static,dynamic,one-shot",
+    "needles": f"{HIDDEN} --scope model,layer --methods full,uniform,static",
     # Equal shares of the whole context at once: the baseline of publications on competing heads.
     "needles-at-once": f"{HIDDEN} --methods uniform --chunk-tokens 4096",
     "alphas": f"{ASKED} {ALL_RATIOS} --methods static --alphas 1,2",
-    "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static,dynamic",
-    "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static,dynamic --chunk-tokens 256,1024,2048",
+    "fidelity": f"--suites fidelity {CONTEXT} {TWO_RATIOS} --methods full,uniform,static",
+    "chunks": f"{ASKED} {TWO_RATIOS} --methods uniform,static --chunk-tokens 256,1024,2048",
     # In the scope that is not the default
-    "scopes": f"{ASKED} {TWO_RATIOS} --methods static,dynamic,one-shot",
+    "scopes": f"{ASKED} {TWO_RATIOS} --methods static",
     "raw-end": (
         f"--suites ruler,multiturn {CONTEXT} {TWO_RATIOS} --methods full,uniform,static --no-align"
     ),
@@ -56,8 +55,7 @@ PARTS: Mapping[str, str] = {
     "sinks-0": f"{ASKED} {TWO_RATIOS} --methods static --sink-tokens 0",
 }
 LOCOMO = (
-    f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static,dynamic "
-    "--locomo"
+    f"--suites locomo --context-tokens 4096 {TWO_RATIOS} --methods full,uniform,static --locomo"
 )
 
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tangram.kernels.interface import PoolKernels, Ranking
-from tangram.kernels.torch_kernels import TorchKernels
+from tangram.kernels.interface import KvPool, PassAddresses, PoolKernels, Ranking
+from tangram.kernels.torch_kernels import TorchKernels, TorchLaunch
 from tangram.types import Int32
 
 
@@ -24,7 +24,7 @@ class KeptEntries:
     def __init__(self) -> None:
         self.places: dict[tuple[int, int], list[Tensor]] = {}
 
-    def kernels(self, pool: Tensor, group_size: int) -> PoolKernels:
+    def kernels(self, pool: KvPool) -> PoolKernels:
         """The CPU kernels with a recorder. Their results do not change."""
         return _WatchedKernels(pool, self)
 
@@ -39,9 +39,18 @@ class KeptEntries:
 
 
 class _WatchedKernels(TorchKernels):
-    def __init__(self, pool: Tensor, kept: KeptEntries) -> None:
+    def __init__(self, pool: KvPool, kept: KeptEntries) -> None:
         super().__init__(pool)
         self._kept = kept
+
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
+        own = super().launch(addresses, tables)
+        return _WatchedLaunch(own.pool, own.addresses, own.tables, own.decoding, self._kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _WatchedLaunch(TorchLaunch):
+    kept: KeptEntries
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         note = partial(self._note, layer)
@@ -49,7 +58,7 @@ class _WatchedKernels(TorchKernels):
         super().seal(layer, rows, noted, k, v)
 
     def _note(self, layer: int, start: int, best: list[Tensor]) -> None:
-        self._kept.places[layer, start] = [start + own for own in best]
+        self.kept.places[layer, start] = [start + own for own in best]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,9 +30,11 @@ from bench.kernels.budgets import load
 from bench.kernels.tables import CacheUnderTest
 from tangram.cache.step import Row, RowKind
 from tangram.compress.profile import Profile
-from tangram.engine.batcher import Batcher, DeviceTables
+from tangram.engine.batcher import Batcher
+from tangram.engine.device_tables import DeviceTables
 from tangram.engine.meters import Meters
 from tangram.kernels.card import Card
+from tangram.kernels.interface import KvPool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
@@ -206,15 +208,15 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for seq in subject.sequences
     )
-    whole, cut = _batcher(subject, profile, 1), _batcher(subject, profile, H100_PROCESSORS)
+    whole, cut = (_launcher(subject, profile, count) for count in (1, H100_PROCESSORS))
     epochs = count()
     lines = []
-    for name, batcher, epoch in (
+    for name, launch, epoch in (
         ("a step of the same batch", whole, lambda: 0),
         ("a step of a new batch", whole, lambda: next(epochs)),
         (f"a step of a new batch, {H100_PROCESSORS} processors", cut, lambda: next(epochs)),
     ):
-        call = partial(_attend, batcher, rows, epoch)
+        call = partial(_launch, launch, rows, epoch)
         call()
         times = measure_ms(call, options.repeats)
         median, low, high = (float(np.quantile(times, q)) for q in (0.5, 0.25, 0.75))
@@ -223,20 +225,32 @@ def step_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
-def _attend(batcher: Batcher, rows: tuple[Row, ...], epoch: Callable[[], int]) -> None:
-    batcher.attention(rows, epoch())
+Launcher = Callable[[tuple[Row, ...], int], object]
 
 
-def _batcher(subject: CacheUnderTest, profile: Profile, processors: int) -> Batcher:
-    """One whose plans are for a card of so many multiprocessors: with few, heads stay whole."""
+def _launch(launch: Launcher, rows: tuple[Row, ...], epoch: Callable[[], int]) -> None:
+    launch(rows, epoch())
+
+
+def _launcher(subject: CacheUnderTest, profile: Profile, processors: int) -> Launcher:
+    """Builds and launches a pass of rows, with plans for a card of so many multiprocessors.
+
+    With few, heads stay whole.
+    """
     from tangram.kernels.triton_kernels import TritonKernels
 
     model, cache = profile.model, subject.cache
     pool = torch.empty(1, profile.heads_per_page, 2, PAGE, model.head_dim, dtype=torch.float16)
     card = replace(Card.of(pool.device), processors=processors)
-    kernels = TritonKernels(pool, model.query_heads // model.kv_heads, card=card)
-    tables, meters = DeviceTables(cache, pool.device), Meters(Stopwatch(pool.device))
-    return Batcher([subject.retention], {}, kernels, cache, tables, None, meters)
+    group = model.query_heads // model.kv_heads
+    kernels = TritonKernels(KvPool(pool, group, len(profile.layers), model.kv_heads), card=card)
+    batcher = Batcher([subject.retention], kernels, cache, Meters(Stopwatch(pool.device)))
+    tables = DeviceTables(cache, pool.device)
+
+    def launch(rows: tuple[Row, ...], epoch: int) -> object:
+        return kernels.launch(batcher.build(rows, epoch).addresses, tables.flat())
+
+    return launch
 
 
 def main() -> None:

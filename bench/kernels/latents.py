@@ -178,7 +178,7 @@ def compile_tile(heads: int, text: str, dtype: str) -> None:
 
 def compile_prefill(name: str) -> None:
     """Compile one form of prefill."""
-    Pass(32, 0, 64, torch.bfloat16, torch.device("cuda")).forms()[name]()
+    TimedPass(32, 0, 64, torch.bfloat16, torch.device("cuda")).forms()[name]()
     torch.cuda.synchronize()
 
 
@@ -233,7 +233,7 @@ def _numbers(
     }
 
 
-class Pass:
+class TimedPass:
     """One layer of a pass of prefill: 16 chunks of one sequence behind `past` latents."""
 
     def __init__(
@@ -334,7 +334,7 @@ class Pass:
 def prefill(past: int, heads: int) -> Numbers:
     """Milliseconds of a pass by form, how far the forms are apart, and of torch's kernels."""
     device = torch.device("cuda")
-    run = Pass(heads, past, CHUNK, torch.bfloat16, device)
+    run = TimedPass(heads, past, CHUNK, torch.bfloat16, device)
     found: Numbers = {"past": past, "heads": heads, "operations": run.operations}
     first, times, apart = None, dict[str, float](), dict[str, float]()
     for name, form in run.forms().items():
@@ -412,7 +412,7 @@ def check_small() -> None:
         error = relative_error(run.run()[0], work.compute_expected())
         print(f"{text}: {run.tasks} tasks, relative error {error:.1e}")
         assert error < 1e-2
-    forms = Pass(2, 40, 24, torch.float16, device).forms()
+    forms = TimedPass(2, 40, 24, torch.float16, device).forms()
     alone = forms[ALONE]().float()
     for name in KERNELS:
         error = relative_error(forms[name](), alone)

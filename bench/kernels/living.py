@@ -20,7 +20,7 @@ from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import mean_steps
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
-from tangram_lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, LIVING_TRACES, LivingTrace
+from tangram_lab.kernel_benchmarks.traces import LIVING_TRACES, SEEDS, LivingTrace
 
 PLANNERS = ("workqueue", "aot", "buckets:exact", "buckets:padded")
 PEERS = ("decode", "batch")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options_of.add_argument("--snapshots", type=int, default=4, help="that are measured of each")
     options = options_of.parse_args(arguments)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    if unknown := set(seeds) - set(HELD_OUT_SEEDS):
+    if unknown := set(seeds) - set(SEEDS):
         raise SystemExit(f"--seeds has {min(unknown)}, held-out seeds are 0 to 4")
     geometry = BatchGeometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)
     entries = []

@@ -16,7 +16,7 @@ from bench.kernels import kernel_report
 from bench.kernels.family import Entry, Run, execute, parser
 from bench.kernels.summary import BEST, by_group, device_us, names, ratios
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
-from tangram_lab.kernel_benchmarks.traces import HELD_OUT_SEEDS, QUICK_TRACES, TRACES, Trace
+from tangram_lab.kernel_benchmarks.traces import QUICK_TRACES, SEEDS, TRACES, Trace
 
 PLANNERS = ("workqueue", "aot", "uniform", "buckets:exact", "buckets:padded")
 PEERS = ("decode", "batch")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options_of.add_argument("--heads", default="32/8", help="query/KV heads")
     options = options_of.parse_args(arguments)
-    held_out = list(HELD_OUT_SEEDS[:2] if options.quick else HELD_OUT_SEEDS)
+    held_out = list(SEEDS[:2] if options.quick else SEEDS)
     seeds = [int(seed) for seed in options.seeds.split(",")] if options.seeds else held_out
     geometry = BatchGeometry.of_heads(options.heads, options.page_tokens, options.heads_per_page)
     entries = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 BEST = "best flashinfer"
@@ -24,13 +23,6 @@ def names(rows: list[Row], ours: bool) -> list[str]:
 def device_us(row: Row) -> dict[str, float]:
     """Median device time of each contender, and of the fastest of FlashInfer's."""
     return _with_best({c["name"]: c["median_us"] for c in row["contenders"]})
-
-
-def typed_command(run: dict[str, Any]) -> str:
-    """The command of a run; those of a policy left its file out before 28 November 2026."""
-    command = str(run["command"])
-    file = Path(run.get("policy", "")).name
-    return command if not file or command.endswith(file) else f"{command} {file}"
 
 
 def floor_us(row: Row) -> float:
@@ -150,13 +142,6 @@ def balance(rows: list[Row], among: list[Row]) -> list[float]:
     aot = {row["case"]: device_us(row)["aot"] for row in among if "aot" in device_us(row)}
     twins = [(aot[row["case"]], aot.get(row["case"] + EVEN)) for row in rows]
     return [own / even for own, even in twins if even is not None]
-
-
-def over_chosen(cases: list[dict[str, Any]], name: str, clock: str) -> list[float]:
-    """A route's time over that of the policy's schedule, for every case that has it."""
-    return [
-        case[clock][name] / case[clock][case["chosen"]] for case in cases if name in case[clock]
-    ]
 
 
 @dataclass(frozen=True)

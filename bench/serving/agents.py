@@ -35,9 +35,8 @@ from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs, estimate_cost
 from tangram.model.load import load_configured
 from tangram.types import Geometry
+from tangram_lab.baselines.compared_engines import Baseline
 from tangram_lab.baselines.compared_schedules import parse_schedule
-from tangram_lab.baselines.comparison_builder import engine_of
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, tree_case
 from tangram_lab.kernel_benchmarks.counters import WorkCounters
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for name, schedule in SCHEDULES.items():
         with keep_uncollected():  # as `tangram serve` does
-            engine = engine_of(ComparisonConfig.of(config, decode_schedule=schedule), loaded)
+            engine = Baseline(decode_schedule=schedule).engine(config, loaded)
         found[name] = measure_engine(engine, options)
         del engine
         gc.unfreeze()

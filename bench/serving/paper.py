@@ -2,8 +2,8 @@
 
     python -m bench.serving.paper --model qwen3-4b -o bench/results
 
-Engines that differ in ρ, in reclamation, in the heads of a page or in the schedule of decode run
-one after the other in this process, with one model and equal bytes of KV pages. Each answers the
+Engines that differ in ρ, in the heads of a page or in the schedule of decode run one after the
+other in this process, with one model and equal bytes of KV pages. Each answers the
 same requests, all at once (Fig. 10, 11 and 12). Some are also asked at rates, with long prompts
 (Fig. 14), or tell what part of a decode step is planning (Table 1). The file is written after each
 engine.
@@ -25,41 +25,37 @@ from rich.table import Table
 from bench.serving.competitors import MODELS, make_parser
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
+from tangram_lab.baselines.compared_engines import Baseline
 from tangram_lab.environment import environment
 from tangram_lab.load.ablation import Rung, at_rate, breakdowns, describe, for_each
 from tangram_lab.load.asks import alike
 from tangram_lab.load.clock import NO_LIMITS, Summary, answer_all
 
 RETENTIONS = (0.75, 0.5, 0.25)
-UNIFORM = {"decode_schedule": "uniform"}
+UNIFORM = Baseline(decode_schedule="uniform")
 
 
 def make_engines() -> dict[str, Rung]:
     """All engines by name; `changes` are made to a config of ρ 0.25."""
-    full = Rung("full", "full KV", {"kv_retention": 1.0, "head_groups": "monolithic", **UNIFORM})
-    listed = [full]
+    listed = [Rung("full", "full KV", Baseline("monolithic", "uniform"), {"kv_retention": 1.0})]
     for rho in RETENTIONS:
+        kept = {"kv_retention": rho}
         listed += [
-            Rung(f"static-{rho}", f"ρ {rho}, reserved", {"kv_retention": rho, **UNIFORM}),
-            Rung(
-                f"dynamic-{rho}",
-                f"ρ {rho}, reclaimed",
-                {"kv_retention": rho, "reclamation": "dynamic", **UNIFORM},
-            ),
-            Rung(f"served-{rho}", f"ρ {rho}, as served", {"kv_retention": rho}),
+            Rung(f"static-{rho}", f"ρ {rho}, reserved", UNIFORM, kept),
+            Rung(f"served-{rho}", f"ρ {rho}, as served", changes=kept),
         ]
-    listed.append(Rung("aot-0.25", "ρ 0.25, AOT", {"kv_retention": 0.25, "decode_schedule": "aot"}))
-    listed.append(
-        Rung("fp8-0.25", "ρ 0.25, FP8 cache", {"kv_retention": 0.25, "kv_cache_dtype": "fp8"})
-    )
+    quarter = {"kv_retention": 0.25}
+    fp8 = quarter | {"kv_cache_dtype": "fp8"}
+    listed.append(Rung("aot-0.25", "ρ 0.25, AOT", Baseline(decode_schedule="aot"), quarter))
+    listed.append(Rung("fp8-0.25", "ρ 0.25, FP8 cache", changes=fp8))
     for heads in (1, 2, 8):  # 4 is what serves
-        changes = {"kv_retention": 0.25, "heads_per_page": heads}
-        listed.append(Rung(f"heads-{heads}", f"ρ 0.25, {heads} heads a page", changes))
+        changes = quarter | {"heads_per_page": heads}
+        listed.append(Rung(f"heads-{heads}", f"ρ 0.25, {heads} heads a page", changes=changes))
     return {rung.name: rung for rung in listed}
 
 
 ENGINES = make_engines()
-RATED = ("full", "static-0.25", "dynamic-0.25")
+RATED = ("full", "static-0.25")
 PARTED = ("static-0.25", "aot-0.25", "served-0.25", "fp8-0.25")
 
 

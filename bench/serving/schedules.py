@@ -1,7 +1,8 @@
 """Continuous against static batching, step by step: `python -m bench.serving.schedules`.
 
-One engine for each, one model, the same requests at once, of unequal lengths. Each step's rows and
-time are recorded. The schedule of the run with the median time is kept whole.
+One engine, the same requests at once, of unequal lengths. A static batch ends before the next one
+is asked for. Each step's rows and time are recorded. The schedule of the run with the median time
+is kept whole.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from tangram.engine.loop import Engine
 from tangram.model.load import load_model
 from tangram_lab.environment import environment
 from tangram_lab.load.asks import Ask, draw_tokens
-from tangram_lab.load.clock import Summary, answer_all
+from tangram_lab.load.clock import Summary, TimedAnswer, answer_all
 
 RESULTS = Path(__file__).parents[1] / "results"
-KINDS = ("continuous", "static")
 Steps = list[dict[str, Any]]
 
 
@@ -44,11 +44,41 @@ def unequal(requests: int, vocab_size: int) -> list[Ask]:
     ]
 
 
+def batches_of(asks: Sequence[Ask], places: int) -> dict[str, list[list[int]]]:
+    """The numbers of `asks` that are asked at once: all, or batches that fill the `places`.
+
+    Batches are filled as the scheduler would: the shortest prompts first.
+    """
+    order = sorted(range(len(asks)), key=lambda number: len(asks[number].tokens))
+    filled = [order[at : at + places] for at in range(0, len(order), places)]
+    return {"continuous": [list(range(len(asks)))], "static": filled}
+
+
+def answer_in_turn(
+    engine: Engine, asks: Sequence[Ask], batches: Sequence[Sequence[int]]
+) -> tuple[list[TimedAnswer], Steps]:
+    """The answers to `asks`, one of `batches` after the other, and the steps.
+
+    All are asked when the first batch is.
+    """
+    answers, steps = dict[int, TimedAnswer](), Steps()
+    begin = time.perf_counter()
+    for batch in batches:
+        waited_s = time.perf_counter() - begin
+        with recording(engine, batch) as own:
+            found = answer_all(engine, [asks[number] for number in batch])
+        steps += [step | {"at": round(step["at"] + waited_s, 4)} for step in own]
+        for number, answer in zip(batch, found, strict=True):
+            times_s = [waited_s + at_s for at_s in answer.times_s]
+            answers[number] = replace(answer, times_s=times_s)
+    return [answers[number] for number in range(len(asks))], steps
+
+
 @contextmanager
-def recording(engine: Engine) -> Iterator[Steps]:
+def recording(engine: Engine, numbers: Sequence[int]) -> Iterator[Steps]:
     """The steps that `engine` runs inside: when each ended, its seconds, and its rows.
 
-    A row is [request, kind, tokens].
+    A row is [request, kind, tokens]; `numbers` are those of the requests.
     """
     steps: Steps = []
     scheduler, inner, begin = engine._scheduler, engine.step, time.perf_counter()
@@ -61,7 +91,7 @@ def recording(engine: Engine) -> Iterator[Steps]:
         if step is not None:
             names = {one.cache.slot: one.request_id for one in scheduler.running if one.cache}
             for row in step.rows:
-                request = int(names[row.slot].partition("#")[0])
+                request = numbers[int(names[row.slot].partition("#")[0])]
                 rows.append([request, row.kind.name.lower(), len(row.tokens)])
         return step
 
@@ -81,17 +111,15 @@ def recording(engine: Engine) -> Iterator[Steps]:
         del scheduler.schedule, engine.step
 
 
-def measure(
-    engines: dict[str, Engine], asks: Sequence[Ask], repeats: int
-) -> dict[str, dict[str, Any]]:
-    """For each engine all times, and summary and steps of the run with the median time."""
-    runs: dict[str, list[tuple[float, dict[str, Any], Steps]]] = {name: [] for name in engines}
+def measure(engine: Engine, asks: Sequence[Ask], repeats: int) -> dict[str, dict[str, Any]]:
+    """For both ways all times, and summary and steps of the run with the median time."""
+    ways = batches_of(asks, engine.config.max_num_seqs)
+    runs: dict[str, list[tuple[float, dict[str, Any], Steps]]] = {name: [] for name in ways}
     answers: dict[str, list[list[int]]] = {}
     for number in range(repeats + 1):  # the first warms up
-        for name, engine in engines.items():
+        for name, batches in ways.items():
             engine.clear_cache()
-            with recording(engine) as steps:
-                found = answer_all(engine, asks)
+            found, steps = answer_in_turn(engine, asks, batches)
             answers[name] = [one.token_ids for one in found]
             if number:
                 summary = asdict(Summary.of(found))
@@ -120,14 +148,9 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load_model("smollm2")
     config = {"kv_retention": 1.0, "kv_cache_gib": 1.0, "enable_prefix_caching": False}
-    engines = {
-        kind: engine_of(
-            EngineConfig(scheduling=kind, max_num_seqs=options.max_num_seqs, **config), loaded
-        )
-        for kind in KINDS
-    }
+    engine = engine_of(EngineConfig(max_num_seqs=options.max_num_seqs, **config), loaded)
     asks = unequal(options.requests, loaded.geometry.vocab_size)
-    figures = measure(engines, asks, options.repeats)
+    figures = measure(engine, asks, options.repeats)
     content = {
         "command": shlex.join(["python", "-m", "bench.serving.schedules", *sys.argv[1:]]),
         "environment": environment(),

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tangram.cache.manager import CacheManager
-from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
-from tangram.engine.build import EngineBuilder
+from tangram.engine.blueprint import for_one_device
+from tangram.engine.build import build_parts
 from tangram.engine.loop import Engine
-from tangram.engine.runner import Runner
 from tangram.engine.speculation import Drafter, Drafting, Speculation, SpeculationCounters
 from tangram.engine.token_sequence import TokenSequence
 from tangram.model.load import LoadedModel, load_model
@@ -113,41 +112,6 @@ class CoinDrafter:
         self._drafter.forget(sequence)
 
 
-class SpeculationBuilder(EngineBuilder):
-    """Builds an engine whose speculation keeps a `Tally`, in `tally`.
-
-    With `acceptance` the drafts of a model that always says `SAID` are right that often. With
-    `pace` it says how many tokens are drafted.
-    """
-
-    tally: Tally | None = None
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedModel,
-        *,
-        acceptance: float | None = None,
-        pace: FixedPace | None = None,
-    ) -> None:
-        super().__init__(config, loaded)
-        self._acceptance, self._fixed_pace = acceptance, pace
-
-    def speculation(
-        self, retentions: Sequence[Retention], cache: CacheManager, runner: Runner
-    ) -> Speculation | None:
-        """See `EngineBuilder`."""
-        found = super().speculation(retentions, cache, runner)
-        if found is None:
-            return None
-        if self._fixed_pace is not None:
-            found = SteadySpeculation(found, self.config.speculation, self._fixed_pace)
-        if self._acceptance is not None and found.drafter is not None:
-            found.drafter = CoinDrafter(found.drafter, self._acceptance, self.loaded.device)
-        found.counters = self.tally = Tally(found.most)
-        return found
-
-
 @dataclass(frozen=True)
 class MeasuredEngine:
     """An engine, and the counts of its speculation if it speculates."""
@@ -163,10 +127,21 @@ def build_measured(
     acceptance: float | None = None,
     pace: FixedPace | None = None,
 ) -> MeasuredEngine:
-    """An engine of `config`; see `SpeculationBuilder`."""
-    builder = SpeculationBuilder(config, loaded, acceptance=acceptance, pace=pace)
-    engine = builder.engine()
-    return MeasuredEngine(engine, builder.tally)
+    """An engine of `config` whose speculation keeps a `Tally`.
+
+    With `acceptance` the drafts of a model that always says `SAID` are right that often. With
+    `pace` it says how many tokens are drafted.
+    """
+    parts = build_parts(for_one_device(config, loaded))
+    found = parts.speculation
+    if found is None:
+        return MeasuredEngine(parts.engine(), None)
+    if pace is not None:
+        found = SteadySpeculation(found, parts.config.speculation, pace)
+    if acceptance is not None and found.drafter is not None:
+        found.drafter = CoinDrafter(found.drafter, acceptance, loaded.device)
+    found.counters = tally = Tally(found.most)
+    return MeasuredEngine(replace(parts, speculation=found).engine(), tally)
 
 
 def say_always(loaded: LoadedModel) -> None:

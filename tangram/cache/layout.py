@@ -122,6 +122,26 @@ class Layout:
             sealed_pages=[chunk_tokens // page_tokens] * len(groups),
         )
 
+    def with_groups(
+        self,
+        groups: Sequence[Sequence[Head]],
+        sealed_pages: Sequence[int],
+        heads_per_page: int | None = None,
+    ) -> Layout:
+        """The same with other groups of full-attention heads, and other heads of a page if given.
+
+        Raises `ConfigError` as `build` does.
+        """
+        return Layout.build(
+            self.geometry,
+            chunk_tokens=self.chunk_tokens,
+            page_tokens=self.page_tokens,
+            heads_per_page=self.heads_per_page if heads_per_page is None else heads_per_page,
+            max_tokens=self.max_tokens,
+            groups=groups,
+            sealed_pages=sealed_pages,
+        )
+
     @cached_property
     def chunk_pages(self) -> int:
         """Pages one group needs for a whole raw chunk, C / P."""

@@ -56,7 +56,8 @@ class CacheManager:
         self.host = HostTier(host_pages, total_pages)
         self.prefix = PrefixCache(self.ledger, self.host)
         self.prefix_caching, self.rounds_chunks = prefix_caching, rounds_chunks
-        self.page_tokens = layouts[0].page_tokens  # all lie in one pool
+        # All lie in one pool.
+        self.page_tokens, self.chunk_tokens = layouts[0].page_tokens, layouts[0].chunk_tokens
         width = max(int(layout.group_offset[-1]) for layout in layouts)
         groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
@@ -131,7 +132,7 @@ class CacheManager:
         for node in here:
             self.prefix.acquire(node)
         # Pages that are restored or found raw come out of the promise, so they change nothing here.
-        promise = self._promise(layout, len(tokens), limit)
+        promise = layout.count_promised_pages(len(tokens), limit)
         if promise - sum(len(node.pages) for node in here) > self.spare_pages:
             for node in reversed(here):
                 self.prefix.release(node)
@@ -210,7 +211,7 @@ class CacheManager:
             raise IntegrityError(f"slot {seq.slot} would seal a chunk behind an open one")
         self._drop_raw(seq)
         layout, chunk = seq.layout, seq.sealed_chunks
-        pages = self._take_span(seq)
+        pages = self._take(layout.span_pages)
         self._enter(seq, layout.span_entries(chunk), pages)
         seq.spans.append(pages[: layout.full_span_pages])
         if layout.window_span_pages:
@@ -355,12 +356,6 @@ class CacheManager:
             seq.raw_tokens += 1
             self._count_owed(seq)
 
-    def _take_span(self, seq: SequenceCache) -> Int32:
-        return self._take(seq.layout.span_pages)
-
-    def _promise(self, layout: Layout, tokens: int, limit: int) -> int:
-        return layout.count_promised_pages(tokens, limit)
-
     def _take(self, count: int) -> Int32:
         if count > self.ledger.free:
             self.prefix.evict(count - self.ledger.free)
@@ -381,13 +376,10 @@ class CacheManager:
         if pages:
             self._enter(seq, entries.ravel(), np.concatenate(pages))
 
-    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
-        """[groups]: the entries that each member head has of the tokens before `position`."""
-        return layout.lengths(*divmod(position, layout.chunk_tokens))
-
     def _write_lengths(self, seq: SequenceCache) -> None:
-        self.lengths[seq.slot, : len(seq.layout.groups)] = self.past_lengths(
-            seq.slot, seq.layout, seq.computed_tokens
+        layout = seq.layout
+        self.lengths[seq.slot, : len(layout.groups)] = layout.lengths(
+            *divmod(seq.computed_tokens, layout.chunk_tokens)
         )
 
     def _drop_raw(self, seq: SequenceCache) -> None:

@@ -51,15 +51,10 @@ class PartTables:
         if self.follower is not None:
             self.follower(slot, written)
 
-    def copy(self, writes: Sequence[TableWrite], retentions: Sequence[Retention]) -> None:
-        """Enter what a `WriteLog` over `retentions` has taken."""
+    def copy(self, writes: Sequence[TableWrite]) -> None:
+        """Enter what a `WriteLog` has taken."""
         for write in writes:
-            retention = retentions[write.retention]
-            self.enter(write.slot, retention, write.sealed_chunks, write.entries, write.pages)
-
-    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
-        """[groups]: the entries that each member head has of the tokens before `position`."""
-        return layout.lengths(*divmod(position, layout.chunk_tokens))
+            self.enter(write.slot, write.retention, write.sealed_chunks, write.entries, write.pages)
 
     def set_positions(
         self, layout: Layout, slots: Int64, positions: Int64, tokens: int | Int64 = 1
@@ -77,11 +72,11 @@ class PartTables:
 class TableWrite:
     """`pages` are entered at `entries` [n] of row `slot` of the whole block tables.
 
-    The row is of a sequence of the numbered retention, with so many sealed chunks.
+    The row is of a sequence of `retention`, with so many sealed chunks.
     """
 
     slot: int
-    retention: int
+    retention: Retention
     sealed_chunks: int
     entries: Int64
     pages: Int32

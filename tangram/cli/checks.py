@@ -19,7 +19,7 @@ from tangram.model.source import check_source
 from tangram.speculative_config import DraftModel
 
 OUTPUTS = ("output", "report", "plot", "train_gate")  # the options that name a file to write
-_NAMES = ("model", "profile", "gate", "decode_policy")  # options of type text that may name a file
+_NAMES = ("model", "profile", "gate")  # options of type text that may name a file
 
 
 def within(bounds: Bounds, hint: str = "") -> Callable[[typer.CallbackParam, Any], Any]:

@@ -38,11 +38,6 @@ _INSTEAD = (
         "-ctk --cache-type-k -ctv --cache-type-v",
     ),
     ("--quantization", "it rounds weights as it loads a model", "-q"),
-    (
-        "--scheduling",
-        "continuous is the default; static turns it off",
-        "-cb --cont-batching -nocb --no-cont-batching",
-    ),
     ("--enable-prefix-caching", "it is on by default", "--cache-prompt"),
     ("--no-enable-prefix-caching", "", "--no-cache-prompt"),
     ("--device", "choose GPUs with CUDA_VISIBLE_DEVICES", "-dev -mg --main-gpu --device-ids"),
@@ -218,7 +213,8 @@ _NONE = {
         ),
         (
             "the scheduler decides again at each step",
-            "--async-scheduling --num-scheduler-steps --scheduler-delay-factor --preemption-mode",
+            "--async-scheduling --num-scheduler-steps --scheduler-delay-factor --preemption-mode "
+            "-cb --cont-batching -nocb --no-cont-batching",
         ),
         (
             "pages are promised chunk by chunk, so that none is missing within one",

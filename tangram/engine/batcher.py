@@ -1,197 +1,97 @@
-"""Build the attention of a forward pass from a step's rows: addresses, lengths, decode plan."""
+"""Builds passes from the rows of a step: tokens, addresses, lengths, the decode plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
-from tangram.cache.step import Row, RowKind, Step
-from tangram.compress.scorers import Scorer
+from tangram.cache.step import Row, RowKind
+from tangram.engine.device_tables import BlockTables
+from tangram.engine.forward_pass import Pass, flatten, seals_of
 from tangram.engine.meters import Meters
-from tangram.errors import IntegrityError
-from tangram.kernels.host_forms import HostForm
-from tangram.kernels.interface import PaddedShape, PoolKernels, PrefillRows
-from tangram.kernels.transfer import place
-from tangram.model.attention import RepeatAttention, StepAttention
-from tangram.model.rotary import Rotary
-from tangram.model.sealing import (
-    ChunkSealer,
-    GroupSealer,
-    ScoreObserver,
-    ScoreReceiver,
-    find_group_scores,
+from tangram.kernels.interface import (
+    DecodedRows,
+    PaddedShape,
+    PassAddresses,
+    PoolKernels,
+    PrefillRows,
 )
 from tangram.plan.forest import Forest, build_forest, units_of
-from tangram.plan.form import DecodeRows
+from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
-WHOLE_ROW = 16  # a block table with at least this part written is copied as a whole
 GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's life
-# Prefill rows that get a pass of their own, and their tokens. Graphs launch such passes faster than
-# the host launches one for all. With more rows the device is busy so long that it does not matter
-# (H200).
-MOST_APART, MOST_TOKENS_APART = 4, 2048
 LEAST_PADDED_TOKENS = 64
 
 
-class BlockTables(Protocol):
-    """Block tables, as `CacheManager` and `PartTables` have them."""
-
-    tables: Int32
-    lengths: Int32
-    follower: Callable[[int, Int64], None] | None
-
-    def past_lengths(self, slot: int, layout: Layout, position: int) -> Int32:
-        """[groups]: the entries that each member head has of the tokens before `position`."""
-        ...
-
-
-class DeviceTables:
-    """Block tables on the pool's device: a copy of those of `cache` that follows every write.
-
-    In host memory they are the same tables.
-    """
-
-    def __init__(self, cache: BlockTables, device: torch.device) -> None:
-        self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
-        self._written: dict[int, list[Int64]] = {}
-        if not self._device.is_cpu:
-            cache.follower = lambda slot, entries: self._written.setdefault(slot, []).append(
-                entries
-            )
-
-    def flat(self) -> Tensor:
-        """int32 [slots · width]: the current block tables of all sequences, end to end."""
-        if self._written:
-            width, places, rows = self._host.shape[1], [], []
-            for slot, parts in self._written.items():
-                if sum(map(len, parts)) * WHOLE_ROW > width:
-                    rows.append(slot)
-                else:
-                    places += [slot * width + entries for entries in parts]
-            self._written.clear()
-            self._copy_places(places)
-            self._copy_rows(rows)
-        return self._device.view(-1)
-
-    def _copy_places(self, places: list[Int64]) -> None:
-        """A place that was written twice is copied twice, with its current value."""
-        if places:
-            where = np.concatenate(places)
-            target, pages = place(
-                np.stack([where, self._host.ravel().take(where)]), self._device.device
-            )
-            # Their low halves: a conversion would be a launch at every step.
-            self._device.view(-1).index_copy_(0, target, pages.view(torch.int32)[::2])
-
-    def _copy_rows(self, slots: list[int]) -> None:
-        if slots:
-            target = place(np.asarray(slots), self._device.device)
-            self._device.index_copy_(0, target, place(self._host[slots], self._device.device))
-
-
-@dataclass
 class Batcher:
-    """Builds the attention of each step for the kernels of one pool.
+    """Builds the passes of steps for the kernels of one pool.
 
-    `scorers` are those of all retentions, by name; each scores the chunks of its own. The decode
-    plan is made when the decode membership changes (`Step.epoch`), and stays valid while lengths
-    grow. A decode row may have as many tokens as the last of `queries`; its kernels are those of
-    the next larger number. Sealed chunks are rounded to `form`.
+    The decode plan is made when the decode membership changes (`Step.epoch`), and stays valid while
+    lengths grow. A decode row may have as many tokens as the last of `queries`; its kernels are
+    those of the next larger number.
     """
 
-    retentions: Sequence[Retention]
-    scorers: Mapping[str, Scorer]
-    kernels: PoolKernels
-    cache: BlockTables
-    tables: DeviceTables
-    rotary: Rotary | None
-    meters: Meters
-    observer: ScoreObserver | None = None
-    queries: Sequence[int] = (1,)
-    form: HostForm | None = None
-    _epoch: int | None = field(default=None, init=False)
-    _batches: dict[int, Decoding] = field(default_factory=dict, init=False)
-    _loaded: tuple[int, int] | None = field(default=None, init=False)
+    def __init__(
+        self,
+        retentions: Sequence[Retention],
+        kernels: PoolKernels,
+        cache: BlockTables,
+        meters: Meters,
+        queries: Sequence[int] = (1,),
+    ) -> None:
+        self.retentions, self.queries = retentions, queries
+        self._kernels, self._cache, self._meters = kernels, cache, meters
+        self._epoch: int | None = None
+        # Of the epoch, by queries of a row.
+        self._planned: dict[int, tuple[Decoding, WorkPlan]] = {}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the sliding window in tokens."""
         return self.retentions[0].layout.geometry.windows
 
-    def passes(self, step: Step, graphs: bool) -> list[tuple[tuple[Row, ...], bool]]:
-        """The rows of each forward pass of `step`, and whether a graph may replay it.
+    def build(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> Pass:
+        """The pass of `rows`, whose pages the scheduler has taken.
 
-        All rows go in one pass, unless there are `graphs` and few prefill rows. Then the decode
-        rows go in one, and each prefill row in a pass of its own.
-        """
-        decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
-        if not graphs or not self.apart(rest):
-            return [(step.rows, False)]
-        return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
-
-    def attention(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> StepAttention:
-        """The attention of a pass of `rows`, whose pages the scheduler has taken.
-
-        DECODE rows come first; `epoch` identifies the set of them. A `padded` pass of one prefill
-        row has a `PaddedShape`, if the kernels can.
+        DECODE rows come first; `epoch` identifies the set of them. One prefill row may be `padded`.
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
         rest = rows[len(decode) :]
-        counts = np.array([len(row.tokens) for row in decode], np.int32)
-        width = self._load(decode, counts, epoch) if decode else 0
-        prefill = self._prefill_rows(rest, width)
+        decoded = self._find_decoded(decode, epoch) if decode else None
+        width = 0 if decoded is None else decoded.width
         shape = self._padded_shape(rest[0]) if padded and not decode else None
-        is_padded = self._begin(width, counts, prefill, shape)
-        sealers = list(self._sealers(rest))
-        return StepAttention(
-            self.kernels,
-            self.windows,
-            width,
-            prefill,
-            sealers,
-            self.meters.sealing,
-            shape.tokens if shape is not None and is_padded else None,
-            form=self.form,
-            sealed=[
-                slice(*span[:2])
-                for row, span in zip(rest, prefill.spans.tolist(), strict=True)
-                if row.kind is RowKind.SEAL
-            ],
-        )
+        prefill = self._prefill_rows(rest, width)
+        addresses = PassAddresses(self._cache.lengths.copy(), decoded, prefill, shape)
+        return Pass(tuple(rows), *flatten(rows, len(decode), width), addresses, seals_of(rest))
 
-    def _load(self, decode: Sequence[Row], counts: Int32, epoch: int) -> int:
-        """Load a plan for `decode`, of `counts` tokens, unless it is loaded; returns the width."""
+    def _find_decoded(self, decode: Sequence[Row], epoch: int) -> DecodedRows:
+        """The decode rows of a pass, under the plan of their set."""
+        counts = np.array([len(row.tokens) for row in decode], np.int32)
         most = int(counts.max())
         queries = next(number for number in self.queries if number >= most)
-        width = self.kernels.width(int(counts.sum()), queries)
+        width = self._kernels.width(int(counts.sum()), queries)
         if epoch != self._epoch:
-            self._epoch, self._loaded = epoch, None
-            self._batches.clear()
-        planned = queries in self._batches
-        if not planned:
-            known = next(iter(self._batches.values()), None)
-            self._batches[queries] = (
-                self._decoding(decode, self.cache.tables, self.cache.lengths, queries)
+            self._epoch = epoch
+            self._planned.clear()
+        if queries not in self._planned:
+            known = next(iter(self._planned.values()), None)
+            batch = (
+                self._decoding(decode, self._cache.tables, self._cache.lengths, queries)
                 if known is None
-                else replace(known, queries=queries)
+                else replace(known[0], queries=queries)
             )
-        if self._loaded != (width, queries):
-            planner = self.kernels.load(self._batches[queries], width)
-            self.meters.plans[planner] += not planned
-            self._loaded = width, queries
-        return width
+            plan, planner = self._kernels.plan(batch)
+            self._planned[queries] = batch, plan
+            self._meters.plans[planner] += 1
+        return DecodedRows(*self._planned[queries], counts, width)
 
     def _padded_shape(self, row: Row) -> PaddedShape:
         """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
@@ -202,20 +102,8 @@ class Batcher:
         past = int(layout.lengths(*divmod(layout.max_tokens - 1, layout.chunk_tokens)).max())
         return PaddedShape(tokens, past, (row.retention, row.kind))
 
-    def apart(self, rows: Sequence[Row]) -> bool:
-        """Whether each prefill row of `rows` is a pass of its own, which a graph can replay."""
-        if not rows:
-            return True
-        few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
-        if not few or self.meters.overflow is not None:
-            return False
-        return all(sealer.replayable for sealer in self._sealers(rows))
-
     def typical(self) -> Iterator[Row]:
-        """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails.
-
-        Empty if these are not `apart`.
-        """
+        """Artificial prefill rows of the default ρ for every `PaddedShape`: a chunk and tails."""
         chunk, nothing = self.retentions[0].layout.chunk_tokens, np.zeros(0, np.int64)
         sizes = [
             1 << bits
@@ -225,33 +113,29 @@ class Batcher:
         for kind, size in ((RowKind.SEAL, chunk), *((RowKind.TAIL, size) for size in tails)):
             tokens = np.zeros(size, np.int64)
             row = Row("", 0, self.retentions[0], kind, chunk, tokens, nothing, sample=True)
-            if size and self.apart((row,)):
+            if size:
                 yield row
 
-    def rehearse(self, tokens: int, queries: int = 1, *, shares: bool = False) -> StepAttention:
-        """The attention of `tokens` tokens, up to `queries` of each of some empty sequences.
+    def rehearsal(self, tokens: int, queries: int = 1, *, shares: bool = False) -> Pass:
+        """A pass of `tokens` tokens, up to `queries` of each of some empty sequences.
 
         These are planned as long ones: of several lengths that share nothing, or alike ones that
         share prefixes.
         """
         most = self.retentions[0].layout.max_tokens
-        rows = min(tokens, len(self.cache.lengths))
+        rows = min(tokens, len(self._cache.lengths))
         starts = np.linspace(most - queries, most // 8, rows, dtype=np.int64)
         if shares:
             starts[:] = most // 2
-        width = self.kernels.width(tokens, queries)
-        self.kernels.load(self._make_rows(starts, queries, shares=shares), width)
         counts = np.full(rows, tokens // rows, np.int32)
         counts[: tokens % rows] += 1
-        return self._rehearse(width, counts)
+        return self._rehearsal(self._make_rows(starts, queries, shares=shares), counts)
 
-    def rehearsals(self, rows: int) -> Iterator[StepAttention]:
-        """The attention of `rows` empty decoding rows, under plans that launch every kernel."""
+    def rehearsals(self, rows: int) -> Iterator[Pass]:
+        """Passes of `rows` empty decoding rows, for each number of queries."""
         for queries in self.queries:
-            width = self.kernels.width(rows, queries)
             batch = self._make_rows(np.zeros(rows, np.int64), queries)
-            for _ in self.kernels.rehearsals(batch, width):
-                yield self._rehearse(width, np.ones(rows, np.int32))
+            yield self._rehearsal(batch, np.ones(rows, np.int32))
 
     def _make_rows(self, starts: Int64, queries: int, *, shares: bool = False) -> Decoding:
         """Rows of sequences at `starts` that share nothing, or prefixes."""
@@ -261,60 +145,33 @@ class Batcher:
             Row("", slot, default, RowKind.DECODE, start, nothing, nothing, sample=True)
             for slot, start in enumerate(starts.tolist())
         ]
-        lengths = np.zeros_like(self.cache.lengths)
+        lengths = np.zeros_like(self._cache.lengths)
         lengths[:rows, : len(layout.groups)] = layout.lengths(
             *np.divmod(starts, layout.chunk_tokens)
         )
-        apart = np.arange(self.cache.tables.size, dtype=np.int32).reshape(self.cache.tables.shape)
-        self._epoch = None
+        apart = np.arange(self._cache.tables.size, dtype=np.int32).reshape(self._cache.tables.shape)
         made = self._decoding(rehearsed, apart, lengths, queries)
         chunks = starts // layout.chunk_tokens
         return replace(made, prefixes=partial(_share_prefixes, chunks)) if shares else made
 
-    def _rehearse(self, width: int, counts: Int32) -> StepAttention:
-        prefill = self._prefill_rows((), width)
-        self._begin(width, counts, prefill)
-        return StepAttention(self.kernels, self.windows, width, prefill, (), self.meters.sealing)
-
-    def repetition(
-        self, attention: StepAttention, sealer: ChunkSealer, tokens: int
-    ) -> RepeatAttention:
-        """The attention of a second pass of `tokens` tokens for a chunk that waits.
-
-        The chunk belongs to the step of `attention`.
-        """
-        repeated = attention.prefill.repeat_row(sealer.number, tokens)
-        self._begin(0, np.zeros(0, np.int32), repeated)
-        return RepeatAttention(self.kernels, self.windows, sealer, self.meters.sealing)
-
-    def _begin(
-        self, width: int, counts: Int32, prefill: PrefillRows, shape: PaddedShape | None = None
-    ) -> bool:
-        """Begin a pass; returns whether it is padded to `shape`."""
-        tables = self.tables.flat()
-        if shape is not None and self.kernels.begin_row(tables, prefill, shape):
-            return True
-        self.kernels.begin(tables, self.cache.lengths, width, counts, prefill)
-        return False
-
-    def advance(self, slots: Tensor, growth: Tensor) -> None:
-        """Prepare another pass of the last pass's decode rows (`PoolKernels.advance`).
-
-        `growth` int32 [n] are the tokens by which those in `slots` int64 [n] have grown.
-        """
-        self.tables.flat()
-        self.kernels.advance(slots, growth)
+    def _rehearsal(self, batch: Decoding, counts: Int32) -> Pass:
+        width = self._kernels.width(int(counts.sum()), batch.queries)
+        decoded = DecodedRows(batch, self._kernels.plan(batch)[0], counts, width)
+        lengths, prefill = self._cache.lengths.copy(), self._prefill_rows((), width)
+        nothing, ends = np.zeros(width, np.int64), np.zeros(0, np.int64)
+        addresses = PassAddresses(lengths, decoded, prefill)
+        return Pass((), nothing, nothing, ends, np.arange(width), addresses, ())
 
     def _address(self, row: Row) -> Int64:
         """[L, H, 2]: table offset and column of the row's heads."""
-        table = np.array([row.slot * self.cache.tables.shape[1], 0])
+        table = np.array([row.slot * self._cache.tables.shape[1], 0])
         return np.asarray(row.retention.layout.head_address[..., :2] + table)
 
     def _decoding(
         self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
     ) -> Decoding:
         """`rows` over block `tables` and `lengths`, which have one line for each slot."""
-        one, slots = rows[0].retention.layout, len(self.cache.lengths)
+        one, slots = rows[0].retention.layout, len(self._cache.lengths)
         kept = one.head_kept_tokens
         if len({row.retention for row in rows}) > 1:
             kept = np.stack([row.retention.layout.head_kept_tokens for row in rows])
@@ -333,7 +190,7 @@ class Batcher:
         for retention in set(retentions):
             own = np.flatnonzero([one is retention for one in retentions])
             layout, slot = retention.layout, slots[own]
-            table, index = (slot * x.shape[1] for x in (self.cache.tables, self.cache.lengths))
+            table, index = (slot * x.shape[1] for x in (self._cache.tables, self._cache.lengths))
             entries = _estimate_entries(layout, start[own])
             address_rows(layout.head_address, own, table, index, entries, address, budget)
         return DecodeRows(address, budget, self.windows, first.page_tokens)
@@ -346,7 +203,7 @@ class Batcher:
         kept, first_kept = (np.empty(address.shape[:3], np.int32) for _ in range(2))
         for number, row in enumerate(rows):
             layout = row.retention.layout
-            past = self.cache.past_lengths(row.slot, layout, row.start)
+            past = layout.lengths(*divmod(row.start, layout.chunk_tokens))
             address[:, number, :, :2] = self._address(row)
             address[:, number, :, 2] = past[layout.head_group]
             spans[number] = (
@@ -356,57 +213,12 @@ class Batcher:
                 first + len(row.tokens),
                 row.start,
             )
-            kept[:, number] = self._count_stored_tokens(row)
-            sealed = row.kind is RowKind.SEAL and row.retention.draft is not None
-            first_kept[:, number] = row.retention.head_first_tokens if sealed else kept[:, number]
+            seals = row.kind is RowKind.SEAL
+            kept[:, number] = layout.head_kept_tokens if seals else len(row.tokens)
+            drafted = seals and row.retention.draft is not None
+            first_kept[:, number] = row.retention.head_first_tokens if drafted else kept[:, number]
             first += len(row.tokens)
         return PrefillRows(address, spans, kept, first_kept, slice(0, len(rows)))
-
-    def _count_stored_tokens(self, row: Row) -> Int32 | int:
-        """Entries that the pass stores of a prefill row: [L, H], or one number for every head."""
-        return (
-            row.retention.layout.head_kept_tokens if row.kind is RowKind.SEAL else len(row.tokens)
-        )
-
-    def _sealers(self, rows: Sequence[Row]) -> Iterator[ChunkSealer | GroupSealer]:
-        """The sealers of `rows`; consecutive ones share a sealer where the kernels can."""
-        for (retention, kind), group in groupby(
-            range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
-        ):
-            if kind is RowKind.SEAL and retention.scorer is not None:
-                yield from self._sealers_of(retention, rows, list(group))
-
-    def _sealers_of(
-        self, retention: Retention, rows: Sequence[Row], numbers: Sequence[int]
-    ) -> Iterator[ChunkSealer | GroupSealer]:
-        """The sealers of the chunks `numbers` of `rows`, consecutive and of one retention."""
-        scorer = self._scorer_of(retention)
-        scores = find_group_scores(scorer, self.kernels)
-        apart = self.observer is not None or not retention.orders
-        receivers = {at: self._receiver(rows[at]) for at in numbers}
-        if scores is None or apart:
-            for at in numbers:
-                yield self._chunk_sealer(scorer, rows[at], at, receivers[at])
-            return
-        asked = {at - numbers[0]: one for at, one in receivers.items() if one is not None}
-        span = slice(numbers[0], numbers[-1] + 1)
-        yield GroupSealer(retention, self.kernels, scores, span, asked)
-
-    def _scorer_of(self, retention: Retention) -> Scorer:
-        scorer = None if retention.scorer is None else self.scorers.get(retention.scorer)
-        if scorer is None:
-            raise IntegrityError(f"a chunk must be scored by {retention.scorer}, which is not here")
-        return scorer
-
-    def _chunk_sealer(
-        self, scorer: Scorer, row: Row, number: int, receiver: ScoreReceiver | None
-    ) -> ChunkSealer:
-        rotary = self.rotary if "rotary" in scorer.needs else None
-        return ChunkSealer(scorer, self.kernels, row, number, rotary, self.observer, receiver)
-
-    def _receiver(self, row: Row) -> ScoreReceiver | None:
-        overflow = self.meters.overflow
-        return None if overflow is None else overflow.sample(row.retention, row.start)
 
 
 def _prefixes(rows: Sequence[Row], table: Int32, tables: Int32) -> Forest:

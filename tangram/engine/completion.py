@@ -156,6 +156,24 @@ class Parcel:
 
 
 @dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step, and the `completions` that get tokens of it, in the order of its rows.
+
+    Its time is its own if it is `awaited`: another step ran before it, or it is read at once.
+    """
+
+    step: Step
+    completions: list[Completion]
+    awaited: bool
+
+    @property
+    def times_decoding(self) -> bool:
+        """Whether its time is that of a step which does nothing but decode."""
+        only_decodes = self.step.decode_rows == len(self.step.rows)
+        return only_decodes and (self.awaited or self.step.drafts > 0)
+
+
+@dataclass(frozen=True, eq=False)
 class Flight:
     """A launched step and its `completions`, each of which gets a token."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.compress.between import derive_profile, is_derivable
 from tangram.compress.profile import Profile
@@ -48,25 +47,12 @@ class DerivedRetentions:
             profile = derive_profile(own, kv_retention, **self._pages)
         except ConfigError as error:
             raise RequestError(str(error), "kv_retention") from error
-        return self._made.setdefault(key, _lay_out(served, profile))
-
-
-def _lay_out(served: Retention, profile: Profile) -> Retention:
-    like = served.layout
-    layout = Layout.build(
-        like.geometry,
-        chunk_tokens=like.chunk_tokens,
-        page_tokens=like.page_tokens,
-        heads_per_page=like.heads_per_page,
-        max_tokens=like.max_tokens,
-        groups=profile.groups,
-        sealed_pages=profile.sealed_pages,
-    )
-    return replace(
-        served,
-        kv_retention=profile.kv_retention,
-        layout=layout,
-        fingerprint=profile.fingerprint(),
-        sink_tokens=profile.sink_tokens,
-        window_tokens=profile.window_tokens,
-    )
+        made = replace(
+            served,
+            kv_retention=profile.kv_retention,
+            layout=served.layout.with_groups(profile.groups, profile.sealed_pages),
+            fingerprint=profile.fingerprint(),
+            sink_tokens=profile.sink_tokens,
+            window_tokens=profile.window_tokens,
+        )
+        return self._made.setdefault(key, made)

@@ -1,15 +1,18 @@
-"""What a model needs to draft for another: its config, the same vocabulary, a share of the pool."""
+"""What drafts need: a config that verifies them, and of a second model its own, the same vocabulary
+and a share of the pool.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
 from tangram.engine.memory import GIB
 from tangram.errors import ConfigError
+from tangram.kernels.interface import MOST_QUERIES
 from tangram.model.load import LoadedModel
 from tangram.speculative_config import NAME, DraftModel
 
@@ -35,9 +38,36 @@ def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> E
         kv_cache_dtype="auto" if config.kv_cache_dtype == "int8" else config.kv_cache_dtype,
         kv_offload_gib=0.0,
         kv_offload_dtype="auto",
-        decode_policy=None,
         overflow_every=None,
     )
+
+
+def limit_drafts(config: EngineConfig, group: int) -> EngineConfig:
+    """`config` with no more drafts than a GPU verifies in one task, at `group` heads a KV head.
+
+    Raises `ConfigError` if it verifies none.
+    """
+    drafts, most = config.speculation, MOST_QUERIES // group - 1
+    if drafts is None or drafts.num_speculative_tokens <= most:
+        return config
+    if most < 1:
+        raise ConfigError(
+            f"{NAME}.num_speculative_tokens is {drafts.num_speculative_tokens}: a GPU verifies at "
+            f"most {MOST_QUERIES} queries of a KV head at a time, and here one token has {group}: "
+            f"leave {NAME} out"
+        )
+    _log.warning(
+        "%s.num_speculative_tokens is lowered from %d to %d: with %d query heads of a KV head a "
+        "GPU verifies no more at a time",
+        NAME,
+        drafts.num_speculative_tokens,
+        most,
+        group,
+    )
+    values = {field.name: getattr(drafts, field.name) for field in fields(drafts)}
+    given = {name: value for name, value in values.items() if value is not None}
+    lowered = {"method": drafts.method, **given, "num_speculative_tokens": most}
+    return replace(config, speculative_config=lowered)
 
 
 def readable_tokens(drafts: LoadedModel, served: str, max_tokens: int) -> int:

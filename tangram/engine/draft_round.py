@@ -27,10 +27,8 @@ class DraftPasses:
 
     def __init__(self, passes: Passes, rows: Sequence[Row], counts: Int64, epoch: int) -> None:
         self.counts = counts
-        self._pass = passes.begin(rows, epoch, carry_nothing, replayed=True)
+        self._pass = passes.begin(passes.batcher.build(rows, epoch), carry_nothing, replayed=True)
         self._drafts: list[Tensor] = []  # [n] each
-        slots = np.array([row.slot for row in rows])
-        self._slots, self._device_counts = passes.upload(slots, counts)
 
     def compute(self, beyond: int = 0) -> Tensor:
         """Logits [n, V] behind the newest token of each sequence, then behind each draft.
@@ -39,8 +37,8 @@ class DraftPasses:
         draft but one, or with `beyond` 1 that of its last draft.
         """
         if self._drafts:
-            growth = (self._device_counts + beyond > len(self._drafts)).to(torch.int32)
-            self._pass.advance(self._slots, self._drafts[-1], growth)
+            growth = (self.counts + beyond > len(self._drafts)).astype(np.int32)
+            self._pass = self._pass.follow(self._drafts[-1], growth)
         return self._pass.logits()
 
     def take(self, tokens: Tensor) -> None:

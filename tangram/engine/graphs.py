@@ -77,8 +77,8 @@ class PassGraphs:
         of these `sizes`. Tokens and positions are padded to the width or the `PaddedShape`. There
         are as many wanted places as any such pass wants.
         """
-        state = attention.kernels.captured
-        if state is None or (attention.padded_tokens is not None) in self._refused:
+        state = attention.launch.captured
+        if state is None or (attention.launch.padded_tokens is not None) in self._refused:
             return self._forward(attention, *torch.split(inputs, sizes))
         captured, place = self._captured.setdefault(state, {}), tuple(sizes)
         if place not in captured:
@@ -123,8 +123,8 @@ class PassGraphs:
             )
             return None
         except RuntimeError as error:
-            self._refused.add(attention.padded_tokens is not None)
-            which = "decode runs" if attention.padded_tokens is None else "prefill rows run"
+            self._refused.add(attention.launch.padded_tokens is not None)
+            which = "decode runs" if attention.launch.padded_tokens is None else "prefill rows run"
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:

@@ -24,18 +24,18 @@ from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission, count_state
-from tangram.engine.completion import Answers, Completion, Flight, Parcel, refuse
+from tangram.engine.completion import Answers, Completion, Flight, Parcel, PlannedStep, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.outbox import Outbox
 from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS
+from tangram.engine.sampling import BROKEN_LOGITS, SampledTokens
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Speculation
 from tangram.engine.text import TextCodec
-from tangram.engine.verification import Verifier
+from tangram.engine.verification import Verified, Verifier
 from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
@@ -186,7 +186,7 @@ class Engine:
         """Tell `observer` of every step from now on. Call it before `start`."""
         if self._watching is None:
             self._watching = Watching(
-                self.config,
+                self.config.speculation,
                 self.admission,
                 self._scheduler,
                 self._speculation,
@@ -211,7 +211,7 @@ class Engine:
         """Run steps on a thread of its own until `stop`."""
         if self._ranks is not None:
             self._ranks.tell_faults(self._stop_for)
-        self._thread = threading.Thread(target=self._run, name="tangram-engine", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="tangram-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -255,48 +255,80 @@ class Engine:
         return worked
 
     def _step(self) -> bool:
+        step = self._schedule()
+        if step is None:
+            return self._rest()
+        planned = self._plan(step)
+        outcome = self._run(planned)
+        self._commit(step)
+        self._emit(planned, outcome)
+        self._runner.collect()
+        return True
+
+    def _schedule(self) -> Step | None:
+        """The next step, after the jobs of other threads; None if nothing is to be computed."""
         changed = self._do_jobs() or self._checked
         self._plan_drafts()
         step = self._scheduled = self._scheduler.schedule()
         self._publish_queue()
         if step is None:
-            self._send_parcels()
-            if self._land():
-                return True
-            self._runner.collect()
-            self._check_once()
-            return False
+            return None
         if changed or time.monotonic() - self._stats_s > STATS_EVERY_S:
             self._publish_stats()
         self._checked = False
         if self._watching is not None:
             self._watching.tell_admissions()
-        sampled = self._answers.of(step, self._scheduler.running)
-        if step.drafts:
-            self._verify(step, sampled)
-        else:
-            self._run_plainly(step, sampled)
-        self._runner.collect()
-        return True
+        return step
 
-    def _run_plainly(self, step: Step, sampled: list[Completion]) -> None:
-        """Run a step without drafts. The tokens of the step before are read while it runs."""
-        awaited = self._flight is not None or not self.ahead
-        samplers = [entry.sampler for entry in sampled]
-        constrained = any(sampler.matcher is not None for sampler in samplers)
+    def _rest(self) -> bool:
+        """End what is in flight. Returns False if nothing is."""
+        self._send_parcels()
+        if self._land():
+            return True
+        self._runner.collect()
+        self._check_once()
+        return False
+
+    def _plan(self, step: Step) -> PlannedStep:
+        """Who gets tokens of `step`, and whether its time is its own."""
+        completions = self._answers.of(step, self._scheduler.running)
+        return PlannedStep(step, completions, self._flight is not None or not self.ahead)
+
+    def _run(self, planned: PlannedStep) -> SampledTokens | list[Verified] | None:
+        """Launch a step. The tokens of the step before are read while it runs.
+
+        Drafts are verified at once.
+        """
+        step, completions = planned.step, planned.completions
+        if step.drafts:
+            if self._verifier is None:
+                raise IntegrityError("a step has drafts, but this engine does not speculate")
+            return self._verifier.run(step, completions, self._send_parcels)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
+        constrained = any(completion.constrained for completion in completions)
+        samplers = [completion.sampler for completion in completions]
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
         self._send_parcels()
         self._land()
-        self._commit(step)
-        for sequence in [completion.sequence for completion in sampled]:
-            sequence.expect()
-        self._flight = None if choice is None else Flight(sampled, choice)
-        if not self.ahead:
-            self._land()
-        if awaited:
-            self._end_step(step)
+        return choice
+
+    def _emit(self, planned: PlannedStep, outcome: SampledTokens | list[Verified] | None) -> None:
+        """Enter the tokens of a step, or expect those that the device still computes."""
+        if isinstance(outcome, list):
+            for completion, tokens in outcome:
+                self._take_all(completion, tokens)
+            if not self.ahead:
+                self._send_parcels()
+            self._publish_queue()
+        else:
+            for completion in planned.completions:
+                completion.sequence.expect()
+            self._flight = None if outcome is None else Flight(planned.completions, outcome)
+            if not self.ahead:
+                self._land()
+        if self._speculation is not None and planned.times_decoding:
+            self._speculation.end_step()
 
     def _plan_drafts(self) -> None:
         """Choose the drafts of the next step. It can have some if all tokens are known.
@@ -318,10 +350,6 @@ class Engine:
             self._land()
             speculation.prepare(self._scheduler.decoding)
 
-    def _end_step(self, step: Step) -> None:
-        if self._speculation is not None and step.decode_rows == len(step.rows):
-            self._speculation.end_step()
-
     def _land(self) -> bool:
         """Read the tokens of the step in flight and send events.
 
@@ -341,19 +369,6 @@ class Engine:
                 self._take(completion, token)
         self._publish_queue()
         return True
-
-    def _verify(self, step: Step, sampled: list[Completion]) -> None:
-        """Run a step with drafts, accept those that equal the model's tokens, and send events."""
-        if self._verifier is None:
-            raise IntegrityError("a step has drafts, but this engine does not speculate")
-        verified = self._verifier.run(step, sampled, self._send_parcels)
-        self._commit(step)
-        for completion, tokens in verified:
-            self._take_all(completion, tokens)
-        if not self.ahead:
-            self._send_parcels()
-        self._publish_queue()
-        self._end_step(step)
 
     def _commit(self, step: Step) -> None:
         self._scheduler.commit(step)
@@ -506,7 +521,7 @@ class Engine:
             job()
         done.result()
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         try:
             while True:
                 worked = self.step()

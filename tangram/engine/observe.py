@@ -16,9 +16,8 @@ from tangram.cache.step import Row
 from tangram.calibrate.measure import Magnitudes
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import ChunkView, Scorer
-from tangram.config import EngineConfig
-from tangram.engine.runner import Runner
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.runner import Runner, RunnerSettings
+from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.engine.token_sequence import sequence_of
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import ScoreObserver
@@ -80,19 +79,11 @@ def chunk_source(
         one_chunk_a_step="reconstruction" in scorer.needs,
     )
     cache = CacheManager([retention], total_pages=pages, max_sequences=1, prefix_caching=False)
-    config = EngineConfig(
-        kv_retention=1.0,
-        chunk_tokens=chunk_tokens,
-        page_tokens=chunk_tokens,
-        max_num_seqs=1,
-        max_num_batched_tokens=chunk_tokens + 1,
-    )
-    runner = Runner(
-        loaded, [retention], {scorer.name: scorer}, pages=pages, cache=cache, observer=observer
-    )
+    settings = RunnerSettings(pages, observer=observer)
+    runner = Runner(loaded, [retention], {scorer.name: scorer}, cache, settings)
 
     def chunks_of(tokens: Sequence[int]) -> Iterator[int]:
-        scheduler = Scheduler(config, cache)
+        scheduler = Scheduler(cache, StepLimits(1, chunk_tokens + 1))
         whole = len(tokens) // chunk_tokens * chunk_tokens
         sequence = sequence_of("sample", 0, retention, "", tuple(tokens[:whole]), whole)
         scheduler.add(sequence)

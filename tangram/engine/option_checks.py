@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,6 @@ from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel, load_configured, read_text_config, read_vocabulary
 from tangram.model.place import find_device
-from tangram.plan.policy import Policy
 from tangram.speculative_config import DraftModel
 
 
@@ -31,8 +29,6 @@ def check_options(config: EngineConfig) -> torch.device:
     check_host_memory(config, device)
     if config.compile_decode:
         check_compile_decode(device)
-    if config.decode_policy is not None:
-        Policy.load(Path(config.decode_policy)).check(name_device(device), {})
     Compression.of(config, None).check_without_model()
     if isinstance(drafts := config.speculation, DraftModel):
         read_text_config(drafts.model)
@@ -54,11 +50,6 @@ def _positions(config: EngineConfig) -> int:
     """Those that the model was made for; without a limit the most that an option allows."""
     text = read_text_config(config.model)
     return int(getattr(text, "max_position_embeddings", None) or MOST_TOKENS)
-
-
-def name_device(device: torch.device) -> str:
-    """The name of `device` in decode policies."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def check_model_len(config: EngineConfig, positions: int) -> None:

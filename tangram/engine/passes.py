@@ -1,4 +1,4 @@
-"""Forward passes of one model over the rows of one batcher.
+"""Runs forward passes of one model.
 
 While serving, only this module calls the model; `memory.py` calls it once at the start, to measure.
 """
@@ -8,86 +8,122 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.step import Row, RowKind
+from tangram.cache.step import Row, Step
+from tangram.compress.scorers.kvzip import repeat_tokens
 from tangram.engine.batcher import Batcher
+from tangram.engine.device_tables import DeviceTables
+from tangram.engine.forward_pass import Pass, seals_of
 from tangram.engine.graphs import PassGraphs
 from tangram.engine.meters import Meters
+from tangram.kernels.host_forms import HostForm
+from tangram.kernels.interface import Launch, PoolKernels
 from tangram.kernels.transfer import place
-from tangram.model.attention import AttentionContext, StepAttention
+from tangram.model.attention import AttentionContext, RepeatAttention, StepAttention
 from tangram.model.load import LoadedModel
-from tangram.types import Int64
+from tangram.model.sealing import ChunkSealer, Sealing
+from tangram.types import Int32, Int64
+
+# Prefill rows that get a pass of their own, and their tokens. Graphs launch such passes faster than
+# the host launches one for all. With more rows the device is busy so long that it does not matter
+# (H200).
+MOST_APART, MOST_TOKENS_APART = 4, 2048
 
 # Writes tokens that only the device knows into tokens [T].
 Carry = Callable[[Tensor], object]
 
 
-@dataclass(frozen=True)
-class Flattened:
-    """The flattened batch of a pass: int64 `tokens` and `positions` [T].
-
-    `ends` [R] are the places of each row's last token. The model's token behind each of `sampled`
-    [n] is chosen: behind all tokens of a DECODE row, behind the last one of another.
-    """
-
-    tokens: Int64
-    positions: Int64
-    ends: Int64
-    sampled: Int64
-
-
 class Passes:
-    """Runs forward passes of `loaded` over rows whose attention `batcher` builds.
+    """Runs passes of `loaded` that `batcher` builds for `kernels`, over the block `tables`.
 
-    With `graphs` passes that only decode, and single prefill rows, are replayed as CUDA graphs.
+    `sealing` scores and seals chunks; these are rounded to `form`. With `graphs` passes that only
+    decode, and single prefill rows, are replayed as CUDA graphs.
     """
 
     def __init__(
-        self, loaded: LoadedModel, batcher: Batcher, meters: Meters, *, graphs: bool = False
+        self,
+        loaded: LoadedModel,
+        batcher: Batcher,
+        kernels: PoolKernels,
+        tables: DeviceTables,
+        sealing: Sealing,
+        meters: Meters,
+        *,
+        form: HostForm | None = None,
+        graphs: bool = False,
     ) -> None:
-        self.batcher = batcher
+        self.batcher, self.kernels, self.tables = batcher, kernels, tables
+        self.sealing, self.form = sealing, form
         self._loaded, self._meters = loaded, meters
         self.graphs = PassGraphs(self.forward, loaded.device) if graphs else None
 
-    def logits(
-        self,
-        rows: Sequence[Row],
-        epoch: int,
-        carry: Callable[[Sequence[Row], Int64], Carry],
-        *,
-        replayed: bool,
-    ) -> tuple[StepAttention, Tensor]:
-        """The attention of one pass, and logits [n, V] of the tokens behind which one is sampled.
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._loaded.device
 
-        If `replayed`, by a graph that fits it; the logits are valid until the next pass. `carry` of
-        the rows and their ends returns what writes tokens that only the device knows.
+    def split(self, step: Step) -> list[tuple[tuple[Row, ...], bool]]:
+        """The rows of each forward pass of `step`, and whether a graph may replay it.
+
+        All rows go in one pass, unless there are graphs and few prefill rows. Then the decode rows
+        go in one, and each prefill row in a pass of its own.
         """
-        begun = self.begin(rows, epoch, carry, replayed=replayed)
-        return begun.attention, begun.logits()
+        decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
+        if not self.takes_apart(rest):
+            return [(step.rows, False)]
+        return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
 
-    def begin(
-        self,
-        rows: Sequence[Row],
-        epoch: int,
-        carry: Callable[[Sequence[Row], Int64], Carry],
-        *,
-        replayed: bool,
-    ) -> BegunPass:
-        """What `logits` computes, ready on the device."""
-        attention = self.batcher.attention(rows, epoch, padded=replayed)
-        flat = flatten(rows, attention)
-        replayed = replayed and bool(attention.width or attention.padded_tokens)
-        graphs, wanted = self.graphs if replayed else None, flat.sampled
+    def takes_apart(self, rows: Sequence[Row]) -> bool:
+        """Whether each of these prefill rows is a pass of its own, which a graph can replay."""
+        if self.graphs is None:
+            return False
+        if not rows:
+            return True
+        few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
+        if not few or self._meters.overflow is not None:
+            return False
+        return self.sealing.replayable(seals_of(rows))
+
+    def begin(self, work: Pass, carry: Carry, *, replayed: bool = False) -> BegunPass:
+        """`work`, ready on the device; if `replayed`, by a graph that fits it.
+
+        `carry` writes tokens that only the device knows.
+        """
+        launch = self._launch(work)
+        padded = launch.padded_tokens
+        graphs, wanted = None, work.sampled
+        if replayed and (work.addresses.width or padded):
+            graphs = self.graphs
         if graphs is not None:  # it needs the same places in every pass
-            wanted = np.arange(attention.width) if attention.width else flat.ends
-        sizes = [len(part) for part in (flat.tokens, flat.positions, wanted)]
-        (inputs,) = self.upload(np.concatenate([flat.tokens, flat.positions, wanted]))
-        carry(rows, flat.ends)(inputs[: sizes[0]])
-        return BegunPass(self, attention, graphs, inputs, sizes, len(flat.sampled))
+            width = work.addresses.width
+            wanted = np.arange(width) if width else work.ends
+        beyond = np.zeros(0 if padded is None else padded - len(work.tokens), np.int64)
+        parts = [work.tokens, beyond, work.positions, beyond, wanted]
+        (inputs,) = self.upload(np.concatenate(parts))
+        tokens = len(work.tokens) + len(beyond)
+        carry(inputs[:tokens])
+        return BegunPass(self, work, launch, graphs, inputs, [tokens, tokens, len(wanted)])
+
+    def _launch(self, work: Pass) -> Launch:
+        return self.kernels.launch(work.addresses, self.tables.flat())
+
+    def attention(self, work: Pass, launch: Launch) -> StepAttention:
+        """The attention of `work`."""
+        return StepAttention(
+            launch,
+            self.batcher.windows,
+            work.addresses.width,
+            work.addresses.prefill.spans,
+            self.sealing.sealers(work.seals),
+            self._meters.sealing,
+            self.form,
+            work.sealed_tokens,
+        )
 
     def forward(
         self, attention: AttentionContext, tokens: Tensor, positions: Tensor, wanted: Tensor
@@ -108,6 +144,23 @@ class Passes:
         logits: Tensor = output.logits[0]
         return logits
 
+    def finish(self, work: Pass, attention: StepAttention) -> None:
+        """The second pass of scorers that make the model repeat a chunk (KVzip, section 3)."""
+        for sealer in attention.sealers:
+            if isinstance(sealer, ChunkSealer) and sealer.pending:
+                repeat = work.repeating(sealer.number, self._repetition(sealer.row))
+                launch, sealing = self._launch(repeat), self._meters.sealing
+                repetition = RepeatAttention(launch, self.batcher.windows, sealer, sealing)
+                parts = repeat.tokens, repeat.positions, repeat.sampled
+                self.forward(repetition, *self.upload(*parts))
+
+    def _repetition(self, row: Row) -> Int64:
+        encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
+        preceding = row.preceding.tolist() if row.start else None
+        return np.asarray(
+            repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64
+        )
+
     def upload(self, *arrays: Int64) -> list[Tensor]:
         """The arrays on the model's device, in their shapes and dtype."""
         return [place(array, self._loaded.device) for array in arrays]
@@ -115,15 +168,18 @@ class Passes:
     @torch.inference_mode()
     def rehearse_decode(self, rows: int) -> None:
         """Run all kernels of decode passes of `rows` rows, before serving."""
-        for attention in self.batcher.rehearsals(rows):
-            nothing = np.zeros(attention.width, np.int64)
-            self.forward(attention, *self.upload(nothing, nothing, np.arange(attention.width)))
+        for work in self.batcher.rehearsals(rows):
+            inputs = self.upload(work.tokens, work.positions, work.sampled)
+            for launch in self.kernels.rehearse(work.addresses, self.tables.flat()):
+                self.forward(self.attention(work, launch), *inputs)
 
     @torch.inference_mode()
     def capture_prefill(self) -> None:
         """Capture the graphs of single prefill rows of the default ρ, before serving."""
-        for row in self.batcher.typical() if self.graphs is not None else ():
-            self.logits((row,), 0, carry_nothing, replayed=True)
+        for row in self.batcher.typical():
+            if self.takes_apart((row,)):
+                work = self.batcher.build((row,), 0, padded=True)
+                self.begin(work, carry_nothing, replayed=True).logits()
 
     @torch.inference_mode()
     def capture(
@@ -137,81 +193,60 @@ class Passes:
         if self.graphs is None:
             return
         counts = range(queries, rows + 1)
-        widths = {self.batcher.kernels.width(count, queries) for count in counts}
+        widths = {self.kernels.width(count, queries) for count in counts}
         # The largest first: the others fit into its memory.
         for width in track(sorted(widths, reverse=True)):
             for shares in (False, True) if queries == 1 and width > 1 else (False,):
-                attention = self.batcher.rehearse(min(width, rows), queries, shares=shares)
-                if self.batcher.kernels.captured is None:
+                work = self.batcher.rehearsal(min(width, rows), queries, shares=shares)
+                begun = self.begin(work, carry_nothing, replayed=True)
+                if begun.launch.captured is None:
                     return
-                nothing = np.zeros(2 * attention.width, np.int64)
-                (inputs,) = self.upload(np.concatenate([nothing, np.arange(attention.width)]))
-                self.graphs.logits(inputs, [attention.width] * 3, attention)
+                begun.logits()
 
 
 @dataclass(frozen=True, eq=False)
 class BegunPass:
-    """A pass whose `inputs` are on the device: tokens, positions and wanted places, of `sizes`.
+    """`work` on the device: its `inputs` are tokens, positions and wanted places, of `sizes`.
 
-    `sampled` of the wanted places are those behind which a token is chosen.
+    `graphs` replay it, unless they are None.
     """
 
     passes: Passes
-    attention: StepAttention
+    work: Pass
+    launch: Launch
     graphs: PassGraphs | None
     inputs: Tensor
     sizes: list[int]
-    sampled: int
 
     def logits(self) -> Tensor:
-        """Logits [sampled, V]. They are valid until the next pass: graphs share their memory."""
-        if self.graphs is None:
-            return self.passes.forward(self.attention, *torch.split(self.inputs, self.sizes))
-        return self.graphs.logits(self.inputs, self.sizes, self.attention)[: self.sampled]
+        """Logits [n, V] of the places `sampled` of the pass, whose chunks are sealed then.
 
-    def advance(self, slots: Tensor, tokens: Tensor, growth: Tensor) -> None:
-        """Its rows, one token in each of `slots` [n], continue with `tokens` int64 [n].
-
-        Where `growth` int32 [n] is 0 instead of 1, the next pass repeats the last one.
+        They are valid until the next pass: graphs share their memory.
         """
-        own, positions, _ = torch.split(self.inputs, self.sizes)
-        rows = len(slots)
-        own[:rows].copy_(torch.where(growth > 0, tokens, own[:rows]))
-        positions[:rows].add_(growth)
-        self.passes.batcher.advance(slots, growth)
+        attention = self.passes.attention(self.work, self.launch)
+        if self.graphs is None:
+            logits = self.passes.forward(attention, *torch.split(self.inputs, self.sizes))
+        else:
+            logits = self.graphs.logits(self.inputs, self.sizes, attention)
+        self.passes.finish(self.work, attention)
+        return logits[: len(self.work.sampled)]
+
+    def follow(self, tokens: Tensor, growth: Int32) -> BegunPass:
+        """The pass behind this one, in which its rows go on with `tokens` int64 [n], one each.
+
+        Where `growth` [n] is 0 instead of 1, it repeats this one.
+        """
+        last = self.inputs[: len(growth)]
+        if not growth.all():
+            (grows,) = self.passes.upload(growth.astype(np.int64))
+            tokens = torch.where(grows > 0, tokens, last)
+        following = self.work.followed_by(growth)
+        return self.passes.begin(
+            following,
+            lambda own: own[: len(growth)].copy_(tokens),
+            replayed=self.graphs is not None,
+        )
 
 
-def carry_nothing(rows: Sequence[Row], ends: Int64) -> Carry:
+def carry_nothing(tokens: Tensor) -> None:
     """For passes whose tokens are all known on the host."""
-    return lambda tokens: None
-
-
-def flatten(rows: Sequence[Row], attention: StepAttention) -> Flattened:
-    """The flattened batch of `rows`.
-
-    Decode rows are padded to the width of `attention`, a row with a `PaddedShape` to its tokens.
-    """
-    decode = RowKind.DECODE
-    decode_rows = sum([row.kind is decode for row in rows])
-    tokens = [row.tokens for row in rows]
-    counts = np.array([len(own) for own in tokens])
-    ends = np.cumsum(counts) - 1
-    decoded = int(counts[:decode_rows].sum())
-    fill = np.zeros(attention.width - decoded, np.int64)
-    # A token's place in the batch, moved to where its row starts.
-    places = np.arange(counts.sum())
-    places += np.repeat([row.start for row in rows] - (ends + 1 - counts), counts)
-    positions = [places[:decoded], places[decoded:]]
-    ends[decode_rows:] += len(fill)
-    beyond = np.zeros(
-        0 if attention.padded_tokens is None else attention.padded_tokens - ends[-1] - 1, np.int64
-    )
-    tokens.insert(decode_rows, fill)
-    positions.insert(1, fill)
-    for parts in (tokens, positions):
-        parts.append(beyond)
-    sampled = [
-        end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample
-    ]
-    wanted = np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64)])
-    return Flattened(np.concatenate(tokens), np.concatenate(positions), ends, wanted)

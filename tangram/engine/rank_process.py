@@ -12,9 +12,8 @@ import traceback
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
-from tangram.engine.build import rank_builder
+from tangram.engine.build import follower
 from tangram.engine.ranks import RankStart, join_ranks, share_cores
 from tangram.errors import IntegrityError, TangramError
 
@@ -26,25 +25,24 @@ def serve_rank(pipe: Connection) -> None:
     engine or a step raises.
     """
     pipe.send("ready")
-    told: SimpleQueue[Any] = SimpleQueue()
+    start, told = pipe.recv(), SimpleQueue[bytes]()
     Thread(target=_read, args=(pipe, told), daemon=True).start()
-    start = told.get()
     if not isinstance(start, RankStart):
         raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")
     share_cores(start.config)
     join_ranks(start.config, start.rank, start.meeting)
     logging.disable(logging.WARNING)  # rank 0 says the same
-    runner = rank_builder(start.config).follower()
+    runner = follower(start.config)
     logging.disable(logging.NOTSET)
     while True:
         runner.follow(told.get())
 
 
-def _read(pipe: Connection, told: SimpleQueue[Any]) -> None:
+def _read(pipe: Connection, told: SimpleQueue[bytes]) -> None:
     """Read what is told. If rank 0 has ended, so does this process, whatever it is doing."""
     try:
         while True:
-            told.put(pipe.recv())
+            told.put(pipe.recv_bytes())
     except (EOFError, OSError):
         os._exit(0)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch import distributed as dist
 
@@ -19,68 +19,16 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.cache.write_log import WriteLog
 from tangram.compress.scorers import Scorer
 from tangram.engine.draft_round import DraftPasses
+from tangram.engine.forward_pass import Pass
 from tangram.engine.passes import Carry, Passes
+from tangram.engine.rank_wire import ClearOrder, DraftOrder, MoveOrder, OrderCodec, StepOrder
 from tangram.engine.ranks import Ranks
-from tangram.engine.runner import Runner
+from tangram.engine.runner import Runner, RunnerSettings
 from tangram.engine.sampling import SampledTokens, SampleRow
 from tangram.engine.self_drafts import draft_row, set_draft_positions
 from tangram.errors import IntegrityError
-from tangram.kernels.interface import KernelChoice
 from tangram.model.load import LoadedModel
-from tangram.types import Int32, Int64, PageMove
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """A `Row` in numbers: what ranks need of it, its retention by number."""
-
-    slot: int
-    retention: int
-    kind: str
-    start: int
-    tokens: Int64
-    preceding: Int64
-    sample: bool
-    pending: bool
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """A `Step`, and what was entered in the block tables since the one before."""
-
-    rows: tuple[RankRow, ...]
-    epoch: int
-    moves: tuple[PageMove, ...]
-    awaited: bool
-    writes: tuple[TableWrite, ...]
-
-
-@dataclass(frozen=True)
-class RankClear:
-    """The ranks fill `pages` [n] with zeros."""
-
-    pages: Int32
-
-
-@dataclass(frozen=True)
-class RankMoves:
-    """The ranks move pages to host memory and back, as `Step` says."""
-
-    moves: tuple[PageMove, ...]
-    awaited: bool
-
-
-@dataclass(frozen=True)
-class RankDrafts:
-    """The ranks decode `rows`, and then the drafts that rank 0 chooses, `counts` int64 [n] of them.
-
-    `epoch` is that of the drafting sequences, `writes` are as in `RankStep`.
-    """
-
-    rows: tuple[RankRow, ...]
-    counts: Int64
-    epoch: int
-    writes: tuple[TableWrite, ...]
+from tangram.types import Int32, Int64
 
 
 class RankRunner(Runner):
@@ -94,21 +42,21 @@ class RankRunner(Runner):
     def __init__(
         self,
         loaded: LoadedModel,
-        scorers: Mapping[str, Scorer],
-        *,
         shares: Mapping[Retention, Retention],
+        scorers: Mapping[str, Scorer],
         cache: PartTables,
-        **options: Any,
+        settings: RunnerSettings,
     ) -> None:
-        super().__init__(loaded, list(shares.values()), scorers, cache=cache, **options)
-        self._common, self._shares, self._tables = list(shares), shares, cache
+        super().__init__(loaded, list(shares.values()), scorers, cache, settings)
+        self._shares, self._tables = shares, cache
+        self._codec = OrderCodec(list(shares))
         self._ranks: Ranks | None = None
         self._written: WriteLog | None = None
         self._drafts: tuple[Passes, PartTables] | None = None
 
     def lead(self, ranks: Ranks, cache: CacheManager) -> None:
         """From now on tell steps to `ranks`. `cache` manages the page numbers of all ranks."""
-        self._ranks, self._written = ranks, WriteLog(cache, self._common)
+        self._ranks, self._written = ranks, WriteLog(cache)
         ranks.release_by(self._forget_graphs)
 
     def _forget_graphs(self) -> None:
@@ -126,15 +74,13 @@ class RankRunner(Runner):
         """See `Runner`."""
         if self._ranks is None:
             return super().run(step, sample_rows, before_choosing, drafted)
-        told = self._number(step)
-        with self._ranks.computing(told):
-            return super().run(self._enter(told), sample_rows, before_choosing, drafted)
+        order = StepOrder(step, self._take_writes())
+        with self._ranks.computing(self._codec.encode(order)):
+            return super().run(self._enter(order), sample_rows, before_choosing, drafted)
 
-    def draft_passes(
-        self, retention: Retention, tables: PartTables, kernels: KernelChoice
-    ) -> Passes:
+    def draft_passes(self, retention: Retention, tables: PartTables) -> Passes:
         """See `Runner`. All ranks call it, and compute these passes together."""
-        passes = super().draft_passes(retention, tables, kernels)
+        passes = super().draft_passes(retention, tables)
         self._drafts = passes, tables
         return passes
 
@@ -147,9 +93,9 @@ class RankRunner(Runner):
         """
         if self._ranks is None:
             raise IntegrityError("a rank drafts before it leads")
-        told = RankDrafts(self._number_rows(rows), counts, epoch, self._take_writes())
-        with self._ranks.computing(told):
-            self._copy(told.writes)
+        order = DraftOrder(tuple(rows), counts, epoch, self._take_writes())
+        with self._ranks.computing(self._codec.encode(order)):
+            self._copy(order.writes)
             yield
 
     def move(self, step: Step) -> None:
@@ -157,7 +103,8 @@ class RankRunner(Runner):
         if self._ranks is None:
             super().move(step)
             return
-        with self._ranks.computing(RankMoves(step.moves, step.awaited)):
+        order = MoveOrder(Step((), 0, step.moves, step.awaited))
+        with self._ranks.computing(self._codec.encode(order)):
             super().move(step)
 
     def clear(self, pages: Int32) -> None:
@@ -165,88 +112,67 @@ class RankRunner(Runner):
         if self._ranks is None:
             super().clear(pages)
             return
-        with self._ranks.computing(RankClear(pages)):
+        with self._ranks.computing(self._codec.encode(ClearOrder(pages))):
             super().clear(pages)
 
-    def follow(self, told: RankStep | RankMoves | RankDrafts | RankClear) -> None:
-        """Compute this rank's part of what rank 0 computes."""
-        match told:
-            case RankClear():
-                self.clear(told.pages)
-            case RankMoves():
-                self.move(Step((), 0, told.moves, told.awaited))
-            case RankDrafts():
-                self._follow_drafts(told)
-            case _:
-                self.run(self._enter(told), [])
+    def follow(self, told: bytes) -> None:
+        """Compute this rank's part of what rank 0 computes, and has told."""
+        match order := self._codec.decode(told):
+            case ClearOrder():
+                self.clear(order.pages)
+            case MoveOrder():
+                self.move(order.step)
+            case DraftOrder():
+                self._follow_drafts(order)
+            case StepOrder():
+                self.run(self._enter(order), [])
         self.collect()
 
     @torch.inference_mode()
-    def _follow_drafts(self, told: RankDrafts) -> None:
+    def _follow_drafts(self, order: DraftOrder) -> None:
         """Compute the passes of a round of drafts; rank 0 chooses the tokens."""
         if self._drafts is None:
             raise IntegrityError("a rank is told to draft that has no passes for it")
-        self._copy(told.writes)
+        self._copy(order.writes)
         passes, tables = self._drafts
-        rows = [draft_row(self._row(row)) for row in told.rows]
+        rows = [draft_row(self._own(row)) for row in order.rows]
         set_draft_positions(tables, rows)
-        drafts = DraftPasses(passes, rows, told.counts, told.epoch)
-        for _ in range(int(told.counts.max())):
+        drafts = DraftPasses(passes, rows, order.counts, order.epoch)
+        for _ in range(int(order.counts.max())):
             device = drafts.compute().device
             tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
             dist.broadcast(tokens, 0)
             drafts.take(tokens)
-
-    def _number(self, step: Step) -> RankStep:
-        rows, writes = self._number_rows(step.rows), self._take_writes()
-        return RankStep(rows, step.epoch, step.moves, step.awaited, writes)
-
-    def _number_rows(self, rows: Sequence[Row]) -> tuple[RankRow, ...]:
-        return tuple(
-            RankRow(
-                row.slot,
-                self._common.index(row.retention),
-                row.kind.value,
-                row.start,
-                row.tokens,
-                row.preceding,
-                row.sample,
-                row.pending,
-            )
-            for row in rows
-        )
 
     def _take_writes(self) -> tuple[TableWrite, ...]:
         return () if self._written is None else self._written.take()
 
     def _copy(self, writes: Sequence[TableWrite]) -> None:
         """Enter `writes` in the tables of this rank; rank 0's cache enters those of its drafts."""
-        self._tables.copy(writes, self._common)
+        self._tables.copy(writes)
         if self._drafts is not None and self._ranks is None:
-            self._drafts[1].copy(writes, self._common)
+            self._drafts[1].copy(writes)
 
-    def _enter(self, told: RankStep) -> Step:
+    def _enter(self, order: StepOrder) -> Step:
         """Write the tables of this rank; the step as it computes it."""
-        self._copy(told.writes)
-        rows = tuple(self._row(row) for row in told.rows)
+        self._copy(order.writes)
+        rows = tuple(self._own(row) for row in order.step.rows)
         alike: dict[Retention, list[tuple[int, int, int]]] = {}
         for row in rows:
             if row.kind is RowKind.DECODE:
                 alike.setdefault(row.retention, []).append((row.slot, row.start, len(row.tokens)))
         for retention, own in alike.items():
             self._tables.set_positions(retention.layout, *np.array(own, np.int64).T)
-        return Step(rows, told.epoch, told.moves, told.awaited)
+        return replace(order.step, rows=rows)
 
-    def _row(self, told: RankRow) -> Row:
-        own = self._shares[self._common[told.retention]]
-        kind, start = RowKind(told.kind), told.start
-        tokens, preceding = told.tokens, told.preceding
-        return Row("", told.slot, own, kind, start, tokens, preceding, told.sample, told.pending)
+    def _own(self, row: Row) -> Row:
+        """`row` with what this rank keeps of it."""
+        return structs.replace(row, retention=self._shares[row.retention])
 
-    def _carry(self, rows: Sequence[Row], ends: Int64, drafted: Tensor | None) -> Carry:
+    def _carry(self, work: Pass, drafted: Tensor | None) -> Carry:
         """See `Runner`: rank 0 alone knows tokens that the host does not, and tells the others."""
-        pending = any(row.pending for row in rows)
-        known = super()._carry(rows, ends, drafted) if dist.get_rank() == 0 else None
+        pending = any(row.pending for row in work.rows)
+        known = super()._carry(work, drafted) if dist.get_rank() == 0 else None
 
         def carry(tokens: Tensor) -> None:
             if known is not None:

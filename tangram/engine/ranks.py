@@ -132,7 +132,7 @@ class Ranks:
                 self._joined.set_exception(error)
 
     @contextmanager
-    def computing(self, told: object) -> Iterator[None]:
+    def computing(self, told: bytes) -> Iterator[None]:
         """Tell the other ranks `told`, and compute with them.
 
         Raises `EngineError` that names the rank which has failed. If rank 0 fails, all end: the
@@ -142,7 +142,7 @@ class Ranks:
             raise EngineError(self.fault)
         try:
             for pipe in self._pipes:
-                pipe.send(told)
+                pipe.send_bytes(told)
             yield
         except BaseException as error:
             if (found := self.explain(error)) is error:

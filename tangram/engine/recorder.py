@@ -17,7 +17,6 @@ from tangram.cache.kept import KeptStore
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind
 from tangram.engine.token_sequence import TokenSequence
-from tangram.kernels.interface import PoolKernels
 from tangram.kernels.transfer import HostCopies
 from tangram.watch import KeptPositions
 
@@ -34,23 +33,16 @@ class _Note:
 
 
 class KeptRecorder:
-    """Notes what `kernels` keep of the chunks that a pass seals, up to `rows` of them, in `store`.
+    """Notes what is kept of the chunks that a pass seals, up to `rows` of them, in `store`.
 
-    Call `note` after each pass, `commit` and `collect` after each step.
+    The kernels of the pool write it to `chosen` (`KvPool`). Call `note` after each pass, `commit`
+    and `collect` after each step.
     """
 
-    def __init__(
-        self,
-        kernels: PoolKernels,
-        retention: Retention,
-        rows: int,
-        device: torch.device,
-        limit: int,
-    ) -> None:
+    def __init__(self, retention: Retention, rows: int, device: torch.device, limit: int) -> None:
         geometry = retention.layout.geometry
         shape = rows, geometry.layers, geometry.kv_heads, retention.layout.chunk_tokens
-        self._mask = torch.zeros(shape, dtype=torch.uint8, device=device)
-        kernels.record(self._mask)
+        self.chosen = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._windows = [at for at, window in enumerate(geometry.windows) if window is not None]
         self.store = KeptStore(limit)
         self._noted: list[_Note] = []
@@ -61,7 +53,7 @@ class KeptRecorder:
         prefill = [row for row in rows if row.kind is not RowKind.DECODE]
         sealed = [at for at, row in enumerate(prefill) if _is_chosen(row)]
         if sealed:
-            masks = self._mask[: sealed[-1] + 1]
+            masks = self.chosen[: sealed[-1] + 1]
             # The next pass writes the same buffer. On a GPU it follows the copy.
             copies = HostCopies(masks.clone() if masks.is_cpu else masks)
             self._noted += [_Note(prefill[at], copies, at) for at in sealed]

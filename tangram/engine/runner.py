@@ -3,100 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.layout import Layout
 from tangram.cache.part_tables import PartTables
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.entry_scales import join_scales
 from tangram.compress.scorers import Scorer
-from tangram.compress.scorers.kvzip import repeat_tokens
-from tangram.engine.batcher import Batcher, BlockTables, DeviceTables
+from tangram.engine.batcher import Batcher
+from tangram.engine.device_tables import BlockTables, DeviceTables
+from tangram.engine.forward_pass import Pass
 from tangram.engine.meters import Meters
-from tangram.engine.passes import Carry, Passes, flatten
+from tangram.engine.passes import Carry, Passes, carry_nothing
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.host_forms import HostForm
-from tangram.kernels.interface import KernelChoice, PoolKernels
-from tangram.kernels.narrow import stored_scales
+from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
+from tangram.kernels.narrow import NARROW, stored_scales
 from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
-from tangram.model.attention import StepAttention
 from tangram.model.load import LoadedModel
-from tangram.model.overflow import Overflow
 from tangram.model.rotary import model_rotary
-from tangram.model.sealing import ChunkSealer, ScoreObserver
-from tangram.types import Int32, Int64
+from tangram.model.sealing import ScoreObserver, Sealing
+from tangram.types import Int32
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """The pool of a `Runner`, and how it computes.
+
+    The pool has so many `pages`, in `cache_dtype` or the model's own; `host_pages` lie behind it,
+    in `form`. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA graphs.
+    `queries` are the numbers of tokens that a decode row may have. `meters` measure: those given,
+    or new ones. `observer` is told the scores of chunks. With `records`, kept positions of up to so
+    many chunks of a pass are noted (`recorder`).
+    """
+
+    pages: int
+    host_pages: int = 0
+    cache_dtype: torch.dtype | None = None
+    form: HostForm | None = None
+    kernels: KernelChoice = pool_kernels
+    graphs: bool = False
+    queries: Sequence[int] = (1,)
+    meters: Meters | None = None
+    observer: ScoreObserver | None = None
+    records: int = 0
 
 
 class Runner:
-    """Runs steps of one model over one pool, [pages, Hp, S, P, D] of `cache_dtype`.
+    """Runs steps of one model over one pool, [pages, Hp, S, P, D].
 
-    `cache` has the pool's block tables; `host_pages` lie behind the pool. `scorers` have those that
-    the retentions name. `graphs` runs passes that only decode, and those of few prefill rows, as
-    CUDA graphs. `queries` are the numbers of tokens that a decode row may have. `cache_dtype` None
-    is the model's own. A pool of 8 bits has the largest scales of all `retentions`. `meters`
-    measure: those given, or new ones, including `overflow` if it is set. With `records`, kept
-    positions of up to so many chunks of a pass are noted (`recorder`). Host memory keeps pages in
-    `form`.
+    `cache` has the pool's block tables. `scorers` have those that the retentions name. A pool of 8
+    bits has the largest scales of all `retentions`.
     """
-
-    batcher_type: type[Batcher] = Batcher
 
     def __init__(
         self,
         loaded: LoadedModel,
         retentions: Sequence[Retention],
         scorers: Mapping[str, Scorer],
-        *,
-        pages: int,
         cache: BlockTables,
-        host_pages: int = 0,
-        observer: ScoreObserver | None = None,
-        kernels: KernelChoice = pool_kernels,
-        graphs: bool = False,
-        cache_dtype: torch.dtype | None = None,
-        overflow: Overflow | None = None,
-        queries: Sequence[int] = (1,),
-        meters: Meters | None = None,
-        records: int = 0,
-        form: HostForm | None = None,
+        settings: RunnerSettings,
     ) -> None:
-        self._loaded = loaded
-        self.meters = Meters(Stopwatch(loaded.device), overflow) if meters is None else meters
+        self._loaded, self._choose_kernels = loaded, settings.kernels
+        given, form, records = settings.meters, settings.form, settings.records
+        self.meters = Meters(Stopwatch(loaded.device)) if given is None else given
         layout = retentions[0].layout
         geometry = layout.geometry
         entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
-        shape = (pages, layout.heads_per_page, *entries)
-        self.pool = allocate_pool(shape, cache_dtype or loaded.dtype, loaded.device)
+        shape = (settings.pages, layout.heads_per_page, *entries)
+        dtype = settings.cache_dtype or loaded.dtype
+        self.pool = allocate_pool(shape, dtype, loaded.device)
         for scorer in scorers.values():
             scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
         rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
         scales = join_scales(retention.scales for retention in retentions)
         self._scales = (
-            None
-            if scales is None
-            else stored_scales(torch.tensor(scales, device=loaded.device), self.pool.dtype)
+            stored_scales(torch.tensor(scales, device=loaded.device), self.pool.dtype)
+            if scales is not None and self.pool.dtype in NARROW.values()
+            else None
         )
-        serving = self._make_kernels(kernels, layout)
-        block_tables = DeviceTables(cache, loaded.device)
-        self._host = host_memory(self.pool, host_pages, form)
-        batcher = self.batcher_type(
-            retentions, scorers, serving, cache, block_tables, rotary, self.meters, observer
-        )
-        batcher.queries, batcher.form = queries, form
-        self.passes = Passes(loaded, batcher, self.meters, graphs=graphs)
+        self._host = host_memory(self.pool, settings.host_pages, form)
         limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
         self.recorder = (
-            KeptRecorder(serving, retentions[0], records, loaded.device, limit) if records else None
+            KeptRecorder(retentions[0], records, loaded.device, limit) if records else None
+        )
+        serving = self._make_kernels(
+            retentions[0], None if self.recorder is None else self.recorder.chosen
+        )
+        self.passes = Passes(
+            loaded,
+            Batcher(retentions, serving, cache, self.meters, settings.queries),
+            serving,
+            DeviceTables(cache, loaded.device),
+            Sealing(scorers, serving, rotary, settings.observer, self.meters.overflow),
+            self.meters,
+            form=form,
+            graphs=settings.graphs,
         )
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing
@@ -118,11 +129,11 @@ class Runner:
         called when all but the choice is launched.
         """
         self._move(step)
-        carry = partial(self._carry, drafted=drafted)
-        found, passes = list[Tensor](), self.passes.batcher.passes(step, graphs=self._replays)
+        found, passes = list[Tensor](), self.passes.split(step)
         for rows, replayed in passes:
-            attention, logits = self.passes.logits(rows, step.epoch, carry, replayed=replayed)
-            self._finish(attention)
+            work = self.passes.batcher.build(rows, step.epoch, padded=replayed)
+            carry = self._carry(work, drafted)
+            logits = self.passes.begin(work, carry, replayed=replayed).logits()
             if self.recorder is not None:
                 self.recorder.note(rows)
             found.append(logits if len(passes) == 1 else logits.clone())
@@ -136,37 +147,29 @@ class Runner:
                 self._append(sample_rows, choice.tokens)
         return choice
 
-    def passes_apart(self, prefill: Sequence[Row]) -> bool:
-        """Whether `run` computes rows of `prefill` in passes of their own beside decode rows."""
-        return self._replays and self.passes.batcher.apart(prefill)
-
-    def _make_kernels(self, choose_kernels: KernelChoice, layout: Layout) -> PoolKernels:
-        """Kernels of the pool, with its scales."""
-        kernels = choose_kernels(self.pool, layout.geometry.group_size)
-        if self._scales is not None:
-            kernels.adopt_scales(self._scales)
-        return kernels
+    def _make_kernels(self, retention: Retention, chosen: Tensor | None = None) -> PoolKernels:
+        """Kernels of the pool for what `retention` keeps."""
+        geometry = retention.layout.geometry
+        sizes = geometry.group_size, geometry.layers, geometry.kv_heads
+        return self._choose_kernels(KvPool(self.pool, *sizes, self._scales, chosen))
 
     @staticmethod
     def _append(sample_rows: Sequence[SampleRow], tokens: Tensor) -> None:
         for number, sample_row in enumerate(sample_rows):
             sample_row.append(tokens[number : number + 1] if sample_row.remembers else None)
 
-    def draft_passes(
-        self, retention: Retention, tables: PartTables, kernels: KernelChoice
-    ) -> Passes:
+    def draft_passes(self, retention: Retention, tables: PartTables) -> Passes:
         """Passes of the same model and pool that decode what `retention` keeps, over `tables`."""
-        layout, device = retention.layout, self._loaded.device
-        batcher = Batcher(
-            [retention],
-            {},
-            self._make_kernels(kernels, layout),
-            tables,
-            DeviceTables(tables, device),
-            None,
+        serving = self._make_kernels(retention)
+        return Passes(
+            self._loaded,
+            Batcher([retention], serving, tables, self.meters),
+            serving,
+            DeviceTables(tables, self._loaded.device),
+            Sealing({}, serving),
             self.meters,
+            graphs=self._replays,
         )
-        return Passes(self._loaded, batcher, self.meters, graphs=self._replays)
 
     def move(self, step: Step) -> None:
         """Make the page moves of `step`, unless `run` is to make them."""
@@ -202,21 +205,14 @@ class Runner:
         Nothing may be pending.
         """
         self._move(step)
-        attention = self.passes.batcher.attention(step.rows, step.epoch)
-        flat = flatten(step.rows, attention)
+        work = self.passes.batcher.build(step.rows, step.epoch)
         wanted = [
             np.arange(end - len(row.tokens), end) + 1
-            for row, end in zip(step.rows, flat.ends, strict=True)
+            for row, end in zip(step.rows, work.ends, strict=True)
             if row.kind is RowKind.TAIL
         ]
-        inputs = self.passes.upload(flat.tokens, flat.positions, np.concatenate(wanted))
-        logits = self.passes.forward(attention, *inputs)
-        self._finish(attention)
-        return logits
-
-    def _finish(self, attention: StepAttention) -> None:
-        """Complete the sealed chunks when the model has run."""
-        self._reconstruct(attention)
+        every = replace(work, sampled=np.concatenate(wanted))
+        return self.passes.begin(every, carry_nothing).logits()
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -224,9 +220,6 @@ class Runner:
 
         The longest first: Inductor sizes the blocks of a kernel by the first tensors that it sees.
         """
-        self._rehearse_prefill(tokens)
-
-    def _rehearse_prefill(self, tokens: int) -> None:
         for retention in self.passes.batcher.retentions:
             for rows in _runs_of_chunks(retention, tokens):
                 self.run(Step(rows, epoch=0), [])
@@ -236,8 +229,9 @@ class Runner:
     def _replays(self) -> bool:
         return self.passes.graphs is not None
 
-    def _carry(self, rows: Sequence[Row], ends: Int64, drafted: Tensor | None) -> Carry:
-        """What writes the last step's tokens and drafts into those of a pass of `rows`."""
+    def _carry(self, work: Pass, drafted: Tensor | None) -> Carry:
+        """What writes the last step's tokens and drafts into those of a pass."""
+        rows, ends = work.rows, work.ends
         unknown = [number for number, row in enumerate(rows) if row.pending]
         drafts = [number for number in unknown if rows[number].drafts]
         pending = [number for number in unknown if not rows[number].drafts] if drafts else unknown
@@ -259,24 +253,6 @@ class Runner:
                 tokens.index_copy_(0, target, values)
 
         return carry
-
-    def _reconstruct(self, attention: StepAttention) -> None:
-        """The second pass of scorers that make the model repeat a chunk (KVzip, section 3)."""
-        for sealer in attention.sealers:
-            if isinstance(sealer, ChunkSealer) and sealer.pending:
-                row, tokens = sealer.row, self._repetition(sealer.row)
-                positions = row.start + len(row.tokens) + np.arange(len(tokens))
-                repeat = self.passes.batcher.repetition(attention, sealer, len(tokens))
-                self.passes.forward(
-                    repeat, *self.passes.upload(tokens, positions, np.zeros(0, np.int64))
-                )
-
-    def _repetition(self, row: Row) -> Int64:
-        encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
-        preceding = row.preceding.tolist() if row.start else None
-        return np.asarray(
-            repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64
-        )
 
 
 def _runs_of_chunks(retention: Retention, tokens: int) -> Iterator[tuple[Row, ...]]:

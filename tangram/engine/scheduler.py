@@ -44,7 +44,6 @@ from tangram.cache.purge import purge, suspects
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
-from tangram.config import EngineConfig
 from tangram.engine.open_chunks import OpenChunks
 from tangram.engine.rows import newest_row, prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
@@ -81,6 +80,18 @@ class Drafts(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """The most sequences and tokens of a step, and how long a prompt may wait for shorter ones.
+
+    That is `prompt_patience` times its tokens; 0 is first come, first served.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prompt_patience: int = 0
+
+
 @dataclass
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
@@ -90,8 +101,8 @@ class Scheduler:
     passes of their own beside decode rows.
     """
 
-    config: EngineConfig
     cache: CacheManager
+    limits: StepLimits
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
@@ -114,13 +125,13 @@ class Scheduler:
 
         A positive number waits; a negative one is free places.
         """
-        return self._fresh + entering - (self.config.max_num_seqs - len(self.running))
+        return self._fresh + entering - (self.limits.max_num_seqs - len(self.running))
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
         new_tokens = self.cache.new_tokens(sequence.keys, sequence.known_tokens)
         sequence.due_tokens = (
-            self.counters.computed_tokens + self.config.prompt_patience * new_tokens
+            self.counters.computed_tokens + self.limits.prompt_patience * new_tokens
         )
         self._queue(sequence)
 
@@ -179,19 +190,18 @@ class Scheduler:
 
         The pages of its rows are taken and their tables written.
         """
-        budget = self.config.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         self._sealing.clear()
         if self.running or self.waiting:
             self.open_chunks.release()
         at_boundary = self._at_boundary()
         self._leave_open(at_boundary)
         self._secure_promises(at_boundary)
-        fresh_batch = not self.running
         decoding, filled, unfinished = self._sort_running()
         if decoding:
             filled = filled[: self._most_filled()]
         self._accepted = 0
-        in_turn = chain(filled, self._in_turn(unfinished, self._admissions(fresh_batch)))
+        in_turn = chain(filled, self._in_turn(unfinished, self._admissions()))
         prefill = self._prefill(
             (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
             budget - len(decoding),
@@ -277,7 +287,7 @@ class Scheduler:
 
     def _at_boundary(self) -> list[TokenSequence]:
         """The running sequences that are at the end of a chunk: sealed, or full and not yet."""
-        size = self.config.chunk_tokens
+        size = self.cache.chunk_tokens
         return [one for one in self.running if not _require_cache(one).raw_tokens % size]
 
     def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence], list[TokenSequence]]:
@@ -286,7 +296,7 @@ class Scheduler:
         Those whose next row decodes, those that wait with a chunk that decode has filled, and those
         that compute a prompt.
         """
-        size, decoding = self.config.chunk_tokens, list[TokenSequence]()
+        size, decoding = self.cache.chunk_tokens, list[TokenSequence]()
         filled, others = list[TokenSequence](), list[TokenSequence]()
         for one in self.running:
             known, cache = one.known, _require_cache(one)
@@ -306,14 +316,14 @@ class Scheduler:
         As many as the batch fills in a step on average, with as many accepted drafts as the last
         one had: with fewer, ever more would wait.
         """
-        return -(-(len(self.running) + self._accepted) // self.config.chunk_tokens)
+        return -(-(len(self.running) + self._accepted) // self.cache.chunk_tokens)
 
     def _seal_open(self) -> list[Row]:
         """The next chunk that an ended sequence left open, if there are pages for it."""
         sequence = self.open_chunks.begin()
         if sequence is None:
             return []
-        row = self._prefill_row(sequence, self.config.max_num_batched_tokens)
+        row = self._prefill_row(sequence, self.limits.max_num_batched_tokens)
         return [] if row is None else [replace(row, sample=False)]
 
     def _queue(self, sequence: TokenSequence) -> None:
@@ -347,21 +357,14 @@ class Scheduler:
             yield sequence
         yield from admissions
 
-    def _admissions(self, fresh_batch: bool) -> Iterator[TokenSequence]:
-        """Waiting sequences as they are admitted.
+    def _admissions(self) -> Iterator[TokenSequence]:
+        """Waiting sequences as they are admitted, up to the first that does not fit.
 
-        Static batching admits a whole batch at once, when none runs.
+        No sequence of a later rank overtakes it.
         """
-        if self.config.scheduling == "continuous":
-            return self._admit_in_order()
-        # "static" is kept for users, who may compare with it.
-        return iter(list(self._admit_in_order()) if fresh_batch else ())
-
-    def _admit_in_order(self) -> Iterator[TokenSequence]:
-        """Stops at the first that does not fit: no sequence of a later rank overtakes it."""
         while (
             self.waiting
-            and len(self.running) < self.config.max_num_seqs
+            and len(self.running) < self.limits.max_num_seqs
             and self._admit(self.waiting[0])
         ):
             sequence = self.waiting.pop(0)
@@ -369,7 +372,7 @@ class Scheduler:
             self._note(sequence, SequenceState.RUNNING)
             yield sequence
             # About a step's budget of tokens may be copied from host memory at a time.
-            if self.cache.arriving_tokens >= self.config.max_num_batched_tokens:
+            if self.cache.arriving_tokens >= self.limits.max_num_batched_tokens:
                 return
 
     def _admit(self, sequence: TokenSequence) -> bool:
@@ -479,7 +482,7 @@ class Scheduler:
         return row_of(sequence, cache, kind, start, end, sample=sample)
 
     def _epoch_of(self, decode: list[Row]) -> int:
-        size = self.config.chunk_tokens
+        size = self.cache.chunk_tokens
         members = [(row.slot, row.retention, row.start // size) for row in decode]
         if members != self._members:
             self._members = members

@@ -15,7 +15,6 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.page_map import PageMap
 from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
-from tangram.config import EngineConfig
 from tangram.engine.admission import Admission, count_state
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Speculation
@@ -45,14 +44,14 @@ class Watching:
 
     def __init__(
         self,
-        config: EngineConfig,
+        method: SpeculativeConfig | None,
         admission: Admission,
         scheduler: Scheduler,
         speculation: Speculation | None,
         records: KeptStore | None,
     ) -> None:
         self.observers: list[Observer] = []
-        self._config, self._records = config, records
+        self._method, self._records = method, records
         self._admission, self._scheduler, self._speculation = admission, scheduler, speculation
         self._tokenless: dict[TokenSequence, None] = {}
         self._ended: list[SequenceChange] = []
@@ -64,7 +63,7 @@ class Watching:
     def shape(self) -> CacheShape:
         """See `Watched`."""
         cache, recorded = self._scheduler.cache, self._records is not None
-        return _describe_cache(self._config, self._admission, cache, recorded)
+        return _describe_cache(self._method, self._admission, cache, recorded)
 
     def tell_admissions(self) -> None:
         """A step is scheduled and will run."""
@@ -197,9 +196,9 @@ def _is_drafted(retention: Retention, drafts: SpeculativeConfig | None) -> bool:
 
 
 def _describe_cache(
-    config: EngineConfig, admission: Admission, cache: CacheManager, recorded: bool
+    drafts: SpeculativeConfig | None, admission: Admission, cache: CacheManager, recorded: bool
 ) -> CacheShape:
-    layout, drafts = admission.retentions[0].layout, config.speculation
+    layout = admission.retentions[0].layout
     return CacheShape(
         layers=layout.geometry.layers,
         kv_heads=layout.geometry.kv_heads,

@@ -1,4 +1,4 @@
-"""What decode costs on a card, from its limits: for planners, until a policy is measured there."""
+"""What decode costs on a card, from its limits, for planners."""
 
 from __future__ import annotations
 

@@ -5,26 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from tangram.kernels.host_forms import HostForm
-from tangram.kernels.interface import PoolKernels
+from tangram.kernels.interface import KvPool, PoolKernels
 from tangram.kernels.offload import HostMemory, PlainHostMemory
 from tangram.kernels.torch_kernels import TorchKernels
-from tangram.plan.policy import Policy
 from tangram.plan.schedule import Schedule
 
 
-def pool_kernels(
-    pool: Tensor, group: int, policy: Policy | None = None, schedule: Schedule | None = None
-) -> PoolKernels:
-    """The fastest kernels for `pool` [N_pages, Hp, S, P, D] and G = `group` query heads a KV head.
+def pool_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
+    """The fastest kernels for `pool`. `schedule` is that of every batch.
 
-    `policy` says how to decode on a GPU, and applies to no other device. `schedule` is that of
-    every batch, whatever the policy. Compiles the kernels that are known before the first step.
+    Compiles the kernels that are known before the first step.
     """
-    if pool.is_cuda:
+    if pool.entries.is_cuda:
         # Triton comes with torch where there is a GPU.
         from tangram.kernels.triton_kernels import TritonKernels
 
-        return TritonKernels(pool, group, policy, schedule)
+        return TritonKernels(pool, schedule)
     return TorchKernels(pool, schedule)
 
 

@@ -1,4 +1,8 @@
-"""The interface between a step and the kernels of its pool."""
+"""What a pass asks of the kernels of its pool, and what they do for it.
+
+The host describes the attention of a pass once, in numbers (`PassAddresses`). The kernels of a pool
+launch it: what a launch does depends on its pass alone, so nothing has to be called before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from tangram.plan.form import Bool
+from tangram.plan.form import Bool, WorkPlan
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32
 
@@ -65,6 +69,20 @@ class PrefillRows:
         return replace(self, spans=spans, asking=slice(row, row + 1))
 
 
+@dataclass(frozen=True, eq=False)
+class DecodedRows:
+    """The R decode rows of a pass: the `batch` that they are, and the `plan` made for it.
+
+    `counts` int32 [R] are their tokens, which lie end to end from the first of the flattened batch
+    on. These are padded to `width` tokens.
+    """
+
+    batch: Decoding
+    plan: WorkPlan
+    counts: Int32
+    width: int
+
+
 @dataclass(frozen=True)
 class PaddedShape:
     """The shape of a padded pass of one prefill row.
@@ -76,6 +94,65 @@ class PaddedShape:
     tokens: int
     past: int
     kind: Hashable
+
+
+@dataclass(frozen=True, eq=False)
+class PassAddresses:
+    """The attention of one pass, in numbers: where its tokens, pasts and new entries lie.
+
+    `lengths` int32 [slots, groups] count the entries of all sequences, those of the decode rows
+    with the tokens of the pass. The rows `prefill` follow the decode rows in the flattened batch.
+    A pass of one prefill row that may be padded has a `padding`.
+    """
+
+    lengths: Int32
+    decode: DecodedRows | None
+    prefill: PrefillRows
+    padding: PaddedShape | None = None
+
+    @property
+    def width(self) -> int:
+        """The tokens of the decode rows, with their padding."""
+        return 0 if self.decode is None else self.decode.width
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """How a layer attends: products times `scaling`, and what else the model asks for.
+
+    `window` is the sliding window in tokens, `softcap` bounds logits, `sinks` [Q] are logits that
+    take part in the softmax without a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class KvPool:
+    """The pool of a model, as its kernels see it: `entries` [N_pages, Hp, S, P, D] in its dtype.
+
+    S is 2 where an entry is a key and a value. It is 1 in a pool of latents: each is the one key of
+    all query heads, H is 1, and its value is the first V of its D elements. `group` is G; `layers`
+    and `heads` are L and H. A pool of 8 bits holds keys and values divided by `scales` float32
+    [L, H, 2], as `narrow.stored_scales` gives them; None are 1. If `chosen` uint8 [N, L, H, C] is
+    given, a launch notes what it seals there: a 1 for the entries of a prefill row that are the
+    `first` of its head, a 0 for the others.
+    """
+
+    entries: Tensor
+    group: int
+    layers: int
+    heads: int
+    scales: Tensor | None = None
+    chosen: Tensor | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether it holds latents."""
+        return self.entries.shape[2] == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +199,70 @@ class Expansion(Protocol):
 GateKernel = Callable[[Mapping[str, Tensor], Tensor, int, float], Tensor]
 
 
-class PoolKernels(Protocol):
-    """All attention kernels of one pool [N_pages, Hp, S, P, D], in its dtype.
+class Launch(Protocol):
+    """The attention of one pass on the device, layer by layer: `decode`, `seal` and `prefill`.
 
-    S is 2 where an entry is a key and a value. It is 1 in a pool of latents: each is the one key of
-    all query heads, H is 1, and its value is the first V of its D elements.
-
-    Call `load` when the decoding rows change, `begin` before each forward pass, then `decode`,
-    `seal` and `prefill` in every layer. Results of a row depend on its own tokens and past alone.
-    An exception is the rounding of decode, which depends on the plan.
+    Results of a row depend on its own tokens and past alone. An exception is the rounding of
+    decode, which depends on the plan. A launch is used until the next one of its kernels.
     """
+
+    @property
+    def padded_tokens(self) -> int | None:
+        """The tokens of a pass that is padded to its `PaddedShape`; None if it is not."""
+        ...
+
+    @property
+    def captured(self) -> object | None:
+        """The object that a graph of this pass needs unchanged for its replay.
+
+        Passes of several widths may need the same one. The pass decodes alone, or is padded. None
+        if nothing can be captured.
+        """
+        ...
+
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
+    ) -> None:
+        """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
+
+        Each token attends to the entries up to its own; the plan knows the windows. q → out, both
+        [T, Q, D]. In a pool of latents v [T, 1, V] is a part of k, and out is [T, Q, V].
+        """
+        ...
+
+    def prefill(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        rule: AttentionRule,
+        expansion: Expansion | None,
+    ) -> Tensor:
+        """Store the whole rows after their pasts; then attend to the past and, causally, the row.
+
+        q [T, Q, D], k and v [T', H, D] → out [T, Q, D]. A pool of latents needs `expansion`: then q
+        [T, Q, D'] are queries of its keys, and out is [T, Q, V'], as its values are. Returns out,
+        or where that saves a copy another tensor that replaces it.
+        """
+        ...
+
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """Store the `kept` entries of each of N prefill rows after its past, the `first` in front.
+
+        Both parts keep their order. `rows` have one length C and lie end to end: k, v [N · C, H,
+        D].
+        """
+        ...
+
+    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
+        """[H, count, D]: the oldest keys of prefill row `row`."""
+        ...
+
+
+class PoolKernels(Protocol):
+    """The attention kernels of one `KvPool`."""
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
@@ -153,123 +284,25 @@ class PoolKernels(Protocol):
         """
         ...
 
-    def load(self, batch: Decoding, width: int) -> str:
-        """Plan for the rows of `batch` and decode them from now on; their lengths may grow.
+    def plan(self, batch: Decoding) -> tuple[WorkPlan, str]:
+        """A plan for `batch`, whose lengths may grow, and the name of its planner.
 
-        With several queries a row they may also shrink again, by refused drafts. The same batch is
-        planned once, whatever the width.
-
-        Returns the name of the planner.
+        With several queries a row they may also shrink again, by refused drafts.
         """
         ...
 
-    def rehearsals(self, batch: Decoding, width: int) -> Iterator[None]:
-        """Load plans for `batch`, one after the other, that together launch all decode kernels."""
-        ...
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> Launch:
+        """Bring the attention of a pass to the device.
 
-    @property
-    def captured(self) -> object | None:
-        """The object that a graph of the begun pass needs unchanged for its replay.
-
-        Passes of several widths may need the same one. The pass decodes alone, or is that of
-        `begin_row`. None if nothing can be captured.
+        `tables` are the flat block tables, int32 on the pool's device. The contents of a padded
+        pass after its row's tokens are padding.
         """
         ...
 
-    def begin(
-        self, tables: Tensor, lengths: Int32, width: int, counts: Int32, prefill: PrefillRows
-    ) -> None:
-        """Prepare a forward pass: `width` is 0 or that of the loaded plan.
-
-        `tables` are the flat block tables, int32 on the pool's device. `lengths` [slots, groups]
-        are copied, and read flat. They count all tokens of the decode rows, `counts` [R], which lie
-        end to end in the flattened batch.
-        """
-        ...
-
-    def advance(self, slots: Tensor, growth: Tensor) -> None:
-        """Prepare another pass of the begun decode rows, behind the entries of the last one.
-
-        All lengths of `slots` int64 [n] grow by `growth` int32 [n], both on the pool's device.
-        """
-        ...
-
-    def begin_row(self, tables: Tensor, row: PrefillRows, shape: PaddedShape) -> bool:
-        """`begin` for one row alone, with the launches of any row that fits into `shape`.
-
-        The contents after the row's tokens are padding. Returns False if it did nothing, so that
-        `begin` must be called.
-        """
-        ...
-
-    def decode(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
-
-        Each token attends to the entries up to its own. q → out, both [T, Q, D]. In a pool of
-        latents v [T, 1, V] is a part of k, and out is [T, Q, V].
-        """
-        ...
-
-    def prefill(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        expansion: Expansion | None,
-    ) -> None:
-        """Store the whole rows after their pasts; then attend to the past and, causally, the row.
-
-        q [T, Q, D], k and v [T', H, D] → out [T, Q, D]. A pool of latents needs `expand`: then q
-        [T, Q, D'] are queries of its keys, and out is [T, Q, V'], as its values are.
-        """
-        ...
-
-    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
-        """Store the `kept` entries of each of N prefill rows after its past, the `first` in front.
-
-        Both parts keep their order. `rows` have one length C and lie end to end: k, v [N · C, H,
-        D].
-        """
-        ...
-
-    def record(self, mask: Tensor) -> None:
-        """From now on `seal` also notes in `mask` uint8 [N, L, H, C] what it chooses.
-
-        It writes a 1 for the entries of a prefill row that are the `first` of its head, a 0 for the
-        others. Call it before serving: graphs contain the address.
-        """
-        ...
-
-    def adopt_scales(self, scales: Tensor) -> None:
-        """From now on a pool of 8 bits holds keys and values divided by `scales` float32 [L, H, 2].
-
-        They are those of `narrow.stored_scales`. Without this call they are 1.
-        Call it before the first pass: graphs contain the address.
-        """
-        ...
-
-    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
-        """[H, count, D]: the oldest keys of prefill row `row`."""
+    def rehearse(self, addresses: PassAddresses, tables: Tensor) -> Iterator[Launch]:
+        """Launches of a pass, one after the other, that together run all decode kernels."""
         ...
 
 
-# Chooses the kernels of a pool, given it and G, the query heads of a KV head.
-KernelChoice = Callable[[Tensor, int], PoolKernels]
+# Chooses the kernels of a pool.
+KernelChoice = Callable[[KvPool], PoolKernels]

@@ -1,36 +1,61 @@
-"""One padded prefill row: static buffers, and launches that depend on its shape alone, for graphs.
+"""Prefill rows on the device: those of any pass, and one padded row in static buffers, for graphs.
 
-Grids, buffers and the choice of kernels are those of the longest row that fits the shape. The
-kernels read the row's true length, and its past, from the buffers. The path of a row depends on its
-own length, so a row alone is computed as in any other step.
+Grids, buffers and the choice of kernels of a padded row are those of the longest row that fits the
+shape. The kernels read the row's true length, and its past, from the buffers. The path of a row
+depends on its own length, so a row alone is computed as in any other step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.kernels.fused_causal import CausalRun
 from tangram.kernels.gathered import PrefillOrder
 from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.kernels.transfer import stage, views
 from tangram.types import Int32
 
 
-@dataclass(eq=False)
-class RowBuffers:
-    """The buffers of the one row of a pass, sized for the longest row, as are `rows` and `cells`.
+@dataclass(frozen=True, eq=False)
+class LoadedPrefill:
+    """The prefill rows of a pass, and on the device what kernels read of them.
 
-    Launches depend on `rows` and `cells` alone. `views` of `whole` are the row's address, spans,
-    counts, order, offsets and sources, as `load` wrote them.
+    `runs` are those that need no pages. `address`, `spans` and `first` are as in `PrefillRows`,
+    `order`, `offsets` and `sources` as in `PrefillOrder`. Launches depend on `rows`, `cells` and
+    `runs` alone.
     """
 
     rows: PrefillRows
     cells: PrefillOrder
+    runs: Sequence[CausalRun]
+    address: Tensor
+    spans: Tensor
+    first: Tensor
+    order: Tensor
+    offsets: Tensor
+    sources: Tensor
+
+    def find_paged(self, plain: bool, gathers: bool) -> slice:
+        """The places of a layer's cells that follow pages: others are fused, or gathered."""
+        own = self.cells.paged
+        return slice(own.start if gathers else 0, own.stop if plain else self.order.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class RowBuffers:
+    """The buffers of the one row of a pass that is padded to `tokens`, sized for the longest row.
+
+    `loaded` has views of `whole`, as `load` wrote it.
+    """
+
+    tokens: int
     whole: Tensor
-    views: list[Tensor]
+    loaded: LoadedPrefill
 
     @classmethod
     def of(
@@ -58,21 +83,19 @@ class RowBuffers:
             )
             for part in cells.gathered
         ]
-        arrays = _arrays(row, cells)
+        arrays = inputs_of(row, cells)
         whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=device)
-        return cls(
-            replace(row, spans=spans, kept=kept, first=first),
-            replace(cells, gathered=most),
-            whole,
-            views(whole, arrays),
-        )
+        rows = replace(row, spans=spans, kept=kept, first=first)
+        longest = replace(cells, gathered=most)
+        return cls(tokens, whole, LoadedPrefill(rows, longest, [], *views(whole, arrays)))
 
     def load(self, row: PrefillRows, cells: PrefillOrder) -> None:
         """Later work on the current stream computes `row`, which must be like the first one."""
-        whole = np.concatenate([array.ravel() for array in _arrays(row, cells)])
+        whole = np.concatenate([array.ravel() for array in inputs_of(row, cells)])
         self.whole.copy_(stage(whole, self.whole.device), non_blocking=True)
 
 
-def _arrays(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:
+def inputs_of(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:
+    """What kernels read of prefill rows, in the order of `LoadedPrefill`."""
     orders = cells.order, cells.offsets, cells.sources
     return [row.address, row.spans, row.first, *orders]

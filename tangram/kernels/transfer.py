@@ -37,11 +37,6 @@ def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
     return views(place(np.concatenate([array.ravel() for array in arrays]), device), arrays)
 
 
-def advance(lengths: Tensor, slots: Tensor, growth: Tensor) -> None:
-    """Add `growth` int32 [n] to all `lengths` int32 [S, groups] of `slots` int64 [n], in place."""
-    lengths.index_add_(0, slots, growth[:, None].expand(-1, lengths.shape[1]))
-
-
 def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:
     """The consecutive parts of `whole` [Σ sizes], in the shapes of `arrays` and its own dtype."""
     parts = torch.split(whole, [array.size for array in arrays])

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tangram.kernels.host_forms import HostForm
-from tangram.kernels.interface import PoolKernels, PrefillRows
+from tangram.kernels.interface import AttentionRule, Launch
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
+from tangram.types import Int32
 
 IMPLEMENTATION = "tangram"
 
@@ -48,7 +49,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tangram: AttentionContext,
+    tangram: AttentionContext | LayerInput,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Transformers calls this in every layer: query, key, value [1, heads, T, D] → [1, T, Q, D].
@@ -58,66 +59,80 @@ def attention(
     if attention_mask is not None:
         raise ValueError("the model built an attention mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(tangram, LayerInput):
+        tangram, options["hidden"] = tangram
     return tangram.attend(module, q, k, v, **options)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 
 
-def keep_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules: keep the block's input for gates that score it."""
+def show_hidden(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook for attention modules: gates score the block's input, which it adds."""
     context = kwargs.get("tangram")
-    if isinstance(context, StepAttention):
-        context.hidden = kwargs["hidden_states"][0]
+    if not isinstance(context, StepAttention):
+        return args, kwargs
+    return args, {**kwargs, "tangram": LayerInput(context, kwargs["hidden_states"][0])}
 
 
-@dataclass
+class LayerInput(NamedTuple):
+    """The attention of a pass, and the input [T, hidden] of the layer that asks for it."""
+
+    context: AttentionContext
+    hidden: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class StepAttention:
-    """Attention of one pass, begun by `kernels` with `width` decode rows and the rows `prefill`.
+    """The attention of one pass over a model's layers: `launch`, and what seals its chunks.
 
-    `sealers` seal the rows that have scores, and `sealing` times them. A pass with `padded_tokens`
-    is padded to this number, and launches the same as any other pass of its `PaddedShape`. With a
-    `form` the chunks `sealed`, spans of tokens, are rounded to what host memory can hold of them.
+    `width` tokens are those of decode rows, `spans` [N, 5] those of the prefill rows. `sealers`
+    seal the rows that have scores, and `sealing` times them. With a `form` the chunks `sealed`,
+    spans of tokens, are rounded to what host memory can hold of them.
     """
 
-    kernels: PoolKernels
+    launch: Launch
     windows: Sequence[int | None]
     width: int
-    prefill: PrefillRows
+    spans: Int32
     sealers: Sequence[ChunkSealer | GroupSealer]
     sealing: Stopwatch
-    padded_tokens: int | None = None
-    hidden: Tensor | None = None
     form: HostForm | None = None
     sealed: Sequence[slice] = ()
 
     @property
     def decodes_only(self) -> bool:
         """See `AttentionContext`."""
-        return self.width > 0 and not len(self.prefill.spans)
+        return self.width > 0 and not len(self.spans)
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        hidden: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
         layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
-        out, known = output_like(module, q), _translate(options)
+        out, rule = output_like(module, q), _rule(options, self.windows[layer])
         if heads is None:
             k, v = self._round(k), self._round(v)
-            self.kernels.decode(layer, q, k, v, out, **known)
+            self.launch.decode(layer, q, k, v, out, rule)
         else:
             k, v = join_entries(k, v)
             k = self._round(k)
             v = k[..., : v.shape[-1]]
-            self._decode_latents(heads, layer, q[: self.width], k, v, out[: self.width], known)
+            self._decode_latents(heads, layer, q, k, v, out, rule)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
         # attend in parallel.
         if self.sealers:
             with self.sealing.timing():
                 for sealer in self.sealers:
-                    self._seal(sealer, layer, heads, q, k, v, options["scaling"])
-        self.kernels.prefill(
-            layer, q, k, v, out, window=self.windows[layer], expansion=heads, **known
-        )
-        return out
+                    self._seal(sealer, layer, heads, q, k, v, rule.scaling, hidden)
+        return self.launch.prefill(layer, q, k, v, out, rule, heads)
 
     def _decode_latents(
         self,
@@ -127,11 +142,12 @@ class StepAttention:
         k: Tensor,
         v: Tensor,
         out: Tensor,
-        known: Mapping[str, Any],
+        rule: AttentionRule,
     ) -> None:
         if self.width:
+            q, out = q[: self.width], out[: self.width]
             means = torch.empty((*q.shape[:2], heads.rank), dtype=q.dtype, device=q.device)
-            self.kernels.decode(layer, heads.absorb(q), k, v, means, **known)
+            self.launch.decode(layer, heads.absorb(q), k, v, means, rule)
             out.copy_(heads.read_values(means))
 
     def _round(self, entries: Tensor) -> Tensor:
@@ -152,17 +168,16 @@ class StepAttention:
         k: Tensor,
         v: Tensor,
         scaling: float,
+        hidden: Tensor | None,
     ) -> None:
-        own = slice(
-            int(self.prefill.spans[sealer.rows.start, 0]),
-            int(self.prefill.spans[sealer.rows.stop - 1, 1]),
-        )
-        hidden = None if self.hidden is None else self.hidden[own]
+        rows = sealer.rows
+        own = slice(int(self.spans[rows.start, 0]), int(self.spans[rows.stop - 1, 1]))
         asked = q[own] if heads is None else heads.absorb(q[own])
-        sealer.take(layer, asked, k[own], v[own], scaling=scaling, hidden=hidden)
+        known = None if hidden is None else hidden[own]
+        sealer.take(self.launch, layer, asked, k[own], v[own], scaling=scaling, hidden=known)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class RepeatAttention:
     """KVzip's second pass over one chunk.
 
@@ -170,7 +185,7 @@ class RepeatAttention:
     sealer gets it layer by layer.
     """
 
-    kernels: PoolKernels
+    launch: Launch
     windows: Sequence[int | None]
     sealer: ChunkSealer
     sealing: Stopwatch
@@ -184,27 +199,15 @@ class RepeatAttention:
         keys, values = (
             torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True)
         )
-        out = output_like(module, q)
-        self.kernels.prefill(
-            layer,
-            q,
-            keys,
-            values,
-            out,
-            window=self.windows[layer],
-            expansion=heads,
-            **_translate(options),
-        )
+        rule = _rule(options, self.windows[layer])
+        out = self.launch.prefill(layer, q, keys, values, output_like(module, q), rule, heads)
         if layer in self.sealer.pending:
+            asked = q if heads is None else heads.absorb(q)
             with self.sealing.timing():
-                self.sealer.reconstruct(layer, q if heads is None else heads.absorb(q), k)
+                self.sealer.reconstruct(self.launch, layer, asked, k)
         return out
 
 
-def _translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Transformers' options of a layer's attention, by the kernels' names."""
-    return {
-        "scaling": options["scaling"],
-        "softcap": options.get("softcap"),
-        "sinks": options.get("s_aux"),
-    }
+def _rule(options: Mapping[str, Any], window: int | None) -> AttentionRule:
+    """Transformers' options of a layer's attention, and its window."""
+    return AttentionRule(options["scaling"], window, options.get("softcap"), options.get("s_aux"))

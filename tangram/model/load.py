@@ -20,7 +20,7 @@ from tangram.compress.profile import ModelFingerprint
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
 from tangram.model import embedded, probe
-from tangram.model.attention import IMPLEMENTATION, keep_hidden
+from tangram.model.attention import IMPLEMENTATION, show_hidden
 from tangram.model.auto_classes import read_config, read_model, read_tokenizer, without_advice
 from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
@@ -244,7 +244,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     model.train(False).requires_grad_(False)
     pass_latents(model, {IMPLEMENTATION, probe.IMPLEMENTATION})
     geometry = probe_geometry(model)
-    hook = copy_function(keep_hidden)
+    hook = copy_function(show_hidden)
     for module in model.modules():
         own = hasattr(module, "k_proj") or latent_heads(module) is not None
         if hasattr(module, "layer_idx") and own:

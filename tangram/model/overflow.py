@@ -10,7 +10,7 @@ sampled chunk the device sorts the scores once more. What is kept does not chang
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +22,10 @@ from tangram.compress.select import dynamic_choice
 from tangram.config import Scope
 from tangram.kernels.transfer import HostCopies
 from tangram.metrics import GroupOverflow
-from tangram.model.sealing import ScoreReceiver
 from tangram.types import Int64
+
+# Called with the scores [H, C] of one chunk, full-attention layer after layer; counts the demand.
+ScoreReceiver = Callable[[Tensor], None]
 
 
 @dataclass(eq=False)

@@ -5,10 +5,9 @@ By the purity law the result depends on the chunk alone, whatever the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +18,14 @@ from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import NORM_EPSILON
 from tangram.compress.select import order, protect
-from tangram.kernels.interface import GateKernel, PoolKernels, Ranking
+from tangram.errors import IntegrityError
+from tangram.kernels.interface import GateKernel, Launch, PoolKernels, Ranking
+from tangram.model.overflow import Overflow, ScoreReceiver
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
 
 # Called with (the chunk in one layer, its scores [H, C]); calibration and inspection use it.
 ScoreObserver = Callable[[ChunkView, Tensor], None]
-# Called with the scores [H, C] of one chunk, full-attention layer after layer; counts the demand.
-ScoreReceiver = Callable[[Tensor], None]
 
 
 class ChunkRanking(Ranking):
@@ -68,25 +67,52 @@ def find_group_scores(scorer: Scorer, kernels: PoolKernels) -> GroupScores | Non
 
 
 @dataclass(frozen=True, eq=False)
-class GroupSealer:
-    """Seals several chunks of one retention together.
+class Seal:
+    """Chunks of one retention that a pass seals: its prefill rows from number `first` on.
 
-    The chunks are the prefill `rows`, which lie end to end. `receivers` get the scores of some
-    chunks.
+    `rows` lie end to end. Those of several are sealed together, as one is.
     """
 
-    retention: Retention
-    kernels: PoolKernels
+    first: int
+    rows: tuple[Row, ...]
+
+    @property
+    def retention(self) -> Retention:
+        """How the sequences of its rows keep KV entries."""
+        return self.rows[0].retention
+
+    @property
+    def numbers(self) -> slice:
+        """The numbers of its rows among the prefill rows of the pass."""
+        return slice(self.first, self.first + len(self.rows))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSealer:
+    """Seals the chunks of `seal` together. `receivers` get the scores of some chunks."""
+
+    seal: Seal
     scores: GroupScores
-    rows: slice
-    replayable: ClassVar[bool] = True
     receivers: Mapping[int, ScoreReceiver] = field(default_factory=dict)
 
+    @property
+    def rows(self) -> slice:
+        """See `Seal.numbers`."""
+        return self.seal.numbers
+
     def take(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
+        self,
+        launch: Launch,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        hidden: Tensor | None,
     ) -> None:
         """See `ChunkSealer`; q, k and v are those of all rows, [N · C, …, D]."""
-        retention = self.retention
+        retention = self.seal.retention
         if retention.layout.geometry.windows[layer] is not None:
             return
         chunks = ChunkView(
@@ -98,37 +124,32 @@ class GroupSealer:
             scaling=scaling,
             hidden=hidden,
         )
-        scores = self.scores(chunks, self.rows.stop - self.rows.start)
+        scores = self.scores(chunks, len(self.seal.rows))
         for chunk, receive in self.receivers.items():
             receive(scores[chunk])
         ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
-        self.kernels.seal(layer, self.rows, ranking, k, v)
+        launch.seal(layer, self.rows, ranking, k, v)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class ChunkSealer:
     """Seals the chunk of `row`, layer by layer, as its activations arrive.
 
-    `number` is the row's number among the prefill rows of the step that `kernels` have begun. With
-    a scorer that needs a reconstruction, the chunk waits in `pending` until the second pass brings
-    the queries of its repetition. `chunk_kv` keeps its k and v [C, H, D] of every layer for that
-    pass. `receiver` gets the scores, too.
+    `number` is the row's number among the prefill rows of its pass. `scores` are those of a scorer
+    that takes several chunks, too. With a scorer that needs a reconstruction, the chunk waits in
+    `pending` until the second pass brings the queries of its repetition. `chunk_kv` keeps its k and
+    v [C, H, D] of every layer for that pass. `receiver` gets the scores, too.
     """
 
     scorer: Scorer
-    kernels: PoolKernels
     row: Row
     number: int
-    rotary: Rotary | None
+    scores: GroupScores | None = None
+    rotary: Rotary | None = None
     observer: ScoreObserver | None = None
     receiver: ScoreReceiver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
     chunk_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @property
-    def retention(self) -> Retention:
-        """How the row's sequence keeps KV entries."""
-        return self.row.retention
 
     @property
     def rows(self) -> slice:
@@ -136,22 +157,28 @@ class ChunkSealer:
         return slice(self.number, self.number + 1)
 
     @property
-    def replayable(self) -> bool:
-        """Whether a CUDA graph can hold its work."""
-        return self.scorer.replayable and self.observer is None and self.receiver is None
-
-    @property
     def waits(self) -> bool:
         """True when scores need a second pass over the chunk."""
         return "reconstruction" in self.scorer.needs
 
     def take(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scaling: float, hidden: Tensor | None
+        self,
+        launch: Launch,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        hidden: Tensor | None,
     ) -> None:
-        """Score, select and store a layer of the chunk: q [C, Q, D], k, v [C, H, D]; or wait."""
+        """Score, select and store a layer of the chunk by `launch`, or wait.
+
+        q is [C, Q, D], k, v are [C, H, D].
+        """
         if self.waits:
             self.chunk_kv[layer] = (k, v)
-        if self.retention.layout.geometry.windows[layer] is not None:
+        if self.row.retention.layout.geometry.windows[layer] is not None:
             return
         chunk = ChunkView(
             queries=q.transpose(0, 1),
@@ -162,46 +189,103 @@ class ChunkSealer:
             scaling=scaling,
             rotary=self.rotary,
             hidden=hidden,
-            sink_keys=self._sink_keys(layer, k.dtype) if self.waits else None,
+            sink_keys=self._sink_keys(launch, layer, k.dtype) if self.waits else None,
         )
         if self.waits:
             self.pending[layer] = chunk
         else:
-            self._select(chunk)
+            self._select(launch, chunk)
 
-    def reconstruct(self, layer: int, q: Tensor, k: Tensor) -> None:
+    def reconstruct(self, launch: Launch, layer: int, q: Tensor, k: Tensor) -> None:
         """The repetition's q [T, Q, D] and k [T, H, D] in one layer.
 
         Scores, selects and stores the waiting chunk.
         """
         repeat = Reconstruction(queries=q.transpose(0, 1), keys=k.transpose(0, 1))
-        self._select(replace(self.pending.pop(layer), reconstruction=repeat))
+        self._select(launch, replace(self.pending.pop(layer), reconstruction=repeat))
 
-    def _select(self, chunk: ChunkView) -> None:
-        together = find_group_scores(self.scorer, self.kernels)
+    def _select(self, launch: Launch, chunk: ChunkView) -> None:
+        together = self.scores
         scores = self.scorer.score(chunk) if together is None else together(chunk, 1)[0]
         if self.observer is not None:
             self.observer(chunk, scores)
         if self.receiver is not None:
             self.receiver(scores)
-        self.store(chunk, scores)
+        self._store(launch, chunk, scores)
 
-    def store(self, chunk: ChunkView, scores: Tensor) -> None:
+    def _store(self, launch: Launch, chunk: ChunkView, scores: Tensor) -> None:
         """Store the entries of one layer that `scores` [H, C] select in their final pages."""
-        retention = self.retention
+        retention = self.row.retention
         if not retention.orders:
             return  # it is stored already
         ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
-        self.kernels.seal(
-            chunk.layer,
-            self.rows,
-            ranking,
-            chunk.keys.transpose(0, 1),
-            chunk.values.transpose(0, 1),
-        )
+        keys, values = (x.transpose(0, 1) for x in (chunk.keys, chunk.values))
+        launch.seal(chunk.layer, self.rows, ranking, keys, values)
 
-    def _sink_keys(self, layer: int, dtype: torch.dtype) -> Tensor | None:
+    def _sink_keys(self, launch: Launch, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""
         if self.row.start == 0:
             return None
-        return self.kernels.first_keys(layer, self.number, self.retention.sink_tokens).to(dtype)
+        return launch.first_keys(layer, self.number, self.row.retention.sink_tokens).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Sealing:
+    """What scores the chunks of one model: `scorers` by name, each those of its own retentions.
+
+    `kernels` may compute them faster. `observer` sees every chunk with its scores; the receivers of
+    `overflow` see the scores of some.
+    """
+
+    scorers: Mapping[str, Scorer]
+    kernels: PoolKernels
+    rotary: Rotary | None = None
+    observer: ScoreObserver | None = None
+    overflow: Overflow | None = None
+
+    def sealers(self, seals: Sequence[Seal]) -> list[ChunkSealer | GroupSealer]:
+        """The sealers of one pass; the chunks of a seal share one where the kernels can."""
+        return [sealer for seal in seals for sealer in self._sealers(seal)]
+
+    def replayable(self, seals: Sequence[Seal]) -> bool:
+        """Whether a CUDA graph can hold the work of all."""
+        return all(
+            self._scores_together(seal.retention) is not None
+            or (
+                self._scorer(seal.retention).replayable
+                and self.observer is None
+                and self.overflow is None
+            )
+            for seal in seals
+        )
+
+    def _sealers(self, seal: Seal) -> Iterator[ChunkSealer | GroupSealer]:
+        retention = seal.retention
+        receivers = {at: self._receiver(row) for at, row in enumerate(seal.rows)}
+        together = self._scores_together(retention)
+        if together is not None:
+            asked = {at: one for at, one in receivers.items() if one is not None}
+            yield GroupSealer(seal, together, asked)
+            return
+        scorer = self._scorer(retention)
+        scores = find_group_scores(scorer, self.kernels)
+        rotary = self.rotary if "rotary" in scorer.needs else None
+        for at, row in enumerate(seal.rows):
+            known = scores, rotary, self.observer, receivers[at]
+            yield ChunkSealer(scorer, row, seal.first + at, *known)
+
+    def _scores_together(self, retention: Retention) -> GroupScores | None:
+        """What scores several chunks; None where each is scored by itself."""
+        if self.observer is not None or not retention.orders:
+            return None
+        return find_group_scores(self._scorer(retention), self.kernels)
+
+    def _scorer(self, retention: Retention) -> Scorer:
+        scorer = None if retention.scorer is None else self.scorers.get(retention.scorer)
+        if scorer is None:
+            raise IntegrityError(f"a chunk must be scored by {retention.scorer}, which is not here")
+        return scorer
+
+    def _receiver(self, row: Row) -> ScoreReceiver | None:
+        overflow = self.overflow
+        return None if overflow is None else overflow.sample(row.retention, row.start)

@@ -240,6 +240,11 @@ class WorkPlan:
         """[S]: KV head; a view."""
         return self.segments[:, 1]
 
+    @cached_property
+    def shares_rows(self) -> bool:
+        """Whether a task serves several rows."""
+        return bool((self.row_end - self.row_begin > 1).any())
+
     @property
     def task_layer(self) -> Int64:
         """[N]: the layer of each task."""

@@ -33,7 +33,7 @@ ARGUMENTS = {
 }
 ONE_TILE = "onetile"
 TILE_NUMBERS = ("entries", "stages", "warps")
-CTAS = 3  # fastest on an H100; `tangram bench calibrate-policy` tries others
+CTAS = 3  # fastest on an H100
 TILE_TOKENS = 64
 MIN_TOKENS = 128
 MOST_ROWS = 1 << 20  # where a batch does not say

@@ -132,7 +132,7 @@ def _with_whole_paths(config: EngineConfig) -> EngineConfig:
     """`config` with paths that do not depend on the current folder: workers have another one."""
     changes: dict[str, Any] = {
         name: _whole(value)
-        for name in ("model", "gate", "decode_policy")
+        for name in ("model", "gate")
         if (value := getattr(config, name)) is not None
     }
     return replace(config, **changes, profile=tuple(map(_whole, config.profile)))

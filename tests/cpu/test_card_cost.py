@@ -1,4 +1,4 @@
-"""What planners are told of a card before a policy is measured on it."""
+"""What planners are told of a card."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tangram.cli import app
@@ -16,8 +15,6 @@ from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.model.source import name_served_model
-from tangram.plan.cost import CostModel
-from tangram.plan.policy import Policy, StepLoad
 from tests.cpu.test_real_model import TEXT
 
 CLI = CliRunner()
@@ -74,29 +71,13 @@ def test_a_model_that_lies_here_is_served_under_its_last_name(
     assert name_served_model(model) == name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["calibrate-policy", "check-policy"])
-def test_measuring_decode_needs_a_gpu_and_says_so(command: str, tmp_path: Path) -> None:
-    loads = [StepLoad(number, 1, 1.0, 1.0) for number in (1, 2)]
-    policy = tmp_path / "policy.json"
-    Policy.fit("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(policy)
-    result = CLI.invoke(
-        app, ["bench", command, *([str(policy)] if command == "check-policy" else [])]
-    )
-    assert result.exit_code == 2
-    assert "device is cpu" in result.output and "Traceback" not in result.output
-    refused = CLI.invoke(app, ["generate", "-p", "hello", "--decode-policy", str(policy)])
-    assert refused.exit_code == 2
-    assert "decode_policy is for device GPU, this is cpu" in " ".join(refused.output.split())
-
-
 @pytest.mark.parametrize(
     "option",
     [
         "--max-num-seqs=4",
         "--max-num-batched-tokens=8192",
         "--kv-cache-gib=1",
-        "--scheduling=static",
+        "--prompt-patience=4",
         "--profile=a.json",
     ],
 )

@@ -16,7 +16,8 @@ from tangram.cache.layout import Layout
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cli.answering import answer_prompt
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of, limit_drafts
+from tangram.engine.build import engine_of
+from tangram.engine.draft_model import limit_drafts
 from tangram.engine.loop import Engine
 from tangram.engine.speculation import Drafting
 from tangram.errors import ConfigError

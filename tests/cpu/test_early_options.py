@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.engine import option_checks
-from tangram.plan.cost import CostModel
-from tangram.plan.policy import Policy, StepLoad
 
 SHIPPED = (
     Path(__file__).parents[2] / "tangram" / "profiles" / "smollm2.keydiff.model.c512.r0.5.json"
@@ -27,13 +25,6 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr(option_checks, "load_configured", fail)
-
-
-def policy(folder: Path) -> str:
-    loads = [StepLoad(number, 1, 1.0, 1.0) for number in (1, 2)]
-    path = folder / "policy.json"
-    Policy.fit("GPU", {}, CostModel(), ["aot"], loads, [[1.0], [1.0]]).save(path)
-    return str(path)
 
 
 def of_version_99(folder: Path) -> str:
@@ -70,8 +61,6 @@ WRONG: dict[str, tuple[list[str | Callable[[Path], str]], str]] = {
         ["--profile", str(SHIPPED), "--profile", another],
         "are for several scopes",
     ),
-    "policy of a GPU": (["--decode-policy", policy], "decode_policy is for device GPU"),
-    "policy that is none": (["--decode-policy", "FILE"], "policy"),
     "device": (["--device", "tpu"], "device is 'tpu'"),
     "cache": (["--kv-cache-gib", "1000000"], "this machine allows the process"),
     "length": (["--max-model-len", "100000"], "the model was made for at most 8192 positions"),

@@ -42,17 +42,17 @@ def test_engines_of_the_paper_answer_the_same_load(tiny: Path) -> None:
     paper.main(
         [
             *ON_A_CPU,
-            *("--engines", "full,static-0.25,dynamic-0.25,fp8-0.25", "--kv-cache-gib", "0.05"),
+            *("--engines", "full,static-0.25,fp8-0.25", "--kv-cache-gib", "0.05"),
             *("--requests", "2", "--input-tokens", "600", "--output-tokens", "4", "--batch", "2"),
             *("--rated-requests", "2", "--rated-tokens", "700", "--rates", "20", "-o", str(tiny)),
         ]
     )
     kept: dict[str, Any] = json.loads((tiny / "paper_tiny.json").read_text())["engines"]
-    assert list(kept) == ["full", "static-0.25", "dynamic-0.25", "fp8-0.25"]
+    assert list(kept) == ["full", "static-0.25", "fp8-0.25"]
     assert all(engine["runs"][0]["output_tokens"] == 8 for engine in kept.values())
     fits = {name: engine["capacity_tokens"] for name, engine in kept.items()}
-    assert fits["full"] < fits["static-0.25"] == fits["dynamic-0.25"] < fits["fp8-0.25"]
-    assert [name for name in kept if "rates" in kept[name]] == list(kept)[:3]
+    assert fits["full"] < fits["static-0.25"] < fits["fp8-0.25"]
+    assert [name for name in kept if "rates" in kept[name]] == list(kept)[:2]
     assert [name for name in kept if "breakdown" in kept[name]] == ["static-0.25", "fp8-0.25"]
 
 

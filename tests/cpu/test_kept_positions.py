@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ def watch_sealing(engine: Engine) -> Chunks:
     def observe(chunk: ChunkView, scores: Tensor) -> None:
         chunks[chunk.layer, chunk.start] = chunk, scores.clone()
 
-    engine._runner.passes.batcher.observer = observe
+    passes = engine._runner.passes
+    passes.sealing = replace(passes.sealing, observer=observe)
     return chunks
 
 

@@ -166,5 +166,5 @@ def test_its_keywords_are_the_options_of_the_engine() -> None:
     assert set(inspect.signature(LLM).parameters) == set(OPTIONS)
     with pytest.raises(TypeError, match="max_sequences"):
         LLM(max_sequences=3)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="scheduling is 'lazy', it must be continuous or static"):
-        LLM(scheduling="lazy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="load_format is 'lazy', it must be auto or dummy"):
+        LLM(load_format="lazy")  # type: ignore[arg-type]

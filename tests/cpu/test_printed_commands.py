@@ -10,15 +10,12 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import typer
 
 from bench.render.page import DOCS
 from tangram_lab.baselines.compared_schedules import KernelVariant
-from tangram_lab.cli import app
 
 PAGE = (DOCS / "performance.md").read_text(encoding="utf-8")
 BENCH = sorted(set(re.findall(r"`(?:\w+=\S+ )?python -m (bench\.[^`]+)`", PAGE)))
-TANGRAM = sorted(set(re.findall(r"`tangram (bench [^`]+)`", PAGE)))
 TAKES_ALL = "bench.kernels.all"  # it hands on what it does not know
 
 
@@ -50,7 +47,7 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 
 def test_the_page_prints_commands() -> None:
-    assert len(BENCH) > 12 and len(TANGRAM) > 1
+    assert len(BENCH) > 12
 
 
 @pytest.mark.parametrize("command", BENCH, ids=lambda command: command[:60])
@@ -65,10 +62,3 @@ def test_a_printed_benchmark_takes_its_options(
 def test_what_a_program_does_not_take_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="--atomic"):
         parse("bench.kernels.pat --atomic", monkeypatch)
-
-
-@pytest.mark.parametrize("command", TANGRAM)
-def test_a_printed_command_of_tangram_takes_its_arguments(command: str) -> None:
-    group, name, *given = shlex.split(command)
-    inner = typer.main.get_command(app).commands[group].commands[name]  # type: ignore[attr-defined]
-    assert inner.make_context(name, given).params

@@ -133,7 +133,6 @@ forks = st.lists(st.lists(tokens, min_size=1, max_size=2 * C), min_size=2, max_s
     extra_tokens=st.integers(0, 70),
     pool_sequences=st.floats(1.0, 2.5),
     prefix_caching=st.booleans(),
-    static=st.booleans(),
 )
 def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
     world: LonePrompts,
@@ -143,7 +142,6 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
     extra_tokens: int,
     pool_sequences: float,
     prefix_caching: bool,
-    static: bool,
 ) -> None:
     prompts = [tuple(prefix + fork) for fork in forks]
     largest = max(map(len, prompts)) + 40
@@ -155,7 +153,6 @@ def test_answers_and_sealed_pages_do_not_depend_on_what_else_runs(
         max_model_len=largest,
         kv_cache_gib=world.pool_gib(pages + 0.5),
         enable_prefix_caching=prefix_caching,
-        scheduling="static" if static else "continuous",
     )
     answers = run(engine, prompts, ANSWER)
     state = sealed_state(engine)

@@ -21,13 +21,12 @@ from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import find_gate, find_shipped_gates, load_gate
 from tangram.config import EngineConfig
+from tangram.engine.build import engine_of
 from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram_lab.accuracy.engines import ModelBench
 from tangram_lab.accuracy.methods import Method
-from tangram_lab.baselines.comparison_builder import engine_of
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 from tests.small_engines import GREEDY, run, small_engine
 
 SHIPPED = sorted(find_shipped_gates().glob("*.safetensors"))
@@ -113,13 +112,7 @@ def test_the_engine_takes_the_shipped_gate_where_none_is_named(
 
 
 def test_a_needle_is_found_in_half_the_entries(loaded: LoadedModel) -> None:
-    config = ComparisonConfig(
-        scorer="fastkvzip",
-        kv_retention=0.5,
-        kv_cache_gib=0.5,
-        reclamation="by-input",
-        enable_prefix_caching=False,
-    )
+    config = EngineConfig(scorer="fastkvzip", kv_retention=0.5, kv_cache_gib=0.5)
     engine = engine_of(config, loaded)
     text = HAY * 10 + "The secret access code of Lima is 48213. " + HAY * 20
     question = "\n\nQuestion: What is the secret access code of Lima? Answer with the number only."

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tangram.config import EngineConfig
-from tangram.engine import build, memory
+from tangram.engine import memory, ready_runner
 from tangram.engine.build import build_engine
 from tangram.errors import ConfigError
 from tangram.model import convert, load
@@ -89,7 +89,7 @@ def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path) -> N
         RuntimeError("can't allocate memory: 12"),
     ],
 )
-@pytest.mark.parametrize(("where", "name"), [(build, "Runner"), (load, "random_model")])
+@pytest.mark.parametrize(("where", "name"), [(ready_runner, "Runner"), (load, "random_model")])
 def test_memory_that_runs_out_says_what_to_lower(
     folder: Path, error: Exception, where: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_other_errors_of_the_start_stay_what_they_are(
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(build, "Runner", broken)
+    monkeypatch.setattr(ready_runner, "Runner", broken)
     with pytest.raises(RuntimeError, match="illegal"):
         build_engine(config(folder, kv_cache_gib=0.01))
 

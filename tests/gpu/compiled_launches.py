@@ -149,7 +149,7 @@ class Absent:
 
 
 @dataclass
-class Launch:
+class RecordedLaunch:
     """One specialisation of a kernel, as Triton writes it down."""
 
     kernel: Any
@@ -172,14 +172,14 @@ class Compiled:
     spilled_bytes: int
 
 
-def record_launches(capability: int, variant: Variant, folder: Path) -> list[Launch]:
+def record_launches(capability: int, variant: Variant, folder: Path) -> list[RecordedLaunch]:
     """What an engine of `variant` launches on that card in its rehearsal."""
     driver.set_active(Absent(capability))
-    found: dict[tuple[str, str], Launch] = {}
+    found: dict[tuple[str, str], RecordedLaunch] = {}
 
     def note(**about: Any) -> bool:
         name, data = about["fn"].name, about["compile"]["specialization_data"]
-        found.setdefault((name, data), Launch(about["fn"].jit_function, name, data))
+        found.setdefault((name, data), RecordedLaunch(about["fn"].jit_function, name, data))
         return True  # do not compile
 
     knobs.runtime.jit_cache_hook = note
@@ -198,7 +198,7 @@ def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": variant.drafts}
     engine = small_engine(
         loaded,
-        lambda pool, group: TritonKernels(pool, group, schedule=schedule, card=card),
+        lambda pool: TritonKernels(pool, schedule, card),
         kv_retention=0.5,
         profile=(profile,),
         chunk_tokens=CHUNK,
@@ -226,7 +226,7 @@ def _score_by_gate(variant: Variant) -> None:
     gate.score(weights, hidden, 1, NORM_EPSILON)
 
 
-def compile_launch(capability: int, variant: Variant, launch: Launch) -> Compiled:
+def compile_launch(capability: int, variant: Variant, launch: RecordedLaunch) -> Compiled:
     """Compile one launch; Triton's errors pass."""
     driver.set_active(Absent(capability))
     log = io.StringIO()
@@ -250,7 +250,7 @@ def compile_launch(capability: int, variant: Variant, launch: Launch) -> Compile
     )
 
 
-def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
+def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, RecordedLaunch]]:
     """Attention for each of `cards`, another of its launches every time; other kernels for the
     first that launches them.
     """
@@ -260,7 +260,7 @@ def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, La
             (variant, record_launches(capability, variant, folder)) for variant in SHORT[capability]
         ]
         for variant, found in recorded:
-            launches: dict[str, list[Launch]] = {}
+            launches: dict[str, list[RecordedLaunch]] = {}
             for launch in found:
                 launches.setdefault(launch.name, []).append(launch)
             for name, own in launches.items():
@@ -270,10 +270,10 @@ def short(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, La
             seen |= launches.keys()
 
 
-def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, Launch]]:
+def long(folder: Path, cards: Iterable[int]) -> Iterator[tuple[int, Variant, RecordedLaunch]]:
     """All launches of all variants for `cards`, each once."""
     for capability in cards:
-        found: dict[tuple[str, str], tuple[int, Variant, Launch]] = {}
+        found: dict[tuple[str, str], tuple[int, Variant, RecordedLaunch]] = {}
         for variant in LONG:  # before any is compiled: what is compiled would be launched
             for launch in record_launches(capability, variant, folder):
                 found.setdefault((launch.name, launch.data), (capability, variant, launch))

@@ -18,17 +18,11 @@ from torch import Tensor
 from bench.bare_tokenizer import load_tokenizer
 from tangram.errors import ConfigError
 from tangram.kernels import e4m3
+from tangram.kernels.interface import KvPool
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
+from tangram.plan.schedule import Schedule
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
-from tests.gpu.test_engine import (
-    LLAMA,
-    PROMPTS,
-    always,
-    both,
-    log_probabilities,
-    options_of,
-    submit_all,
-)
+from tests.gpu.test_engine import LLAMA, PROMPTS, both, log_probabilities, options_of, submit_all
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.small_engines import drain, tiny_model
 
@@ -225,8 +219,9 @@ def test_an_engine_on_an_older_card_answers_what_torch_answers(
     """Pages followed, not gathered; FP8 by integers."""
     from tangram.kernels.triton_kernels import TritonKernels
 
-    def on_ampere(pool: Tensor, group: int) -> TritonKernels:
-        return TritonKernels(pool, group, always("aot+ctas=16+tile=16+min=16"), card=CARDS[86])
+    def on_ampere(pool: KvPool) -> TritonKernels:
+        schedule = Schedule.parse("aot+ctas=16+tile=16+min=16")
+        return TritonKernels(pool, schedule, CARDS[86])
 
     loaded = tiny_model(LLAMA, load_tokenizer("smollm2"), device)
     options = options_of("llama", loaded, tmp_path) | {"kv_cache_dtype": cache}

@@ -28,19 +28,17 @@ from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.engine.batcher import DeviceTables
+from tangram.engine.device_tables import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.kernels.interface import KernelChoice, PoolKernels
+from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel
-from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
-from tangram.plan.policy import Policy, StepLoad
 from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.interpreter import interpreter_few
-from tests.small_engines import LATENT, check_books, drain, profile_file, small_engine, tiny_model
+from tests.small_engines import LATENT, drain, profile_file, small_engine, tiny_model
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -81,23 +79,15 @@ PROMPTS = [[5, 9, 17], [(7 * i) % 90 + 3 for i in range(28)], [(i * i) % 90 + 3 
 ANSWER = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
 
 
-def on_torch(pool: Tensor, group: int) -> PoolKernels:
+def on_torch(pool: KvPool) -> PoolKernels:
     return TorchKernels(pool)
 
 
-def always(schedule: str) -> Policy:
-    """A policy that knows one schedule."""
-    loads = [StepLoad(1, 1, 1.0, 1.0), StepLoad(2, 1, 1.0, 1.0)]
-    return Policy.fit("this", {}, CostModel(), [schedule], loads, [[1.0], [1.0]])
-
-
-def on_triton(
-    pool: Tensor, group: int, schedule: str = "aot+ctas=16+tile=16+min=16"
-) -> PoolKernels:
+def on_triton(pool: KvPool, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
     """Short as they are, heads are split."""
     from tangram.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels(pool, group, schedule=parse_schedule(schedule))
+    return TritonKernels(pool, parse_schedule(schedule))
 
 
 def both(
@@ -177,7 +167,7 @@ def in_step(
     engines: Sequence[Engine], prompts: Sequence[list[int]], scorers: Sequence[str | None] = ()
 ) -> None:
     """Both engines answer, in the steps of the second, and are compared after every one."""
-    engines[0]._scheduler.passes_apart = engines[1]._runner.passes_apart
+    engines[0]._scheduler.passes_apart = engines[1]._runner.passes.takes_apart
     expected, found = (submit_all(engine, prompts, scorers) for engine in engines)
     while any(worked := [engine.step() for engine in engines]):
         assert all(worked)
@@ -348,7 +338,7 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(
             keys.shape[:3]
         )
 
-    def choose(pool: Tensor, group: int) -> PoolKernels:
+    def choose(pool: KvPool) -> PoolKernels:
         serving = TorchKernels(pool)
         serving.fused_scores = {"keydiff": first_tokens_first}
         return serving
@@ -385,30 +375,3 @@ def test_what_comes_back_from_host_memory_beside_other_steps_answers_the_same(
                 log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3
             )
     assert tight_engine.stats().restored_tokens > 0 and roomy.stats().restored_tokens == 0
-
-
-def test_chunks_that_are_stored_whole_and_compacted_later_answer_the_same(
-    models: dict[int, LoadedModel], tmp_path: Path
-) -> None:
-    """On the Triton kernels, under a schedule for all batches."""
-    loaded = models[id(LLAMA)]
-    options = options_of("llama", loaded, tmp_path)
-    uniform = parse_schedule("uniform+ctas=16+tile=16")
-
-    def triton(pool: Tensor, group: int) -> PoolKernels:
-        from tangram.kernels.triton_kernels import TritonKernels
-
-        return TritonKernels(pool, group, schedule=uniform)
-
-    found = []
-    for reclamation in ("reserved", "dynamic"):
-        engine = small_engine(loaded, triton, reclamation=reclamation, **options)
-        found.append(submit_all(engine, PROMPTS))
-        while engine.busy:
-            engine.step()
-            check_books(engine)
-    for ours, theirs in zip(*found, strict=True):
-        assert [event.token_ids for event in ours] == [event.token_ids for event in theirs]
-        torch.testing.assert_close(
-            log_probabilities(ours), log_probabilities(theirs), rtol=1e-3, atol=1e-3
-        )

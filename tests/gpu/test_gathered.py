@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import reference
-from tangram.kernels.interface import PaddedShape, PrefillRows
+from tangram.kernels.interface import AttentionRule, KvPool, PaddedShape, PassAddresses, PrefillRows
 from tangram.types import Int32
 
 HEADS, GROUP, DIM, PAGE = 3, 2, 64, 8
@@ -266,27 +266,16 @@ def test_buffers_that_graphs_contain_stay_when_a_longer_row_needs_more(
         AskingRows([40], [past], torch.bfloat16)
         for past in ([90, 5, 33], [900, 200, 7], [5000, 7, 7])
     )
-    kernels = triton_kernels.TritonKernels(short.pool.to(device), GROUP)
+    kernels = triton_kernels.TritonKernels(KvPool(short.pool.to(device), GROUP, 1, HEADS))
     tables = short.tables.to(device)
     for asked, padded in ((short, True), (long, False), (longer, False), (short, True)):
         whole = asked.rows(slice(0, 1))
         rows = replace(whole, kept=whole.kept - 1, first=whole.first - 1)  # nothing is stored
-        assert kernels.begin_row(tables, rows, PaddedShape(64, 128, "tail")) == padded
-        if not padded:
-            kernels.begin(tables, np.zeros((1, 1), np.int32), 0, np.zeros(0, np.int32), rows)
+        shape, lengths = PaddedShape(64, 128, "tail"), np.zeros((1, 1), np.int32)
+        launch = kernels.launch(PassAddresses(lengths, None, rows, shape), tables)
+        assert launch.padded_tokens == (64 if padded else None)
         q, k, v = (part.to(device) for part in (asked.q, asked.k, asked.v))
-        kernels.prefill(
-            0,
-            q,
-            k,
-            v,
-            torch.empty_like(q),
-            scaling=1.0,
-            window=None,
-            softcap=None,
-            sinks=None,
-            expansion=None,
-        )
+        launch.prefill(0, q, k, v, torch.empty_like(q), AttentionRule(1.0), None)
     first, large, larger, again = sizes
     assert first == again
     assert first[0] < large[0] < larger[0]

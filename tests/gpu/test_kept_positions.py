@@ -110,7 +110,7 @@ def test_engines_note_the_same_with_either_kernels(
         options |= {"kv_retention": 1.0, "speculative_config": form}
     else:
         options["kv_retention"] = 0.5
-    expected = notes(loaded, lambda pool, group: TorchKernels(pool), tokens, **options)
+    expected = notes(loaded, TorchKernels, tokens, **options)
     found = notes(loaded, TritonKernels, tokens, **options)
     assert len(found) == len(expected) == 6
     for one, other in zip(found, expected, strict=True):

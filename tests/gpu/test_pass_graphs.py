@@ -61,8 +61,7 @@ class Counted:
     def ask(self, state: State, tokens: int = 3) -> Tensor:
         """The logits of a pass of so many tokens that `state` fits."""
         attention = SimpleNamespace(
-            kernels=SimpleNamespace(captured=state),
-            padded_tokens=None,
+            launch=SimpleNamespace(captured=state, padded_tokens=None),
             sealing=SimpleNamespace(count_replay=lambda blocks: None),
         )
         return self.graphs.logits(

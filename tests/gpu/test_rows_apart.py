@@ -5,13 +5,14 @@ always do.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
+from tangram.kernels.interface import PassAddresses
+from tangram.kernels.padded import RowBuffers
 from tangram.kernels.triton_kernels import TritonKernels
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
@@ -27,13 +28,15 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """
     passes, had_space = engine._runner.passes, list[bool]()
     passes.graphs = PassGraphs(passes.forward, engine.device)
-    begin = TritonKernels.begin_row
+    pad = TritonKernels._pad
 
-    def count_begin(kernels: TritonKernels, *arguments: Any) -> bool:
-        had_space.append(begin(kernels, *arguments))
-        return had_space[-1]
+    def count_padded(kernels: TritonKernels, addresses: PassAddresses) -> RowBuffers | None:
+        buffers = pad(kernels, addresses)
+        if addresses.padding is not None:
+            had_space.append(buffers is not None)
+        return buffers
 
-    monkeypatch.setattr(TritonKernels, "begin_row", count_begin)
+    monkeypatch.setattr(TritonKernels, "_pad", count_padded)
     return had_space
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.engine.batcher import _share_prefixes
+from tangram.kernels.interface import DecodedRows, KvPool
 from tangram.plan.forest import Forest, build_forest
 from tangram.plan.schedule import Decoding
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case
@@ -45,18 +46,23 @@ def test_agents_that_come_and_go_need_no_new_buffers(
     from tangram.kernels.triton_kernels import TritonKernels
 
     pool = torch.empty(1, 8, 2, 16, GEOMETRY.head_dim, dtype=torch.bfloat16)
-    kernels = TritonKernels(pool, GEOMETRY.group, card=CARDS[90])
+    heads = GEOMETRY.kv_heads
+    kernels = TritonKernels(KvPool(pool, GEOMETRY.group, 1, heads), card=CARDS[90])
+
+    def load(batch: Decoding) -> object:
+        counts = np.ones(len(batch.rows.budget), np.int32)
+        decoded = DecodedRows(batch, kernels.plan(batch)[0], counts, width)
+        lengths = np.pad(batch.lengths, (0, MOST_ROWS - len(batch.lengths)))  # of all slots
+        return kernels._decoding.load(decoded, lengths).decoder
+
     width = kernels.width(len(numbers), 1)
     alike = partial(_share_prefixes, np.full(width, 40))
-    kernels.load(decoding([40 * CHUNK] * width, alike()), width)
-    rehearsed = kernels._decoder
+    rehearsed = load(decoding([40 * CHUNK] * width, alike()))
     tails = data.draw(st.lists(st.integers(1, 600), min_size=len(numbers), max_size=len(numbers)))
     batch = agents(numbers, tails)
-    kernels.load(batch, width)
-    assert kernels._decoder is rehearsed
+    assert load(batch) is rehearsed
     apart = decoding(
         [5000] * len(numbers),
         build_forest(np.zeros((len(numbers), 0), np.int64), *np.zeros((2, len(numbers)), np.int64)),
     )
-    kernels.load(apart, width)
-    assert kernels._decoder is not rehearsed, "rows that share nothing launch fewer kernels"
+    assert load(apart) is not rehearsed, "rows that share nothing launch fewer kernels"

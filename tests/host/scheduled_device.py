@@ -12,9 +12,8 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
-from tangram.config import EngineConfig
 from tangram.engine.rows import PRECEDING_TOKENS
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import Int64
 from tests.host.device_double import Device, retentions
@@ -71,7 +70,6 @@ class ScheduledDevice:
         slack_pages: int,
         max_num_seqs: int,
         slack_tokens: int = 0,
-        scheduling: str = "continuous",
         caching: bool = True,
         one_chunk_a_step: frozenset[int] = frozenset(),
         ahead: bool = False,
@@ -84,14 +82,7 @@ class ScheduledDevice:
         self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
         self.ahead, self.drafts = ahead, drafts
         chunk, page = layouts[0].chunk_tokens, layouts[0].page_tokens
-        self.config = EngineConfig(
-            chunk_tokens=chunk,
-            page_tokens=page,
-            max_num_seqs=max_num_seqs,
-            scheduling=scheduling,  # type: ignore[arg-type]
-            max_num_batched_tokens=chunk + max_num_seqs + slack_tokens,
-            prompt_patience=patience,
-        )
+        self.limits = StepLimits(max_num_seqs, chunk + max_num_seqs + slack_tokens, patience)
         most = max(entry.layout.most_pages(MAX_TOKENS - 1) for entry in self.retentions)
         self.manager = CacheManager(
             self.retentions,
@@ -101,7 +92,7 @@ class ScheduledDevice:
             host_pages=host_pages,
         )
         self.scheduler = Scheduler(
-            self.config, self.manager, passes_apart=lambda rows: len(rows) <= apart
+            self.manager, self.limits, passes_apart=lambda rows: len(rows) <= apart
         )
         self.apart, self.postponed = apart, False
         self.device = Device(self.manager, page)
@@ -252,7 +243,7 @@ class ScheduledDevice:
         # Twice: one that is due earlier and comes late may cost the first so far its place.
         # And once more where prompts let decode rows wait.
         steps = (4 if self.apart else 2) * sum(
-            entry.limit + 2 * (entry.limit // self.config.chunk_tokens) + 3 for entry in self.alive
+            entry.limit + 2 * (entry.limit // self.manager.chunk_tokens) + 3 for entry in self.alive
         )
         for _ in range(steps):
             if self.step() is None:
@@ -271,7 +262,7 @@ class ScheduledDevice:
         """Who waits for a first turn is counted as the queue has it."""
         scheduler = self.scheduler
         fresh = sum(entry.cached_tokens is None for entry in scheduler.waiting)
-        free = self.config.max_num_seqs - len(scheduler.running)
+        free = self.limits.max_num_seqs - len(scheduler.running)
         assert scheduler.excess(2) == fresh + 2 - free
 
     def _check_queues(
@@ -292,10 +283,7 @@ class ScheduledDevice:
         assert all(first.rank < later.rank for first in admitted for later in waiting), (
             "overtaken at admission"
         )
-        assert not (self.config.scheduling == "static" and before and admitted), (
-            "a batch was joined under way"
-        )
-        assert len(running) <= self.config.max_num_seqs
+        assert len(running) <= self.limits.max_num_seqs
 
     def _check_step(
         self,
@@ -304,7 +292,7 @@ class ScheduledDevice:
         starts: dict[TokenSequence, int],
         added: int,
     ) -> None:
-        assert sum(len(row.tokens) for row in step.rows) <= self.config.max_num_batched_tokens
+        assert sum(len(row.tokens) for row in step.rows) <= self.limits.max_num_batched_tokens
         self._check_several(step, by_slot)
         assert all(
             (row.kind is RowKind.DECODE) == (at < step.decode_rows)
@@ -313,7 +301,7 @@ class ScheduledDevice:
         served = [by_slot[row.slot] for row in step.rows]
         self._check_time_for_prompts(step, served[step.decode_rows :])
         waiting = self._check_postponed(step, served, starts)
-        bound = -(-added // self.config.chunk_tokens)
+        bound = -(-added // self.manager.chunk_tokens)
         most = bound if step.decode_rows or waiting else len(starts)
         sealed, held = self._check_filled(step, by_slot, starts, most)
         # Whoever was the first before goes on, unless newcomers who are due earlier take the step,
@@ -347,7 +335,7 @@ class ScheduledDevice:
         self, step: Step, by_slot: dict[int, TokenSequence], starts: dict[TokenSequence, int]
     ) -> None:
         """Each row is of its sequence's tokens, within one chunk, and samples behind the last."""
-        size = self.config.chunk_tokens
+        size = self.manager.chunk_tokens
         for row in step.rows:
             sequence, known = by_slot[row.slot], len(row.tokens) - row.drafts
             end = row.start + known
@@ -384,7 +372,7 @@ class ScheduledDevice:
         the batch fills in a step on average with the drafts that were accepted last, so that a row
         that decodes never waits for those of all others, and never more chunks wait.
         """
-        size = self.config.chunk_tokens
+        size = self.manager.chunk_tokens
         ends = [(by_slot[row.slot], row.start + len(row.tokens)) for row in step.rows]
         taken = [
             one
@@ -399,7 +387,7 @@ class ScheduledDevice:
         ]
         assert len(taken) <= most, "too many chunks let rows that decode wait"
         assert all(one.rank < other.rank for one in taken for other in held)
-        left = self.config.max_num_batched_tokens - step.decode_rows - size * len(taken)
+        left = self.limits.max_num_batched_tokens - step.decode_rows - size * len(taken)
         assert not held or len(taken) == most or left < size, "a chunk waits for nothing"
         return taken, held
 
@@ -407,7 +395,7 @@ class ScheduledDevice:
         self, step: Step, served: Sequence[TokenSequence], starts: dict[TokenSequence, int]
     ) -> list[TokenSequence]:
         """The decoding sequences that let prompts pass: all of them, and never twice in a row."""
-        size = self.config.chunk_tokens
+        size = self.manager.chunk_tokens
         decoding = [
             entry
             for entry, start in starts.items()
@@ -423,7 +411,7 @@ class ScheduledDevice:
     def _check_drafts(self, row: Row, sequence: TokenSequence) -> None:
         """A row with drafts: of its sequence, in its chunk, of tokens that may be needed."""
         assert self.drafts is not None
-        drafts, size = self._drafts_of(sequence), self.config.chunk_tokens
+        drafts, size = self._drafts_of(sequence), self.manager.chunk_tokens
         last = row.start + row.drafts
         assert row.kind is RowKind.DECODE and row.sample and row.start == sequence.known - 1
         assert row.start // size == last // size, "a draft leaves the chunk"
@@ -455,11 +443,7 @@ class ScheduledDevice:
         it will find.
         """
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        if (
-            not waiting
-            or len(running) == self.config.max_num_seqs
-            or self.config.scheduling == "static"
-        ):
+        if not waiting or len(running) == self.limits.max_num_seqs:
             return
         if any(move.inward for move in step.moves):
             return
@@ -484,9 +468,11 @@ class ScheduledDevice:
 
     def _lacks_space(self, step: Step, last: Row, sequence: TokenSequence) -> bool:
         """Whether there was no space in `step` for what follows on the `last` row of a sequence."""
-        left = self.config.max_num_batched_tokens - sum(len(row.tokens) for row in step.rows)
+        left = self.limits.max_num_batched_tokens - sum(len(row.tokens) for row in step.rows)
         rest = sequence.known - last.start - len(last.tokens)
-        return last.kind is RowKind.SEAL and rest > 1 and min(rest, self.config.chunk_tokens) > left
+        return (
+            last.kind is RowKind.SEAL and rest > 1 and min(rest, self.manager.chunk_tokens) > left
+        )
 
     def _begins_like(self, head: TokenSequence, row: Row, other: TokenSequence) -> bool:
         """Whether `row` seals a chunk of `other` that `head` has too."""

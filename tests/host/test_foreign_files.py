@@ -18,7 +18,6 @@ from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
 from tangram.errors import ConfigError, TangramError
 from tangram.foreign_files import replace_file
 from tangram.import_profiles import import_published
-from tangram.plan.policy import Policy
 from tangram_lab.accuracy.conversation import read_conversations
 from tangram_lab.accuracy.passages import _read
 from tangram_lab.accuracy.results import Results
@@ -28,7 +27,6 @@ KEYDIFF = ScorerSpec("keydiff", {})
 READERS: list[Callable[[Path], object]] = [
     Profile.load,
     read_texts,
-    Policy.load,
     Results.load,
     read_conversations,
     lambda path: read_trace(path, seconds=1, speed=1, vocab_size=8),

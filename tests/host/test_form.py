@@ -64,7 +64,7 @@ SHARED_NAMES = {
     ),
     "a scorer, its kernel, and its command": "gate keydiff",
     "a subject, and what its tests share": "speculation templates",
-    "the same of several commands or processes": "cases engines figures logs options serving",
+    "the same of several commands or processes": "engines figures logs options serving",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -29,7 +29,6 @@ COMMANDS = {
     "report": ["calibrate", "-o", "out.json", "--report", "NAME"],
     "data": ["calibrate", "-o", "out.json", "--data", "NAME"],
     "speed": ["bench", "serving", "trace", "--file", "a", "--speed", "NAME"],
-    "policy": ["bench", "check-policy", "NAME"],
     "host": ["serve", "--host", "NAME"],
     "allowed origin": ["serve", "--port", "0", "--allowed-origins", "NAME"],
     "choice": ["serve", "--scope", "NAME"],

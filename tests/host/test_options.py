@@ -19,7 +19,7 @@ from tangram.limits import Bounds
 
 from .test_command_line import ALL
 
-INPUTS = {"batch", "costs", "data", "import_from", "file", "locomo", "text", "trace", "policy_file"}
+INPUTS = {"batch", "costs", "data", "import_from", "file", "locomo", "text", "trace"}
 NUMBERS = [
     (path, param)
     for path, command in ALL.items()

@@ -24,7 +24,7 @@ _STEPS = {"max_num_seqs", "max_num_batched_tokens"}
 _POOL = {"kv_cache_gib", "gpu_memory_utilization", "kv_cache_dtype"}
 # What changes how fast a server answers many clients, or what their requests choose among.
 _OF_SERVING = {
-    *("profile", "scheduling", "prompt_patience", "decode_policy", "max_model_len"),
+    *("profile", "prompt_patience", "max_model_len"),
     *("enable_prefix_caching", "kv_offload_dtype", "kv_offload_gib", "speculative_config"),
     *("tensor_parallel_size", "generation_config"),
 }
@@ -44,8 +44,6 @@ LEFT_OUT = {
     "size": (_QUEUE | _OF_SERVING | _STEPS | _POOL | {"enforce_eager", "compile_decode"})
     - {"kv_cache_dtype"}
     | {"device", "threads", "seed", "load_format", "scorer", "scope", "gate"},
-    # It times the kernels alone, on random entries: only what gives them their form matters.
-    "bench calibrate-policy": set(OPTIONS) - {"page_tokens", "heads_per_page", "dtype"},
     # Transformers' own cache, which has none of this.
     "bench naive": set(OPTIONS) - {"model", "dtype", "load_format", "device", "threads"},
 }
@@ -66,14 +64,11 @@ OWN_DEFAULTS = {
     ("eval", "kv_retention"): None,  # a list of several, which depends on --quick
     ("eval", "chunk_tokens"): "512",  # a list
     ("size", "model"): None,  # no size without a model
-    ("bench calibrate-policy", "heads_per_page"): None,  # all of a layer that fit
-    ("bench calibrate-policy", "dtype"): "bfloat16",  # random entries have no checkpoint
     ("bench naive", "dtype"): "float32",  # 16 bits may change a token
 }
 OWN_CHOICES = {
     ("eval", "scope"),  # a list
     ("size", "dtype"),  # of the sizes that it prints, with other names
-    ("bench calibrate-policy", "dtype"),  # what kernels of a GPU compute in
 }
 OF_ENGINE = [
     (" ".join(path), str(param.name), param)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.part_tables import PartTables
+from tangram.cache.step import Step
 from tangram.cache.write_log import WriteLog
 from tangram.engine.rank_shares import RankShares, share_retentions
+from tangram.engine.rank_wire import OrderCodec, StepOrder
 from tests.examples import examples
 from tests.host.device_double import held_by_group, layout_sets, retentions
 from tests.host.scheduled_device import MAX_TOKENS, ScheduledDevice
@@ -60,7 +62,7 @@ def test_ranks_know_the_pages_of_their_heads(
         host_pages=host_pages,
         kept=shares[0].common,
     )
-    log = WriteLog(service.manager, shares[0].common)
+    log = WriteLog(service.manager)
     tables = [
         PartTables({common: own.layout for common, own in share.own.items()}, 3) for share in shares
     ]
@@ -68,8 +70,11 @@ def test_ranks_know_the_pages_of_their_heads(
     def step() -> bool:
         worked = service.step() is not None
         writes = log.take()
+        told = OrderCodec(shares[0].common).encode(StepOrder(Step((), 0), writes))
         for own, share in zip(tables, shares, strict=True):
-            own.copy(writes, share.common)
+            order = OrderCodec(share.common).decode(told)
+            assert isinstance(order, StepOrder)
+            own.copy(order.writes)
             check_tables(service.manager, own, share)
         return worked
 

@@ -45,7 +45,6 @@ class Traffic(RuleBasedStateMachine):
             slack_pages=data.draw(st.integers(0, 40)),
             max_num_seqs=data.draw(st.integers(1, 4)),
             slack_tokens=data.draw(st.integers(0, 20)),
-            scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
             one_chunk_a_step=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
@@ -234,27 +233,8 @@ def test_answers_do_not_depend_on_seats_pages_or_the_cache(seed: int) -> None:
     expected = answers(slack_pages=2000, max_num_seqs=25, slack_tokens=1000, caching=False)
     assert answers() == expected
     assert answers(slack_pages=0, max_num_seqs=2) == expected
-    assert answers(scheduling="static") == expected
     assert answers(ahead=True, slack_pages=0, max_num_seqs=2) == expected
     assert answers(host_pages=60) == answers(host_pages=2000) == expected
-
-
-def test_static_batching_fills_its_seats_at_once_and_waits_until_all_have_left() -> None:
-    service = ScheduledDevice([layout(2)], slack_pages=1000, max_num_seqs=3, scheduling="static")
-    lengths = [1, 9, 4, 2, 6]
-    for new in lengths:
-        service.submit([1, 2, 3], new)
-    batches = []
-    while service.alive:
-        service.step()
-        batches.append([entry.arrival_index for entry in service.scheduler.running])
-    joined = [
-        batch
-        for last, batch in zip([[], *batches], batches, strict=False)
-        if not set(batch) <= set(last)
-    ]
-    assert joined == [[4, 6], [8, 10]]
-    assert [entry.arrival_index for entry in service.ended] == [2, 6, 4, 8, 10]
 
 
 def test_generated_tokens_are_sealed_when_they_fill_their_chunk() -> None:

@@ -40,7 +40,6 @@ class DraftedTraffic(Traffic):
             slack_pages=data.draw(st.integers(0, 40)),
             max_num_seqs=data.draw(st.integers(1, 4)),
             slack_tokens=data.draw(st.integers(0, 20)),
-            scheduling=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
             caching=data.draw(st.sampled_from([True, True, True, False])),
             ahead=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),

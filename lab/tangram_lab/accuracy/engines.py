@@ -20,6 +20,7 @@ from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.answer_text import read_text
+from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.engine.observe import score_source
 from tangram.engine.profiles import scorer_spec
@@ -29,7 +30,7 @@ from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams
 from tangram_lab.accuracy.fidelity import compute_expected, fidelity
 from tangram_lab.accuracy.method_profiles import Budgets
-from tangram_lab.accuracy.methods import GATED, WITH_PROFILE, Method
+from tangram_lab.accuracy.methods import BY_INPUT, GATED, WITH_PROFILE, Method
 from tangram_lab.accuracy.passages import Passages
 from tangram_lab.accuracy.recall import (
     Contexts,
@@ -44,8 +45,6 @@ from tangram_lab.accuracy.results import Fidelity
 from tangram_lab.accuracy.run import Ask, Read, Recalls, Reply, Watch
 from tangram_lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
 from tangram_lab.accuracy.work import count_prompt_work, count_reply_work
-from tangram_lab.baselines.comparison_builder import engine_of
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 from tangram_lab.environment import environment
 
 
@@ -110,7 +109,8 @@ class ModelBench:
             if method.scorer is not None and method.chunk_tokens is not None:
                 scorers[method.scorer].check_tokens(method.chunk_tokens)
                 scorers[method.scorer].check_model(loaded.fingerprint)
-            method.config(base)
+            if method.name not in BY_INPUT:
+                method.config(base)
         for method in budgeted:
             budgets.equal(method)
         return cls(base, loaded, budgets)
@@ -313,25 +313,23 @@ class _RunningSample:
         own, question = self.events[place], self.sample.sample.questions[place]
         if not own:
             return 0
-        again = not self.engine.config.enable_prefix_caching
         ended = own[-1].finish_reason is not None
         generated = None if ended else sum(len(event.token_ids) for event in own)
-        return count_prompt_work(self.sample, place, again=again) + count_reply_work(
-            question, generated
-        )
+        return count_prompt_work(self.sample, place) + count_reply_work(question, generated)
 
     def replies(self) -> tuple[Reply, ...]:
         return tuple(map(self._reply, range(len(self.events))))
 
     def _reply(self, place: int) -> Reply:
         events, prompt = self.events[place], self.sample.prompts[place]
-        last, config = events[-1], self.engine.config
+        last = events[-1]
         if last.finish_reason is FinishReason.ABORT:
             raise TangramError(f"request {last.request_id} was ended by the engine: {last.error}")
-        holds_all = isinstance(config, ComparisonConfig) and config.reclamation == "by-input"
-        held = None if holds_all else last.usage.kv_bytes
-        text = read_text(self.engine.codec, self._sampling(place), prompt, events)
-        return Reply(text, last.usage.completion_tokens, held, last.usage.kv_bytes_uncompressed)
+        text, usage = (
+            read_text(self.engine.codec, self._sampling(place), prompt, events),
+            last.usage,
+        )
+        return Reply(text, usage.completion_tokens, usage.kv_bytes, usage.kv_bytes_uncompressed)
 
 
 def _scorers(

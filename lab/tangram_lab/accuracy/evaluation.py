@@ -53,6 +53,8 @@ def compare(
     # Chunks and contexts do not depend on the scorer. Errors in them are raised before the model
     # loads.
     methods = _methods(grid.name_scorer(KeyDiff.name), asked)
+    for method in methods:
+        method.config(base)
     _check_scales(base, asked, methods)
     unit = choose_alignment(methods, align=align, unit=align_tokens)
     if any(isinstance(one, RealText) for one in asked):

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tangram.cache.step import RowKind
 from tangram.config import EngineConfig
+from tangram.engine.blueprint import for_one_device
+from tangram.engine.build import build_parts
 from tangram.engine.token_sequence import sequence_of
 from tangram.errors import ConfigError, IntegrityError
 from tangram.model.load import LoadedModel
-from tangram_lab.baselines.comparison_builder import builder_of
 
 
 class ForcedText:
@@ -22,9 +23,10 @@ class ForcedText:
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         # Host memory, to which chunks may be rounded, is there for a prefix cache only.
         self._config = replace(config, enable_prefix_caching=config.kv_offload_gib > 0)
-        admission, self._scheduler, self._runner = builder_of(self._config, loaded).parts()
-        self._retention = admission.retentions[0]
-        self._limit = admission.max_model_len
+        parts = build_parts(for_one_device(self._config, loaded))
+        self._scheduler, self._runner = parts.scheduler, parts.runner
+        self._retention = parts.admission.retentions[0]
+        self._limit = parts.admission.max_model_len
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """float32 [n, V]: the logits at each of the last n tokens, which fill no chunk.

@@ -12,12 +12,11 @@ from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig, Scope
 from tangram.errors import ConfigError
 from tangram.speculative_config import CompressedKv
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 
 MethodName = Literal["full", "uniform", "dynamic", "static", "one-shot", "lossless"]
 NAMES: tuple[MethodName, ...] = get_args(MethodName)
 WITH_PROFILE: frozenset[MethodName] = frozenset({"uniform", "static"})
-_BY_INPUT: frozenset[MethodName] = frozenset({"dynamic", "one-shot"})
+BY_INPUT: frozenset[MethodName] = frozenset({"dynamic", "one-shot"})  # no engine follows them
 GATED = "fastkvzip"  # the scorer that takes a gate file
 
 
@@ -31,6 +30,7 @@ class Method:
     - dynamic: the scores of each chunk decide how much each head keeps. Scope "layer" is Ada-KV
       (arXiv 2407.11550), scope "model" is KVzip (arXiv 2505.23416).
     - one-shot: dynamic, with the whole context as one chunk, as these were published.
+      Results have both; what they keep is computed from scores, but no engine answers by them.
     - lossless: everything stays, and drafts read what static keeps (compressed_kv).
 
     `window_tokens` None is the profile's default, C / 64.
@@ -84,22 +84,26 @@ class Method:
         return replace(self, kv_retention=1.0) if self.name in WITH_PROFILE else self
 
     def config(self, base: EngineConfig, *profiles: str) -> EngineConfig:
-        """`base`, changed for this method; `profiles` are the profile files of its engine."""
+        """`base`, changed for this method; `profiles` are the profile files of its engine.
+
+        Raises `ConfigError` for a method that no engine follows.
+        """
+        if self.name in BY_INPUT:
+            raise ConfigError(
+                f"methods has {self.name}, which no engine follows: what it answered is in "
+                "docs/accuracy-tables.md; name other methods"
+            )
         changes: dict[str, Any] = {"kv_retention": self.kv_retention, "profile": profiles}
         named = {"scorer": self.scorer, "scope": self.scope, "chunk_tokens": self.chunk_tokens}
         changes |= {name: value for name, value in named.items() if value is not None}
         if self.name == "lossless":
             changes["speculative_config"] = {"method": CompressedKv().method}
-        if self.name in _BY_INPUT:
-            changes["enable_prefix_caching"] = False
         if self.scorer != GATED:
             changes["gate"] = None
         chunk = self.chunk_tokens or base.chunk_tokens
         changes["max_num_batched_tokens"] = max(
             base.max_num_batched_tokens, chunk + base.max_num_seqs
         )
-        if self.name in _BY_INPUT:
-            return ComparisonConfig.of(base, reclamation="by-input", **changes)
         return replace(base, **changes)
 
 
@@ -142,7 +146,7 @@ class Grid:
             )
         kept = (self.sink_tokens, self.window_tokens)
         if kept != (SINK_TOKENS, None) and (
-            fixed := [name for name in self.names if name in _BY_INPUT]
+            fixed := [name for name in self.names if name in BY_INPUT]
         ):
             raise ConfigError(
                 f"sink_tokens is {self.sink_tokens} and window_tokens {self.window_tokens}, but "
@@ -151,7 +155,7 @@ class Grid:
             )
         for field, changed, users in (
             ("alphas", tuple(self.alphas) != (ALPHA,), {"static"}),
-            ("scopes", self.scopes is not None, {"static", *_BY_INPUT}),
+            ("scopes", self.scopes is not None, {"static", *BY_INPUT}),
             ("sink_tokens", self.sink_tokens != SINK_TOKENS, WITH_PROFILE),
             ("window_tokens", self.window_tokens is not None, WITH_PROFILE),
         ):

@@ -124,7 +124,7 @@ class Cell(MeasuredCell):
     """The graded replies of one method to one suite.
 
     `footprint` is the KV bytes held when the answers ended, raw tails included, divided by those of
-    full KV. It is None where the engine reserves pages for full KV (by-input methods).
+    full KV. It is None for methods that no engine follows any more.
     `filler_tokens` is the mean over prompts.
     """
 

@@ -40,11 +40,11 @@ _REPLY_CHARACTERS = 240  # of each reply in the file
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply, and the KV bytes held when it ended; None where they say nothing."""
+    """One reply, and the KV bytes held when it ended."""
 
     text: str
     tokens: int
-    held_bytes: int | None
+    held_bytes: int
     uncompressed_bytes: int
 
 
@@ -116,7 +116,7 @@ class PlannedCell:
     @property
     def work(self) -> int:
         """What it computes, in prompt tokens."""
-        return count_work(self.prompts, again=self.method.name in ("dynamic", "one-shot"))
+        return count_work(self.prompts)
 
     def find_in(self, results: Results) -> AnyCell | None:
         """The cell in `results`, if it has been measured already."""
@@ -237,7 +237,7 @@ def _cell(
     plan: PlannedCell,
     prompts: Sequence[SamplePrompts],
     samples: tuple[AnsweredSample, ...],
-    footprint: float | None,
+    footprint: float,
     seconds: float,
     environment: Mapping[str, Any],
 ) -> Cell:
@@ -283,9 +283,7 @@ def _grade_sample(
     return AnsweredSample(task=asked.sample.task, number=asked.sample.number, answers=answers)
 
 
-def _footprint(by_sample: Sequence[Sequence[Reply]]) -> float | None:
+def _footprint(by_sample: Sequence[Sequence[Reply]]) -> float:
     replies = [reply for own in by_sample for reply in own]
-    held = [reply.held_bytes for reply in replies if reply.held_bytes is not None]
-    if len(held) < len(replies):
-        return None
-    return sum(held) / sum(reply.uncompressed_bytes for reply in replies)
+    held = sum(reply.held_bytes for reply in replies)
+    return held / sum(reply.uncompressed_bytes for reply in replies)

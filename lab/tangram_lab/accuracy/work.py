@@ -10,21 +10,21 @@ from tangram_lab.accuracy.sample_prompts import SamplePrompts, SuitePrompts
 _DECODE_TOKENS, _REPLY_SHARE = 8, 0.5
 
 
-def count_work(prompts: SuitePrompts | Passages, *, again: bool = False) -> int:
-    """The work of answering or reading them; `again` if each question computes its context."""
+def count_work(prompts: SuitePrompts | Passages) -> int:
+    """The work of answering or reading them."""
     if isinstance(prompts, Passages):
         return prompts.count * prompts.longest_tokens
     return sum(
-        count_prompt_work(sample, place, again=again) + count_reply_work(question)
+        count_prompt_work(sample, place) + count_reply_work(question)
         for sample in prompts.samples
         for place, question in enumerate(sample.sample.questions)
     )
 
 
-def count_prompt_work(sample: SamplePrompts, place: int, *, again: bool = False) -> int:
+def count_prompt_work(sample: SamplePrompts, place: int) -> int:
     """The work of the prompt of question `place`: the first one computes the context for all."""
     tokens = len(sample.prompts[place])
-    return tokens if place == 0 or again else tokens - sample.shared_tokens
+    return tokens if place == 0 else tokens - sample.shared_tokens
 
 
 def count_reply_work(question: Question, generated: int | None = None) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tangram_lab.load.clock import LatencyLimits
 
 Figures = Mapping[str, dict[str, Any]]  # by rung
-_ALL = "full-kv, reservation, ragged-paging, clustering, aot, served, dynamic"
+_ALL = "full-kv, reservation, ragged-paging, clustering, aot, served"
 
 
 @with_measured_config
@@ -59,7 +59,7 @@ def ablation(
 ) -> None:
     """The contribution of each part: full KV, + reservation, + ragged paging, + clustering, + AOT.
 
-    Dynamic reclamation is compared, too. Decode seals a chunk only if --output-tokens fill one.
+    Decode seals a chunk only if --output-tokens fill one.
     """
     from tangram.engine.option_checks import longest_sequence
     from tangram_lab.accuracy.plot import check_plot
@@ -173,7 +173,6 @@ def _show_split(figures: Figures, phase: str, title: str) -> None:
         "all", *(f"{sum(split['ms'].values()):.2f}" for split in splits), end_section=True
     )
     table.add_row("sealing, reservation, tables", *(f"{split['upkeep']:.1%}" for split in splits))
-    table.add_row("reclamation", *(f"{split['reclamation']:.1%}" for split in splits))
     table.add_row("chunks sealed meanwhile", *(f"{split['sealed_chunks']:,}" for split in splits))
     table.add_row("outside the forward pass", *(f"{split['outside']:.1%}" for split in splits))
     if phase == "prefill":

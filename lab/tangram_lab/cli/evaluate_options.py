@@ -51,9 +51,7 @@ Suites = Annotated[
         help="ruler, multiturn, locomo, fidelity, or SUITE/TASK for one task; comma-separated"
     ),
 ]
-Methods = Annotated[
-    str, typer.Option(help="full, uniform, dynamic, static, one-shot, lossless; comma-separated")
-]
+Methods = Annotated[str, typer.Option(help="full, uniform, static, lossless; comma-separated")]
 Scorers = Annotated[
     str | None,
     option(
@@ -153,7 +151,7 @@ class EvalOptions:
     model: Model = "smollm2"
     quick: Quick = False
     suites: Suites = "ruler, multiturn"
-    methods: Methods = "full, uniform, dynamic, static, lossless"
+    methods: Methods = "full, uniform, static, lossless"
     samples: Samples = None
     context_tokens: Context = 4096
     max_questions: MostQuestions = None

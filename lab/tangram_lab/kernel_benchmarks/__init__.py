@@ -1,1 +1,1 @@
-"""Measures the decode schedules on this GPU, and writes a policy that chooses between them."""
+"""Times the decode schedules on this GPU, on batches that are made up."""

@@ -6,8 +6,6 @@
     uniform      rows of 1K-64K, all lengths equally likely
     zipf         1K times a Zipf variate (exponent 1.5), at most 64K: few long rows among many
 
-Calibration traces have seeds from 100 on, held-out ones seeds 0 to 4. No case is in both.
-
 In a *living* trace rows of a family arrive at random, grow by a token a step, and leave.
 """
 
@@ -22,8 +20,7 @@ from tangram.errors import ConfigError
 
 K = 1024
 LONGEST = 64 * K
-HELD_OUT_SEEDS = (0, 1, 2, 3, 4)
-CALIBRATION_SEEDS = (100, 101, 102)
+SEEDS = (0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,50 +22,38 @@ from tangram.engine.memory import GIB, kv_bytes
 from tangram.engine.option_checks import load_checked
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
-from tangram_lab.baselines.comparison_builder import engine_of
-from tangram_lab.baselines.comparison_config import ComparisonConfig
+from tangram_lab.baselines.compared_engines import Baseline
 from tangram_lab.load.asks import Ask, alike, arriving
 from tangram_lab.load.clock import LatencyLimits, Summary, answer_all
-from tangram_lab.load.parts import FORWARD, HOW, RECLAMATION, UPKEEP, PartClock, Split
+from tangram_lab.load.parts import FORWARD, HOW, UPKEEP, PartClock, Split
 
 
 @dataclass(frozen=True)
 class Rung:
     """One engine of the comparison.
 
-    `name` stands in options and files; `changes` are the fields of the config that differ.
+    `name` stands in options and files. `changes` are the fields of the config that differ,
+    `baseline` is what else does.
     """
 
     name: str
     title: str
-    changes: dict[str, Any]
+    baseline: Baseline = field(default_factory=Baseline)
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
-_CLUSTERED = {"head_groups": "clustered", "decode_schedule": "uniform"}
 RUNGS = (
     Rung(
         "full-kv",
         "full KV",
-        {
-            "kv_retention": 1.0,
-            "profile": (),
-            "head_groups": "monolithic",
-            "decode_schedule": "uniform",
-        },
+        Baseline("monolithic", "uniform"),
+        {"kv_retention": 1.0, "profile": ()},
     ),
-    Rung(
-        "reservation", "+ reservation", {"head_groups": "monolithic", "decode_schedule": "uniform"}
-    ),
-    Rung(
-        "ragged-paging",
-        "+ ragged paging",
-        {"head_groups": "adjacent", "decode_schedule": "uniform"},
-    ),
-    Rung("clustering", "+ clustering", _CLUSTERED),
-    Rung("aot", "+ AOT", {"head_groups": "clustered", "decode_schedule": "aot"}),
-    # The policy plans decode steps
-    Rung("served", "as served", {"head_groups": "clustered"}),
-    Rung("dynamic", "dynamic reclamation", _CLUSTERED | {"reclamation": "dynamic"}),
+    Rung("reservation", "+ reservation", Baseline("monolithic", "uniform")),
+    Rung("ragged-paging", "+ ragged paging", Baseline("adjacent", "uniform")),
+    Rung("clustering", "+ clustering", Baseline("clustered", "uniform")),
+    Rung("aot", "+ AOT", Baseline("clustered", "aot")),
+    Rung("served", "as served"),
 )
 
 
@@ -83,15 +71,10 @@ def choose_rungs(names: str) -> list[Rung]:
 
 
 def check_comparable(config: EngineConfig) -> None:
-    """Raise `ConfigError` for a config without compression, or with a decode policy of its own."""
+    """Raise `ConfigError` for a config without compression."""
     if config.kv_retention == 1.0:
         raise ConfigError(
             "kv_retention is 1.0, an ablation needs less: it compares with 1.0 by itself"
-        )
-    if config.decode_policy is not None:
-        raise ConfigError(
-            f"decode_policy is {config.decode_policy!r}, each rung has its own schedule: leave it "
-            "out"
         )
 
 
@@ -108,7 +91,7 @@ def for_each(
     config = Compression.of(config, loaded.fingerprint).config
     config = replace(config, kv_cache_gib=kv_bytes(config, loaded) / GIB)
     for rung in rungs:
-        measure(rung, _warm(engine_of(ComparisonConfig.of(config, **rung.changes), loaded)))
+        measure(rung, _warm(rung.baseline.engine(replace(config, **rung.changes), loaded)))
         gc.collect()
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -152,14 +135,13 @@ class Breakdown:
     """Milliseconds of each part: of prefill for 1,000 prompt tokens, of decode for one step.
 
     `host_ms` is the host's time for the same, waiting included. `upkeep` is the share of scoring,
-    sealing, scheduling, reservation and tables. `reclamation` is the share of giving pages back.
-    `outside` is the share of all but the forward pass; on a GPU it includes waiting for the host.
+    sealing, scheduling, reservation and tables. `outside` is the share of all but the forward
+    pass; on a GPU it includes waiting for the host.
     """
 
     ms: dict[str, float]
     host_ms: dict[str, float]
     upkeep: float
-    reclamation: float
     outside: float
     steps: int
     sealed_chunks: int
@@ -172,11 +154,8 @@ class Breakdown:
             {part: value * 1e3 / per for part, value in times.items()}
             for times in (split.seconds, split.host_s)
         )
-        upkeep, reclamation = split.share(*UPKEEP), split.share(*RECLAMATION)
-        outside = 1.0 - split.share(*FORWARD)
-        return cls(
-            ms, host_ms, upkeep, reclamation, outside, split.steps, sealed_chunks, HOW[device.type]
-        )
+        upkeep, outside = split.share(*UPKEEP), 1.0 - split.share(*FORWARD)
+        return cls(ms, host_ms, upkeep, outside, split.steps, sealed_chunks, HOW[device.type])
 
 
 def breakdowns(engine: Engine, asks: Sequence[Ask]) -> dict[str, Breakdown]:
@@ -245,7 +224,7 @@ def describe(rung: Rung, engine: Engine) -> dict[str, Any]:
     layout, stats = engine.layout, engine.stats()
     return {
         "title": rung.title,
-        "changes": rung.changes,
+        "changes": asdict(rung.baseline) | rung.changes,
         "footprint": footprint(layout),
         "heads_per_page": layout.heads_per_page,
         "groups": len(layout.groups),

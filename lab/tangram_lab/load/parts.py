@@ -26,8 +26,6 @@ from tangram.engine.scheduler import Scheduler
 from tangram.kernels.stopwatch import GraphBlocks, Stopwatch
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.sealing import ChunkSealer, GroupSealer
-from tangram_lab.baselines.caches import DynamicCache
-from tangram_lab.baselines.reclaim import Reclaimer
 
 # A graph is one piece: its attention counts as model.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
@@ -38,17 +36,14 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         (ChunkSealer, "take"),
         (ChunkSealer, "reconstruct"),
     ),
-    "reclamation": ((Reclaimer, "reclaim"),),
-    "reclamation, books": ((DynamicCache, "reclaim"),),
     "scheduling and reservation": ((Scheduler, "schedule"),),
-    "tables": ((Batcher, "_begin"), (Batcher, "_prefill_rows")),
-    "planning": ((Batcher, "attention"),),
+    "tables": ((Passes, "_launch"), (Batcher, "_prefill_rows")),
+    "planning": ((Batcher, "build"),),
     "prefix cache": ((Scheduler, "commit"),),
     "sampling and text": ((Engine, "step"),),
 }
 FORWARD = ("model", "attention", "scoring and sealing")
 UPKEEP = ("scoring and sealing", "scheduling and reservation", "tables")
-RECLAMATION = ("reclamation", "reclamation, books")
 HOW = {
     "cpu": "host clock at the boundaries of parts; a part without the parts inside it",
     "cuda": "CUDA events on the stream at the boundaries of parts, waiting for the host included; "

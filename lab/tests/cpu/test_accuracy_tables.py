@@ -319,7 +319,7 @@ def test_a_scorer_that_needs_a_gate_is_left_out_where_there_is_none(
     monkeypatch.setattr(grid, "measure", measure)
     assert grid.main([str(tmp_path)]) == 1
     assert {"full.kvzip", "base.tova", "window-0.keydiff", "base.fastkvzip"} < set(measured)
-    assert {"chunks.kvzip.0.5.2048", "dynamic.kvzip.0.25"} < set(measured), (
+    assert {"chunks.kvzip.0.5.2048", "base.kvzip.0.25"} < set(measured), (
         "a slow scorer has a process for each ρ"
     )
     assert "full.keydiff" not in measured

@@ -50,8 +50,6 @@ METHODS = [
     Method("uniform", 0.5, "keydiff", CHUNK, None, None, 4),
     Method("static", 0.5, "keydiff", CHUNK, "model", 2.0, 4),
     Method("static", 0.5, "keydiff", CHUNK, "model", 0.0, 4),
-    Method("dynamic", 0.5, "keydiff", CHUNK, "model"),
-    Method("one-shot", 0.5, "keydiff", CONTEXT, "layer"),
     Method("lossless", 1.0, "keydiff", CHUNK, "model", 2.0, 4),
 ]
 
@@ -88,24 +86,17 @@ def test_contexts_leave_nothing_raw_and_questions_find_them_in_the_cache(
         told: list[int] = []
         engine = bench._engine(method)
         replies = ask_questions(engine, prompts.samples, told.append, method.kv_retention)
-        again = not engine.config.enable_prefix_caching
-        assert sum(told) == count_work(prompts, again=again)
+        assert sum(told) == count_work(prompts)
         assert [len(own) for own in replies] == [2, 2]
         assert all(reply.tokens >= 1 for own in replies for reply in own)
-        cached = engine.stats().cached_tokens
-        assert cached == (2 * CONTEXT if engine.config.enable_prefix_caching else 0)
+        assert engine.stats().cached_tokens == 2 * CONTEXT
         if method.name in ("uniform", "static"):
             tail = max(len(prompt) - CONTEXT for one in prompts.samples for prompt in one.prompts)
             longest = CONTEXT * 0.5 + tail + 64 + BASE.page_tokens
             for reply in (reply for own in replies for reply in own):
-                assert reply.held_bytes is not None
                 # Of one head: k and v, D, float32; L · H
                 entries = reply.held_bytes / (2 * 16 * 4) / 4
                 assert entries <= longest
-        assert all(
-            (reply.held_bytes is None) == (method.name in ("dynamic", "one-shot"))
-            for reply in replies[0]
-        )
 
 
 def test_a_reply_does_not_depend_on_who_asks_first(loaded: LoadedModel) -> None:
@@ -198,9 +189,9 @@ def test_what_no_engine_could_do_is_refused_before_anything_is_measured(
             ModelBench.of(base, loaded, [method], calibration_samples=samples)
 
     refuse(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention")
-    refuse(Method("dynamic", 0.5, "best", CHUNK, "model"), "scorer is 'best'")
+    refuse(Method("static", 0.5, "best", CHUNK, "model", 2.0, 4), "scorer is 'best'")
     refuse(
-        Method("dynamic", 0.5, "keydiff", 100, "model"),
+        Method("static", 0.5, "keydiff", 100, "model", 2.0, 4),
         "chunk_tokens is 100, .*multiple of page_tokens",
     )
     refuse(METHODS[0], "calibration_samples is 0", samples=0)
@@ -374,7 +365,7 @@ def test_who_cannot_draw_hears_it_first(
 def _fidelity_options() -> list[str]:
     most = FLAGS.index("--max-questions")  # fidelity asks none
     suite = "--suites fidelity --samples 3 --context-tokens 768 --chunk-tokens 256"
-    grid = "--methods full,uniform,dynamic,one-shot --retentions 0.75,0.25"
+    grid = "--methods full,uniform,static --retentions 0.75,0.25"
     return [*FLAGS[:most], *FLAGS[most + 2 :], *suite.split(), *grid.split()]
 
 
@@ -403,8 +394,8 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     assert result.exit_code == 0, result.output
     cells = [cell for cell in Results.load(kept).cells if isinstance(cell, FidelityCell)]
     assert (
-        len(cells) == 7
-        and len(reads) == 3 + 1 + 5
+        len(cells) == 5
+        and len(reads) == 3 + 1 + 3
         and all(len(cell.passages) == 3 for cell in cells)
     )
     full, *others = cells
@@ -412,7 +403,7 @@ def test_fidelity_falls_with_retention_and_is_kept_and_shown(
     by_method = {
         (cell.method.name, cell.method.kv_retention): cell.divergence.mean for cell in others
     }
-    for name in ("uniform", "dynamic", "one-shot"):
+    for name in ("uniform", "static"):
         assert 0.0 < by_method[name, 0.75] < by_method[name, 0.25]  # type: ignore[index]
     text = tables.read_text()
     assert f"| uniform | keydiff | – | {plain(cells[1].divergence, 4)} |" in text and "± " in text

@@ -62,11 +62,6 @@ def test_bounds_are_asked_for_every_number_that_is_told(cells: list[AnyCell]) ->
         whole = {"score": (0.9, 1.0, 1.0), "niah_multikey_1": (0.9, 1.0, 1.0)}
         eval_quick.outside(cells[:1], {"ruler": {"full": whole}})
     known = json.loads(eval_quick.BOUNDS.read_text())
-    assert set(known["ruler"]["dynamic, fastkvzip"]) == {
-        "score",
-        "niah_single_3",
-        "niah_multikey_1",
-    }, "it has space for all"
     assert set(known["fidelity"]["static, fastkvzip"]) == {"perplexity", "divergence", "agreement"}
     assert set(known["fidelity"]["full"]) == {"perplexity"}
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
@@ -30,7 +29,6 @@ from tangram.compress.scorers import make_scorer
 from tangram.engine.observe import score_source
 from tangram.engine.text import TextCodec
 from tangram.model.load import LoadedModel, load_model
-from tangram.types import Request
 from tangram_lab.accuracy.engines import ModelBench
 from tangram_lab.accuracy.methods import Method
 from tangram_lab.accuracy.recall import (
@@ -42,7 +40,8 @@ from tangram_lab.accuracy.recall import (
 )
 from tangram_lab.accuracy.results import Cell, Results
 from tangram_lab.accuracy.sample_prompts import Alignment, Questions, evidence_tokens, filler_token
-from tests.small_engines import GREEDY, profile_file, small_engine
+from tests.cpu.test_kept_positions import Ends
+from tests.small_engines import GREEDY, profile_file, run, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 CONTEXT, CHUNK = 640, 128
@@ -142,42 +141,22 @@ def adopt(
     return loaded, ModelBench.of(BASE, loaded, [UNIFORM, DYNAMIC], calibration_samples=2)
 
 
-@pytest.mark.parametrize("reclamation", ["dynamic", "by-input"])
 def test_an_engine_keeps_the_same_positions_of_the_first_chunk(
-    adopt_tiny: Adopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reclamation: str
+    adopt_tiny: Adopt, tmp_path: Path
 ) -> None:
     """Later chunks see what is left of those before them, there."""
     small = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 3})
     loaded, chunk = adopt_tiny(small), 64
     prompt = [3 + (i * i) % 9000 for i in range(chunk + 5)]
     scores = next(iter(score_source(loaded, make_scorer("keydiff"), chunk_tokens=chunk)(prompt)))
-    options: dict[str, Any] = {
-        "reclamation": reclamation,
-        "enable_prefix_caching": False,
-        "chunk_tokens": chunk,
-    }
-    if reclamation == "dynamic":
-        path = profile_file(loaded, tmp_path, chunk_tokens=chunk)
-        rule = make_budget_rule(Profile.load(path), loaded.geometry)
-        options |= {"profile": (path,)}
-    else:
-        rule = competing(Method("dynamic", 0.5, "keydiff", chunk, "model"))
-        options |= {"scope": "model"}
-    engine, seen = small_engine(loaded, kv_retention=0.5, **options), list[Tensor]()
-    reclaim = engine._runner._reclaimer
-    assert reclaim is not None
-    select = type(reclaim)._select
-
-    def look(self: Any, sealer: Any) -> Tensor:
-        seen.append(select(self, sealer))
-        return seen[-1]
-
-    monkeypatch.setattr(type(reclaim), "_select", look)
-    engine.submit(Request("a", tuple(prompt), GREEDY, lambda event: None))
-    while engine.busy:
-        engine.step()
-    kept = rule(torch.from_numpy(scores), 0)
-    assert torch.equal(kept.flatten(0, 1), seen[0]) and 0.3 < kept.float().mean() < 0.6
+    path = profile_file(loaded, tmp_path, chunk_tokens=chunk)
+    options: dict[str, Any] = {"kv_retention": 0.5, "chunk_tokens": chunk, "profile": (path,)}
+    engine = small_engine(loaded, records=True, **options)
+    ends = Ends(engine)
+    run(engine, [prompt], GREEDY)
+    kept = make_budget_rule(Profile.load(path), loaded.geometry)(torch.from_numpy(scores), 0)
+    found = ends.find_kept(ends.readings[0].chunk_keys[0]).chosen
+    assert np.array_equal(found, kept.numpy()) and 0.3 < kept.float().mean() < 0.6
 
 
 def test_one_pass_serves_all_methods_of_a_scorer_and_chunk(
@@ -217,7 +196,7 @@ def test_tangram_eval_reports_it_of_conversations(
         "--locomo",
         str(locomo),
         "--methods",
-        "full,uniform,dynamic",
+        "full,uniform,static",
         "--samples",
         "2",
         "--context-tokens",

@@ -1,6 +1,4 @@
-"""The ways to run an engine that are there to be measured: groupings, schedules, reclamation after
-the fact.
-"""
+"""The ways to run an engine that are there to be measured: groupings and schedules."""
 
 from __future__ import annotations
 
@@ -10,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import Calibration
@@ -21,13 +16,10 @@ from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
 from tangram.engine.profiles import scorer_spec
 from tangram.errors import ConfigError
-from tangram.kernels import reference
-from tangram.kernels.narrow import NARROW
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
-from tangram_lab.baselines.reclaim import compact
-from tests.examples import examples
-from tests.small_engines import drain, run, small_engine
+from tangram_lab.baselines.compared_engines import Baseline, HeadGroups
+from tests.small_engines import drain, run, small_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -43,17 +35,9 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 LLAMA = LlamaConfig(**SHAPE)
-LLAMA_WORDS = LlamaConfig(**(SHAPE | {"vocab_size": 49152}))  # KVzip asks in words
-WINDOWS = GptOssConfig(
-    **SHAPE,
-    num_local_experts=2,
-    num_experts_per_tok=1,
-    sliding_window=20,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-)
 ANSWER = SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True, logprobs=2)
 PROMPTS = [[3 + (i * i * k) % 90 for i in range(33 * k)] for k in range(1, 5)]
-GROUPS = ("clustered", "adjacent", "monolithic")
+GROUPS: tuple[HeadGroups, ...] = ("clustered", "adjacent", "monolithic")
 Adopt = Callable[[PretrainedConfig], LoadedModel]
 
 
@@ -81,10 +65,17 @@ def uneven_profile(loaded: LoadedModel, folder: Path, scorer: str = "keydiff") -
     return str(folder / f"{scorer}.json")
 
 
-def engine_of(loaded: LoadedModel, profile: str | None, **options: Any) -> Engine:
-    named = {} if profile is None else {"kv_retention": 0.5, "profile": (profile,)}
-    defaults = {"page_tokens": 4, "max_model_len": 300, "kv_cache_gib": 0.004}
-    return small_engine(loaded, **(defaults | named | options))
+def engine_of(
+    loaded: LoadedModel,
+    profile: str | None,
+    head_groups: HeadGroups = "clustered",
+    decode_schedule: str | None = None,
+) -> Engine:
+    named: dict[str, Any] = {}
+    if profile is not None:
+        named = {"kv_retention": 0.5, "profile": (profile,)}
+    config = small_config(page_tokens=4, max_model_len=300, kv_cache_gib=0.004, **named)
+    return Baseline(head_groups, decode_schedule).engine(config, loaded)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +141,7 @@ def test_groupings_hold_every_head_and_cost_more_the_coarser_they_are(
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_no_grouping_changes_what_an_uncompressed_cache_answers(
-    groups: str, loaded: LoadedModel, ungrouped: list[list[int]]
+    groups: HeadGroups, loaded: LoadedModel, ungrouped: list[list[int]]
 ) -> None:
     found = run(engine_of(loaded, None, head_groups=groups), PROMPTS, ANSWER)
     assert found == ungrouped
@@ -180,98 +171,3 @@ def test_a_schedule_that_cannot_be_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_of(loaded, None, decode_schedule=schedule)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_groups": "paired"}, "head_groups is 'paired'"),
-        ({"reclamation": "lazy"}, "reclamation is 'lazy'"),
-        ({"decode_schedule": "aot", "decode_policy": "a.json"}, "give one of them"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(
-    options: dict[str, str], message: str, loaded: LoadedModel
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine_of(loaded, None, **options)
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(
-    ("config", "scorer"), [(LLAMA, "keydiff"), (WINDOWS, "keydiff"), (LLAMA_WORDS, "kvzip")]
-)
-def test_reclamation_ends_where_reservation_begins(
-    config: PretrainedConfig, scorer: str, groups: str, adopt_tiny: Adopt, tmp_path: Path
-) -> None:
-    """The same sealed pages for the same tokens, to the bit, and the same log-probabilities."""
-    model = adopt_tiny(config)
-    profile = uneven_profile(model, tmp_path, scorer)
-    options = {"scorer": scorer, "head_groups": groups, "kv_cache_gib": 0.02}
-    engines = [
-        engine_of(model, profile, reclamation=mode, **options) for mode in ("reserved", "dynamic")
-    ]
-    assert_same(*(log_probabilities(engine, PROMPTS) for engine in engines))
-    state, found = (
-        {node.key: engine._runner.pool[node.pages] for node in nodes if not node.transient}
-        for engine in engines
-        for nodes in [engine._scheduler.cache.prefix.nodes.values()]
-    )
-    assert state.keys() == found.keys() and len(state) > 8
-    for key, pages in state.items():
-        assert torch.equal(pages, found[key])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *NARROW.values()])
-def test_compacting_moves_what_is_kept_to_the_front(dtype: torch.dtype) -> None:
-    pool = torch.randn(6, 2, 2, 4, 8).to(dtype)
-    tables = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
-    # Table, column, first entry
-    place = [np.array(values, np.int32) for values in ((0, 3), (1, 0), (4, 2))]
-    kept = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1, 1, 0]], dtype=torch.bool)
-    spans = [
-        (table, column, first, first + 8)
-        for table, column, first in zip(*(values.tolist() for values in place), strict=True)
-    ]
-    before = [torch.stack(reference.gather(pool.float(), tables, *span)) for span in spans]
-    compact(pool, tables, *place, kept, 8)
-    for head, span in enumerate(spans):
-        after = torch.stack(reference.gather(pool.float(), tables, *span))
-        assert torch.equal(after[:, :4], before[head][:, kept[head]])
-
-
-@settings(
-    deadline=None,
-    max_examples=examples(12),
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
-    pool_sequences=st.floats(1.0, 2.5),
-    prefix_caching=st.booleans(),
-    groups=st.sampled_from(GROUPS),
-)
-def test_reclamation_keeps_the_books_however_tight_the_pool(
-    loaded: LoadedModel,
-    profile: str,
-    lengths: list[int],
-    pool_sequences: float,
-    prefix_caching: bool,
-    groups: str,
-) -> None:
-    """`run` checks the books after every step."""
-    prompts = [[3 + i % 7 for i in range(length)] for length in lengths]
-    layout = engine_of(loaded, profile, head_groups=groups).layout
-    pages = int(pool_sequences * layout.most_pages(max(lengths) + 45))
-    options: dict[str, Any] = {
-        "head_groups": groups,
-        "enable_prefix_caching": prefix_caching,
-        "max_model_len": max(lengths) + 45,
-        "kv_cache_gib": (pages + 0.5) * layout.page_bytes(4) / 2**30,
-    }
-    engine = engine_of(loaded, profile, reclamation="dynamic", **options)
-    expected = engine_of(loaded, profile, **options)
-    assert run(engine, prompts, ANSWER) == run(expected, prompts, ANSWER)
-    engine.clear_cache()
-    assert engine.stats().pages_free == engine.stats().pages_total

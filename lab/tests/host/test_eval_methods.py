@@ -11,7 +11,6 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.speculative_config import CompressedKv
 from tangram_lab.accuracy.methods import NAMES, Grid, Method, choose_alignment
-from tangram_lab.baselines.comparison_config import ComparisonConfig
 
 
 def grid(**changes: Any) -> Grid:
@@ -37,28 +36,20 @@ def test_what_makes_no_difference_is_measured_once() -> None:
     assert len(set(methods)) == len(methods) == len({method.title for method in methods})
 
 
-def test_one_shot_takes_the_context_in_one_piece_as_dynamic_takes_chunks() -> None:
+def test_one_shot_takes_the_context_in_one_piece_and_no_engine_follows_it() -> None:
     dynamic, one_shot = grid(
         names=["dynamic", "one-shot"], scorers=["keydiff"], retentions=[0.3]
     ).methods(4096)
-    dynamic_config, config = (
-        method.config(EngineConfig(max_num_seqs=8)) for method in (dynamic, one_shot)
-    )
-    assert config.chunk_tokens == 4096 and config.max_num_batched_tokens >= 4096 + 8
-    for one in (dynamic_config, config):
-        assert (one.reclamation, one.enable_prefix_caching, one.kv_retention) == (
-            "by-input",
-            False,
-            0.3,
-        )
+    assert (dynamic.chunk_tokens, one_shot.chunk_tokens) == (512, 4096)
+    for method in (dynamic, one_shot):
+        with pytest.raises(ConfigError, match=f"methods has {method.name}, which no engine"):
+            method.config(EngineConfig())
 
 
 def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
     base = EngineConfig(gate="gate.safetensors", heads_per_page=2)
     full = Method("full").config(base)
-    assert (
-        full.kv_retention == 1.0 and full.profile == () and not isinstance(full, ComparisonConfig)
-    )
+    assert full.kv_retention == 1.0 and full.profile == ()
     static = Method("static", 0.3, "snapkv", 256, "layer", 1.0, 4).config(base, "profile.json")
     assert (static.scorer, static.scope, static.chunk_tokens, static.kv_retention) == (
         "snapkv",

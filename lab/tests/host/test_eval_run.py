@@ -89,7 +89,7 @@ class StubBench:
 
     def _replies(self, method: Method, one: SamplePrompts, number: int) -> tuple[Reply, ...]:
         known = 4 if number == 0 else KNOWN[method.name]
-        held = None if method.name == "dynamic" else int(100 * method.kv_retention)
+        held = int(100 * method.kv_retention)
         return tuple(
             Reply(", ".join(question.answers) if place < known else "?", 5, held, 100)
             for place, question in enumerate(one.sample.questions)
@@ -136,12 +136,14 @@ def test_a_cell_is_the_mean_over_samples_of_the_mean_over_questions(tmp_path: Pa
 def test_ratios_of_one_method_share_an_engine_and_those_without_a_profile_do_not(
     tmp_path: Path,
 ) -> None:
-    bench, dynamic = StubBench(), replace(STATIC, name="dynamic", alpha=None, sink_tokens=None)
+    bench, lossless = StubBench(), replace(STATIC, name="lossless", alpha=None, sink_tokens=None)
     ratios = [
-        replace(method, kv_retention=ratio) for method in (STATIC, dynamic) for ratio in (0.5, 0.25)
+        replace(method, kv_retention=ratio)
+        for method in (STATIC, lossless)
+        for ratio in (0.5, 0.25)
     ]
     cells = measure(tmp_path / "results.json", bench, ratios)
-    assert bench.opens == ["static", "dynamic", "dynamic"]
+    assert bench.opens == ["static", "lossless", "lossless"]
     assert [cell.method for cell in cells] == [method for method in ratios for _ in SUITES]
 
 

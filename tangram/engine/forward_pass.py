@@ -1,0 +1,117 @@
+"""A forward pass as a value: rows, tokens, positions, addresses, and the chunks that end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from tangram.cache.step import Row, RowKind
+from tangram.kernels.interface import PassAddresses
+from tangram.model.sealing import Seal
+from tangram.types import Int32, Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One run of the model: what it computes, as numbers on the host.
+
+    DECODE `rows` come first. `tokens` and `positions` int64 [T] are the flattened batch, in which
+    those of the decode rows are padded to the width of `addresses`. `ends` [R] are the places of
+    each row's last token. The model's token behind each of the places `sampled` [n] is chosen:
+    behind all tokens of a DECODE row, behind the last one of another that samples. `seals` are the
+    chunks that end.
+    """
+
+    rows: tuple[Row, ...]
+    tokens: Int64
+    positions: Int64
+    ends: Int64
+    sampled: Int64
+    addresses: PassAddresses
+    seals: tuple[Seal, ...]
+
+    @property
+    def prefill_rows(self) -> tuple[Row, ...]:
+        """Its SEAL and TAIL rows."""
+        decode = self.addresses.decode
+        return self.rows if decode is None else self.rows[len(decode.counts) :]
+
+    @property
+    def sealed_tokens(self) -> list[slice]:
+        """The tokens of each SEAL row in the flattened batch."""
+        spans = self.addresses.prefill.spans.tolist()
+        return [
+            slice(*span[:2])
+            for row, span in zip(self.prefill_rows, spans, strict=True)
+            if row.kind is RowKind.SEAL
+        ]
+
+    def followed_by(self, growth: Int32) -> Pass:
+        """The pass behind this one, which decodes one token of each row.
+
+        Where `growth` [R] is 0 instead of 1, it repeats this one. Its tokens are 0: only the device
+        knows them.
+        """
+        lengths, positions = self.addresses.lengths.copy(), self.positions.copy()
+        lengths[[row.slot for row in self.rows]] += growth[:, None]
+        positions[: len(growth)] += growth
+        return replace(
+            self,
+            tokens=np.zeros_like(self.tokens),
+            positions=positions,
+            addresses=replace(self.addresses, lengths=lengths),
+        )
+
+    def repeating(self, number: int, tokens: Int64) -> Pass:
+        """KVzip's second pass: prefill row `number` goes on with `tokens`, of which none stays."""
+        row = self.prefill_rows[number]
+        repeated = self.addresses.prefill.repeat_row(number, len(tokens))
+        return Pass(
+            (row,),
+            tokens,
+            row.start + len(row.tokens) + np.arange(len(tokens)),
+            np.array([len(tokens) - 1]),
+            np.zeros(0, np.int64),
+            PassAddresses(self.addresses.lengths, None, repeated),
+            (),
+        )
+
+
+def seals_of(rows: Sequence[Row]) -> tuple[Seal, ...]:
+    """The seals of prefill `rows`; consecutive chunks of one retention are one."""
+    return tuple(
+        Seal(group[0], tuple(rows[at] for at in group))
+        for (retention, kind), found in groupby(
+            range(len(rows)), lambda at: (rows[at].retention, rows[at].kind)
+        )
+        if kind is RowKind.SEAL and retention.scorer is not None and (group := list(found))
+    )
+
+
+def flatten(rows: Sequence[Row], decode_rows: int, width: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """The `tokens`, `positions`, `ends` and `sampled` of the pass of `rows`.
+
+    The first `decode_rows` decode, and are padded to `width` tokens.
+    """
+    tokens = [row.tokens for row in rows]
+    counts = np.array([len(own) for own in tokens])
+    ends = np.cumsum(counts) - 1
+    decoded = int(counts[:decode_rows].sum())
+    fill = np.zeros(width - decoded, np.int64)
+    # A token's place in the batch, moved to where its row starts.
+    places = np.arange(counts.sum())
+    places += np.repeat([row.start for row in rows] - (ends + 1 - counts), counts)
+    ends[decode_rows:] += len(fill)
+    tokens.insert(decode_rows, fill)
+    sampled = [
+        end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample
+    ]
+    return (
+        np.concatenate(tokens),
+        np.concatenate([places[:decoded], fill, places[decoded:]]),
+        ends,
+        np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64)]),
+    )

@@ -1,0 +1,148 @@
+"""A cache and a runner of a blueprint, with all kernels compiled and all graphs captured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tangram.cache.manager import CacheManager
+from tangram.cache.part_tables import PartTables
+from tangram.config import EngineConfig
+from tangram.engine.blueprint import Blueprint
+from tangram.engine.memory import host_form
+from tangram.engine.meters import Meters
+from tangram.engine.option_checks import check_compile_decode
+from tangram.engine.passes import Passes
+from tangram.engine.rank_runner import RankRunner
+from tangram.engine.runner import Runner, RunnerSettings
+from tangram.kernels.interface import KernelChoice
+from tangram.kernels.stopwatch import Stopwatch
+from tangram.model.compiled import compile_layers
+from tangram.model.experts import fix_launches
+from tangram.model.few_rows import multiply_few_rows_fast
+from tangram.model.fused import join_projections
+from tangram.model.load import LoadedModel
+from tangram.model.onednn import pack_weights
+from tangram.model.overflow import Overflow
+from tangram.progress import show_progress
+
+
+def build_cache(blueprint: Blueprint, pages: int, host_pages: int) -> CacheManager:
+    """The cache manager of `pages` pages and of `host_pages` behind them."""
+    config = blueprint.config
+    return CacheManager(
+        blueprint.served.retentions,
+        total_pages=pages,
+        max_sequences=config.max_num_seqs,
+        prefix_caching=config.enable_prefix_caching,
+        host_pages=host_pages,
+        rounds_chunks=host_form(config) is not None,
+    )
+
+
+def build_runner(
+    blueprint: Blueprint,
+    cache: CacheManager,
+    kernels: KernelChoice,
+    *,
+    meters: Meters | None = None,
+    records: bool = False,
+) -> Runner:
+    """The runner over the pages of `cache`, ready to serve. `meters` are those that it shares."""
+    config, loaded, served = blueprint.config, blueprint.loaded, blueprint.served
+    _prepare_model(config, loaded)
+    every = config.overflow_every
+    overflow = None if every is None else Overflow(served.retentions, blueprint.scopes, every)
+    drafted = _count_drafted(config)
+    settings = RunnerSettings(
+        pages=cache.ledger.total,
+        host_pages=cache.host.total,
+        cache_dtype=blueprint.cache_dtype,
+        form=host_form(config),
+        kernels=kernels,
+        graphs=_is_fast(config, loaded),
+        queries=query_counts(drafted),
+        meters=meters or Meters(Stopwatch(loaded.device), overflow),
+        records=config.max_num_batched_tokens // config.chunk_tokens if records else 0,
+    )
+    if blueprint.shares is None:
+        runner = Runner(loaded, served.retentions, served.scorers, cache, settings)
+    else:
+        own = blueprint.shares.own
+        parts = {common: mine.layout for common, mine in own.items()}
+        tables = PartTables(parts, config.max_num_seqs)
+        runner = RankRunner(loaded, own, served.scorers, tables, settings)
+    _prepare_runner(runner, config, drafted)
+    return runner
+
+
+def _is_fast(config: EngineConfig, loaded: LoadedModel) -> bool:
+    """Whether layers are compiled and passes captured."""
+    return loaded.device.type == "cuda" and not config.enforce_eager
+
+
+def _count_drafted(config: EngineConfig) -> int:
+    return 0 if config.speculation is None else config.speculation.num_speculative_tokens
+
+
+def _prepare_model(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Change the model for its device, in place."""
+    fast, on_cpu = _is_fast(config, loaded), loaded.device.type == "cpu"
+    if fast or on_cpu:
+        join_projections(loaded.model)
+    if fast:
+        fix_launches(loaded.model)
+        compile_layers(loaded.model)
+    if on_cpu:
+        multiply_few_rows_fast(loaded.model, config.chunk_tokens)
+        pack_weights(loaded.model)
+    if config.compile_decode:
+        _compile_decode(config, loaded)
+
+
+def _compile_decode(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Compile the layers for decode passes of one token, of a few and of the most."""
+    check_compile_decode(loaded.device)
+    from tangram.model.compiled_decode import check_compilable, compile_decode, rehearse_decode
+
+    check_compilable(loaded.model)
+    compile_decode(loaded.model)
+    most = config.max_num_seqs * (_count_drafted(config) + 1)
+    sizes = sorted({1, 2, max(2, min(most, config.max_num_batched_tokens))})
+    track = partial(show_progress, description="Compiling decode steps")
+    rehearse_decode(loaded.model, track(sizes))
+
+
+def _prepare_runner(runner: Runner, config: EngineConfig, drafted: int) -> None:
+    """Compile the kernels of all passes, and capture their graphs."""
+    passes, rows = runner.passes, config.max_num_seqs
+    if runner.pool.is_cuda:
+        runner.rehearse(config.max_num_batched_tokens)
+    passes.capture_prefill()
+    if isinstance(runner, RankRunner) and passes.graphs is not None:
+        # From here on: a rank may pack the rows of a pass, and need another graph, alone.
+        passes.graphs.run_first()
+    prepare_decode(passes, rows, "Capturing decode steps")
+    most = min(rows * (drafted + 1), config.max_num_batched_tokens)
+    track = partial(show_progress, description="Capturing steps with drafts")
+    for queries in passes.batcher.queries[1:]:
+        passes.capture(min(most, rows * queries), track, queries)
+    runner.meters.clear()
+    if runner.recorder is not None:
+        runner.recorder.clear()
+
+
+def prepare_decode(passes: Passes, rows: int, description: str) -> None:
+    """Compile the kernels of decode passes of up to `rows` rows, and capture their graphs."""
+    if passes.device.type == "cuda":
+        passes.rehearse_decode(rows)
+    passes.capture(rows, partial(show_progress, description=description))
+
+
+def query_counts(most_drafted: int) -> tuple[int, ...]:
+    """The numbers of tokens of a decode row that kernels are prepared for.
+
+    They are 1, the largest power of two up to `most_drafted + 1`, half of it, and that many.
+    """
+    most = most_drafted + 1
+    largest = 1 << (most.bit_length() - 1)  # a power of two fills the tiles of the kernels
+    return tuple(sorted({1, max(1, largest // 2), largest, most}))
