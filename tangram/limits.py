@@ -1,24 +1,17 @@
-"""The ranges of request fields: Python API and server refuse the same values with the same text."""
+"""The limits of fields: Python API and server refuse the same values with the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING
+from typing import get_type_hints
 
 from tangram.errors import ConfigError, RequestError
 
-if TYPE_CHECKING:
-    from tangram.types import SamplingParams
-
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256  # each new token is compared with every beginning of every stop string
 MAX_STOP_TOKEN_IDS = 1024
-MAX_BIASES = 1024
-MAX_SALT_CHARACTERS = 1024  # they are hashed at each attempt to admit a request
 
 # Names that Transformers and the server pass to a chat template, and functions that templates call:
 # no request may set these.
@@ -93,21 +86,69 @@ def _number(value: float) -> str:
     return str(int(value) if value == int(value) else value)
 
 
-# By the fields of `SamplingParams`, in the order in which they are checked; None is always inside.
-BOUNDS: Mapping[str, Bounds] = {
-    "n": Bounds(1, MAX_SAMPLES),
-    "temperature": Bounds(0.0, 100.0),
-    "top_p": Bounds(0.0, 1.0, open_low=True),
-    "min_p": Bounds(0.0, 1.0),
-    "repetition_penalty": Bounds(0.01, 10.0),  # logits are divided by it: float32 has an end
-    "presence_penalty": Bounds(-2.0, 2.0),
-    "frequency_penalty": Bounds(-2.0, 2.0),
-    "top_k": Bounds(-1, 2**31 - 1),  # -1 and 0 switch the filter off
-    "logprobs": Bounds(0, MAX_LOGPROBS),
-    "max_tokens": Bounds(1, 2**31 - 1),
-    "seed": Bounds(-(2**63), 2**63 - 1),
-}
-BIAS = Bounds(-100.0, 100.0)
+@dataclass(frozen=True)
+class Texts:
+    """A list of at most `most` texts of up to `most_characters`; none is empty, as `empty` says."""
+
+    most: int
+    most_characters: int
+    empty: str
+
+    def check(self, field: str, value: Sequence[str]) -> None:
+        """Raise `RequestError` if the `value` of `field` is no such list."""
+        _check_count(f"{field} has {len(value)} strings", len(value), self.most, field)
+        if any(not text for text in value):
+            raise RequestError(f"{field} holds an empty string, {self.empty}: remove it", field)
+        longest = max(map(len, value), default=0)
+        characters = f"{field} has a string of {longest} characters"
+        _check_count(characters, longest, self.most_characters, field)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """At most `most` token ids. Which are known, the engine says."""
+
+    most: int
+
+    def check(self, field: str, value: Collection[int]) -> None:
+        """Raise `RequestError` if the `value` of `field` has more."""
+        _check_count(f"{field} has {len(value)} tokens", len(value), self.most, field)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """A bias within `bounds` for each of at most `most` token ids."""
+
+    most: int
+    bounds: Bounds
+
+    def check(self, field: str, value: Mapping[int, float]) -> None:
+        """Raise `RequestError` if the `value` of `field` has more, or one out of bounds."""
+        _check_count(f"{field} names {len(value)} tokens", len(value), self.most, field)
+        for token, bias in value.items():
+            self.bounds.check(f"{field}[{token}]", bias)
+
+
+def _check_count(found: str, count: int, most: int, field: str) -> None:
+    if count > most:
+        raise RequestError(f"{found}, at most {most} are allowed", field)
+
+
+Limit = Bounds | Texts | Tokens | Biases
+TEMPERATURE = Bounds(0.0, 100.0)
+TOKEN_COUNT = Bounds(1, 2**31 - 1)
+
+
+def limits_of(described: type) -> Mapping[str, Limit]:
+    """The limits in the annotations of a class, by field."""
+    hints = get_type_hints(described, include_extras=True)
+    return {
+        name: mark
+        for name, hint in hints.items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, Limit)
+    }
+
 
 # By the server's options: of `serve` and `deploy`, and of the arguments of `serve run`.
 SERVER_BOUNDS: Mapping[str, Bounds] = {
@@ -136,46 +177,3 @@ def check_size(
             f"most {most}"
         )
         raise RequestError(f"{message}: shorten it", field)
-
-
-def check_sampling(params: SamplingParams) -> None:
-    """Raise `RequestError` naming the first field that is out of range."""
-    for field, bounds in BOUNDS.items():
-        if (value := getattr(params, field)) is not None:
-            bounds.check(field, value)
-    Bounds(0, BOUNDS["max_tokens"].high if params.max_tokens is None else params.max_tokens).check(
-        "min_tokens", params.min_tokens
-    )
-    if params.min_tokens and params.stop:
-        message = (
-            f"min_tokens is {params.min_tokens} and stop has texts, which could end an answer "
-            "before: send one"
-        )
-        raise RequestError(message, "min_tokens")
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop"
-        )
-    if any(not text for text in params.stop):
-        raise RequestError(
-            "stop holds an empty string, it would end every answer at once: remove it", "stop"
-        )
-    longest = max(map(len, params.stop), default=0)
-    if longest > MAX_STOP_CHARACTERS:
-        raise RequestError(
-            f"stop has a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed",
-            "stop",
-        )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        message = (
-            f"stop_token_ids has {len(params.stop_token_ids)} tokens, at most {MAX_STOP_TOKEN_IDS} "
-            "are allowed"
-        )
-        raise RequestError(message, "stop_token_ids")
-    if len(params.logit_bias) > MAX_BIASES:
-        message = (
-            f"logit_bias names {len(params.logit_bias)} tokens, at most {MAX_BIASES} are allowed"
-        )
-        raise RequestError(message, "logit_bias")
-    for token, bias in params.logit_bias.items():
-        BIAS.check(f"logit_bias[{token}]", bias)

@@ -9,16 +9,28 @@ Shape letters used everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tangram.errors import RequestError
+from tangram.limits import (
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    TEMPERATURE,
+    TOKEN_COUNT,
+    Biases,
+    Bounds,
+    Texts,
+    Tokens,
+    limits_of,
+)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -67,6 +79,9 @@ class Geometry:
         return tuple(layer for layer, window in enumerate(self.windows) if window is None)
 
 
+_MODELS_OWN = Meta(description="default: the model's own")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and meaning as in vLLM and the OpenAI API.
@@ -76,33 +91,59 @@ class SamplingParams:
     `logprobs` is the number of alternatives reported beside the sampled token (0 = the sampled
     token only, None = nothing). No end token comes before `min_tokens`. Ranges are checked on
     construction (`RequestError`).
+
+    These annotations describe the fields of requests, too: what a body may have, its limits and
+    the API's document follow from them.
     """
 
-    n: int = 1
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    n: Annotated[int, Bounds(1, MAX_SAMPLES)] = 1
+    temperature: Annotated[float | None, TEMPERATURE, _MODELS_OWN] = None
+    top_k: Annotated[
+        int | None,
+        Bounds(-1, 2**31 - 1),
+        Meta(description=f"-1 and 0 switch the filter off; {_MODELS_OWN.description}"),
+    ] = None
+    top_p: Annotated[float | None, Bounds(0.0, 1.0, open_low=True), _MODELS_OWN] = None
+    min_p: Annotated[float | None, Bounds(0.0, 1.0), _MODELS_OWN] = None
+    # Logits are divided by it: float32 has an end.
+    repetition_penalty: Annotated[float | None, Bounds(0.01, 10.0), _MODELS_OWN] = None
+    presence_penalty: Annotated[float | None, Bounds(-2.0, 2.0), _MODELS_OWN] = None
+    frequency_penalty: Annotated[float | None, Bounds(-2.0, 2.0), _MODELS_OWN] = None
+    logit_bias: Annotated[
+        dict[int, float],
+        Biases(1024, Bounds(-100.0, 100.0)),
+        Meta(description="token id, as a string, to bias"),
+    ] = field(default_factory=dict)
+    # Each new token is compared with every beginning of every text.
+    stop: Annotated[str | Sequence[str], Texts(16, 256, "it would end every answer at once")] = ()
+    stop_token_ids: Annotated[Sequence[int], Tokens(MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    seed: Annotated[int | None, Bounds(-(2**63), 2**63 - 1)] = None
+    logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
+    max_tokens: Annotated[int | None, TOKEN_COUNT] = 16
+    min_tokens: Annotated[int, Bounds(0, TOKEN_COUNT.high)] = 0
 
     def __post_init__(self) -> None:
-        from tangram.limits import check_sampling
-
         object.__setattr__(
             self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        check_sampling(self)
+        for name, limit in SAMPLING_LIMITS.items():
+            if (value := getattr(self, name)) is not None:
+                limit.check(name, value)
+        if self.max_tokens is not None:
+            Bounds(0, self.max_tokens).check("min_tokens", self.min_tokens)
+        if self.min_tokens and self.stop:
+            message = (
+                f"min_tokens is {self.min_tokens} and stop has texts, which could end an answer "
+                "before: send one"
+            )
+            raise RequestError(message, "min_tokens")
+
+    @property
+    def named_tokens(self) -> Iterator[tuple[str, Collection[int]]]:
+        """The token ids in each field that has some."""
+        return ((name, getattr(self, name)) for name in _TOKEN_FIELDS)
 
     @classmethod
     def state_all(cls, **values: Any) -> SamplingParams:
@@ -112,6 +153,12 @@ class SamplingParams:
         """
         neutral = asdict(OPENAI_SAMPLING) | {"max_tokens": cls.max_tokens}
         return cls(**neutral | values)
+
+
+SAMPLING_LIMITS = limits_of(SamplingParams)
+_TOKEN_FIELDS = tuple(
+    name for name, limit in SAMPLING_LIMITS.items() if isinstance(limit, Tokens | Biases)
+)
 
 
 @dataclass(frozen=True)
@@ -302,8 +349,41 @@ class Mark:
 Piece = str | Mark
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What a request asks of the KV cache and of drafting. None = as the engine does.
+
+    Like those of `SamplingParams`, the annotations describe the fields of requests.
+    """
+
+    kv_retention: Annotated[
+        float | None,
+        Bounds(0.0, 1.0, open_low=True),
+        Meta(description="fraction of the KV cache to keep, (0, 1]"),
+    ] = None
+    kv_scorer: Annotated[
+        Annotated[str, Meta(max_length=64)] | None,
+        Meta(description="which of the profiles of this kv_retention, by its scorer"),
+    ] = None
+    speculative: Annotated[bool | None, Meta(description="false: nothing is drafted")] = None
+    cache_salt: Annotated[
+        str,  # it is hashed at each attempt to admit a request
+        Meta(
+            max_length=1024,
+            description="prefixes are reused only among requests with the same salt",
+        ),
+    ] = ""
+
+
+_OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
+
+
+def ignore_event(event: Event) -> None:
+    """Nobody listens."""
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(RequestOptions):
     """One request of the engine: tokens in, events out through `on_event`.
 
     `on_event` is called on the engine's thread. With a `grammar` the completions follow it, until a
@@ -313,13 +393,14 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    on_event: Callable[[Event], None]
-    kv_retention: float | None = None  # None = the engine's default
-    cache_salt: str = ""
+    on_event: Callable[[Event], None] = ignore_event
     grammar: Grammar | None = None
     marks: Marks = field(default_factory=Marks)
-    kv_scorer: str | None = None  # None = the engine's default
-    speculative: bool | None = None  # None = as the engine does; False = nothing is drafted
+
+    @property
+    def options(self) -> RequestOptions:
+        """Its options alone."""
+        return RequestOptions(**{name: getattr(self, name) for name in _OPTIONS})
 
     def check_length(self, max_model_len: int) -> None:
         """Raise `RequestError` if the prompt leaves no room for a token."""

@@ -152,7 +152,9 @@ class DemoConversation:
         def note(event: Event) -> None:
             timed.append((time.perf_counter() - start_s, event))
 
-        self.engine.submit(Request("demo", prompt, sampling, note, kv_retention, salt))
+        self.engine.submit(
+            Request("demo", prompt, sampling, note, kv_retention=kv_retention, cache_salt=salt)
+        )
         sealed = self.engine.stats().sealed_chunks
         while self.engine.busy:
             self.engine.step()

@@ -9,10 +9,14 @@ since the test is whether they are refused.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import schemathesis
 from schemathesis import GenerationMode
+
+from tangram.limits import Biases, Tokens
+from tangram.types import SAMPLING_LIMITS, RequestOptions
 
 MOST_TOKENS = 4
 MOST_CHOICES = 3
@@ -28,6 +32,8 @@ LIMITS = {
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
 }
+# Of one scorer, without drafts, the server has no other of these.
+UNSERVED = {entry.name for entry in fields(RequestOptions)} - {"kv_retention", "cache_salt"}
 # Values that only a chat template could read, which the embedded model's does not.
 TOLD = ("chat_template_kwargs", "reasoning_effort", "verbosity")
 Fields = dict[str, Any]
@@ -63,17 +69,15 @@ def fitting(path: str, body: Fields) -> Fields:
     changed = dict(body)
     if body.get("kv_retention") is not None:
         changed["kv_retention"] = min(RATIOS, key=lambda ratio: abs(ratio - body["kv_retention"]))
-    for name in ("kv_scorer", "speculative"):  # the server has one scorer, and drafts nothing
-        if body.get(name) is not None:
-            changed[name] = None
+    changed |= dict.fromkeys(UNSERVED & body.keys())
     if body.get("stream_options") is not None:
         changed["stream"] = True
-    if body.get("logit_bias"):
-        changed["logit_bias"] = {
-            str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()
-        }
-    if body.get("stop_token_ids"):
-        changed["stop_token_ids"] = _tokens(body["stop_token_ids"])
+    for name, limit in SAMPLING_LIMITS.items():
+        if isinstance(limit, Tokens) and body.get(name):
+            changed[name] = _tokens(body[name])
+        if isinstance(limit, Biases) and body.get(name):
+            named = body[name].items()
+            changed[name] = {str(int(token) % VOCABULARY): bias for token, bias in named}
     if body.get("messages"):
         changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):

@@ -112,7 +112,12 @@ def answer_prompt(
     events, answer = deque[Event](), TerminalAnswer()
     reader = AnswerText(engine.codec, sampling, prompt)
     request = Request(
-        uuid.uuid4().hex, prompt, sampling, events.append, kv_retention, kv_scorer=kv_scorer
+        uuid.uuid4().hex,
+        prompt,
+        sampling,
+        events.append,
+        kv_retention=kv_retention,
+        kv_scorer=kv_scorer,
     )
     engine.submit(request)
     aborted = False

@@ -20,7 +20,7 @@ from tangram.cli.telemetry import warnings_as_text
 from tangram.cli.terminal import entry, history, read_typed_line
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
-from tangram.limits import BOUNDS
+from tangram.limits import TEMPERATURE, TOKEN_COUNT
 from tangram.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ _PROMPT = "you  "
 @with_config
 def chat(
     config: EngineConfig,
-    max_tokens: Annotated[int, number(BOUNDS["max_tokens"], "maximum tokens of an answer")] = 512,
+    max_tokens: Annotated[int, number(TOKEN_COUNT, "maximum tokens of an answer")] = 512,
     temperature: Annotated[
         float | None,
         number(
-            BOUNDS["temperature"],
+            TEMPERATURE,
             "temperature of sampling; 0 takes the likeliest token",
             show_default="the model's own",
         ),
@@ -167,7 +167,7 @@ class ChatSession:
 
     def _check_retention(self, ratio: float, scorer: str | None) -> None:
         least = SamplingParams(max_tokens=1)
-        self._engine.check(Request("", (0,), least, lambda event: None, ratio, kv_scorer=scorer))
+        self._engine.check(Request("", (0,), least, kv_retention=ratio, kv_scorer=scorer))
 
 
 def _grey(text: str) -> None:

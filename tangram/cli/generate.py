@@ -15,7 +15,7 @@ from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import BOUNDS, check_size
+from tangram.limits import TEMPERATURE, TOKEN_COUNT, check_size
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
@@ -36,12 +36,12 @@ def generate(
         str | None, typer.Option("--prompt", "-p", help="the same text, as an option")
     ] = None,
     max_tokens: Annotated[
-        int | None, number(BOUNDS["max_tokens"], "maximum tokens to generate; 128 if not given")
+        int | None, number(TOKEN_COUNT, "maximum tokens to generate; 128 if not given")
     ] = None,
     temperature: Annotated[
         float | None,
         number(
-            BOUNDS["temperature"],
+            TEMPERATURE,
             "temperature of sampling; 0 takes the likeliest token",
             show_default="the model's own",
         ),

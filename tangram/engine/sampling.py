@@ -259,11 +259,8 @@ def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if `logit_bias` or `stop_token_ids` names an unknown token."""
-    for field, tokens in (
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
+    """Raise `RequestError` if a field of `params` names an unknown token."""
+    for field, tokens in params.named_tokens:
         for token in tokens:
             if not 0 <= token < vocab_size:
                 message = (

@@ -12,7 +12,7 @@ import numpy as np
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.metrics import EngineStats
 from tangram.page.questions import Announcement, AnswerTimes, Question
-from tangram.types import Event, Grammar, Marks, Request, SamplingParams
+from tangram.types import Event, Grammar, Marks, Request, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from tangram.types import Int32
@@ -29,28 +29,21 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     tokens: bytes
     sampling: SamplingParams
-    kv_retention: float | None
-    kv_scorer: str | None
-    speculative: bool | None
-    cache_salt: str
+    options: RequestOptions
     grammar: tuple[str, str] | None
     marks: Marks
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> RequestMessage:
         """`request` without its callback. Raises `RequestError` for numbers that cannot travel."""
-        grammar, sampling = request.grammar, request.sampling
-        _check_tokens(request.prompt_token_ids, "prompt", vocab_size)
-        _check_tokens(sampling.stop_token_ids, "stop_token_ids", vocab_size)
-        _check_tokens(sampling.logit_bias, "logit_bias", vocab_size)
+        grammar = request.grammar
+        for field, tokens in (("prompt", request.prompt_token_ids), *request.sampling.named_tokens):
+            _check_tokens(tokens, field, vocab_size)
         return cls(
             request.request_id,
             np.asarray(request.prompt_token_ids, np.int32).tobytes(),
             request.sampling,
-            request.kv_retention,
-            request.kv_scorer,
-            request.speculative,
-            request.cache_salt,
+            request.options,
             None if grammar is None else (grammar.source, grammar.field),
             request.marks,
         )
@@ -67,12 +60,9 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
             prompt_token_ids=tuple(self.prompt.tolist()),
             sampling=self.sampling,
             on_event=on_event,
-            kv_retention=self.kv_retention,
-            cache_salt=self.cache_salt,
             grammar=grammar,
             marks=self.marks,
-            kv_scorer=self.kv_scorer,
-            speculative=self.speculative,
+            **vars(self.options),
         )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tangram.errors import ConfigError, ModelError, RequestError
 from tangram.foreign_files import expand_home, parse_json, read_text
-from tangram.limits import BOUNDS, MAX_STOP_TOKEN_IDS
+from tangram.limits import MAX_STOP_TOKEN_IDS
 from tangram.model import embedded
 from tangram.model.source import EMBEDDED, gguf_file, is_gguf
-from tangram.types import OPENAI_SAMPLING, SamplingValues
+from tangram.types import OPENAI_SAMPLING, SAMPLING_LIMITS, SamplingValues
 
 FILE = "generation_config.json"
 _MOST_BYTES = 2**20
@@ -25,7 +25,7 @@ _MOST_SHOWN = 64  # fields of a file, and characters of a name
 # Names of values in the file, and here.
 _NAMES = {name: name for name in asdict(OPENAI_SAMPLING) if name != "max_tokens"}
 _NAMES["max_new_tokens"] = "max_tokens"
-_WHOLE = frozenset({"top_k", "max_tokens"})
+_WHOLE = {name for name, value in asdict(OPENAI_SAMPLING).items() if not isinstance(value, float)}
 _GGUF_PREFIX = "general.sampling."
 _GGUF_NAMES = {
     "temp": "temperature",
@@ -137,7 +137,7 @@ def _check(path: Path, stated: Mapping[str, tuple[str, Any]]) -> SamplingValues:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise _refusal(path, f"{spelled} is {shortened(value)}, it must be {spoken}")
         try:
-            BOUNDS[name].check(spelled, value)
+            SAMPLING_LIMITS[name].check(spelled, stated[name][1])
         except RequestError as error:
             raise _refusal(path, str(error)) from error
         values[name] = value if name in _WHOLE else float(value)

@@ -26,8 +26,7 @@ from tangram.page.questions import (
 from tangram.page.watchers import Watcher
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import Job
-from tangram.serve.record import Record, record_of
+from tangram.serve.record import Generation, Record, record_of
 
 _Place = Annotated[int, Query(ge=0, le=1_000_000)]
 
@@ -55,16 +54,14 @@ class CachePage:
     def start(self) -> None:
         """See `Extension`."""
 
-    def announce(self, job: Job) -> None:
+    def announce(self, generation: Generation, record: Record) -> None:
         """See `Extension`."""
-        if job.record is None:
-            return  # nobody could ask for it
-        request_id, client = job.record.request_id, job.record.key_digest
-        for number in range(len(job.prompts)):
-            first, name = number * job.sampling.n, job.engine_id(number)
-            self._source.announce(
-                Announcement(name, job.id, request_id, first, client, time.monotonic())
-            )
+        answer_id, request_id, client = generation.response_id, record.request_id, record.key_digest
+        first = 0
+        for request in generation.requests:
+            name, now_s = request.request_id, time.monotonic()
+            self._source.announce(Announcement(name, answer_id, request_id, first, client, now_s))
+            first += request.sampling.n
 
     def count(self, record: Record) -> None:
         """See `Extension`."""

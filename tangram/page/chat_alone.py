@@ -7,8 +7,7 @@ from fastapi import FastAPI
 from tangram.page.files import FILES
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import Job
-from tangram.serve.record import Record
+from tangram.serve.record import Generation, Record
 
 
 class ChatPage:
@@ -38,7 +37,7 @@ class ChatPage:
     def start(self) -> None:
         """See `Extension`."""
 
-    def announce(self, job: Job) -> None:
+    def announce(self, generation: Generation, record: Record) -> None:
         """See `Extension`."""
 
     def count(self, record: Record) -> None:

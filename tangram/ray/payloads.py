@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.grammar import CompiledGrammar
+from tangram.link.protocol import RequestMessage
 from tangram.metrics import EngineStats
-from tangram.types import Event, Grammar, Int32, Int64, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A callback stays where it is; tokens travel as an array, a grammar as its text.
-_CHANGED = ("prompt_token_ids", "on_event", "grammar")
 
 
 @dataclass(frozen=True)
@@ -66,44 +59,14 @@ class StatsReport:
     stats: EngineStats
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SentRequest:
     """A request on its way to a replica.
 
-    It was checked, and cut into chunks, by the facts of `origin`. `tokens` int32 [n] are its
-    prompt. `chain` has the keys of the prompt's whole chunks, parents first: the router reads it.
-    `grammar` is the text of one and the field that has it.
+    It was checked, and cut into chunks, by the facts of `origin`. `chain` has the keys of the
+    prompt's whole chunks, parents first: the router reads it.
     """
 
     origin: Origin
-    tokens: Int32
     chain: tuple[bytes, ...]
-    grammar: tuple[str, str] | None
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, origin: Origin, request: Request, tokens: Int64, chain: tuple[bytes, ...]
-    ) -> SentRequest:
-        """`request` without what cannot travel; `tokens` int64 [n] are its prompt."""
-        compiled = request.grammar
-        return cls(
-            origin,
-            tokens.astype(np.int32),
-            chain,
-            (compiled.source, compiled.field) if isinstance(compiled, CompiledGrammar) else None,
-            {
-                entry.name: getattr(request, entry.name)
-                for entry in fields(Request)
-                if entry.name not in _CHANGED
-            },
-        )
-
-    def request(self, on_event: Callable[[Event], None], grammar: Grammar | None) -> Request:
-        """The request where it arrives; `grammar` is compiled there."""
-        return Request(
-            prompt_token_ids=tuple(self.tokens.tolist()),
-            on_event=on_event,
-            grammar=grammar,
-            **self.options,
-        )
+    message: RequestMessage

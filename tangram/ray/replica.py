@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -111,7 +110,7 @@ class EngineReplica:
         clocks of machines differ. If the caller goes away, the request is aborted.
         """
         arrived_s = time.monotonic()
-        left = set(range(sent.options["sampling"].n))
+        left = set(range(sent.message.sampling.n))
         self._taken += 1
         try:
             if sent.origin.vocabulary != self._origin.vocabulary:
@@ -132,7 +131,7 @@ class EngineReplica:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(news.put_nowait, event)
 
-        request = sent.request(post, grammar)
+        request = sent.message.request(post, grammar)
         self._engine.submit(request)
         self._unanswered[request.request_id] = sent
         try:
@@ -152,12 +151,12 @@ class EngineReplica:
             self._engine.abort(request.request_id)
 
     async def _compile(self, sent: SentRequest) -> Grammar | None:
-        if sent.grammar is None:
+        if (wanted := sent.message.grammar) is None:
             return None
-        known = self._engine.grammars.look_up(*sent.grammar)
+        known = self._engine.grammars.look_up(*wanted)
         if known is not None:
             return known
-        return await asyncio.to_thread(partial(self._engine.grammars.compile, *sent.grammar))
+        return await asyncio.to_thread(self._engine.grammars.compile, *wanted)
 
     def __del__(self) -> None:
         gc.unfreeze()  # or nothing of the engine is freed
@@ -184,11 +183,11 @@ def _count_from(start_s: float, event: Event) -> Event:
 def _refuse(sent: SentRequest, index: int, error: TangramError) -> Event:
     """The event that completion `index` ends with `error`."""
     return Event(
-        sent.options["request_id"],
+        sent.message.request_id,
         index,
         (),
         (),
-        Usage(len(sent.tokens), 0, 0, 0, 0),
+        Usage(len(sent.message.prompt), 0, 0, 0, 0),
         FinishReason.ABORT,
         str(error),
         error_field=error.field if isinstance(error, RequestError) else None,

@@ -23,6 +23,7 @@ from tangram.cache.keys import list_keys
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.text import TextCodec
+from tangram.link.protocol import RequestMessage
 from tangram.metrics import EngineStats
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
@@ -155,7 +156,8 @@ class ReplicatedEngine:
         tokens = np.asarray(request.prompt_token_ids, np.int64)
         chunk_tokens = retention.layout.chunk_tokens
         keys = list_keys(retention.fingerprint, request.cache_salt, chunk_tokens, tokens)
-        return SentRequest.of(self._origin, request, tokens, tuple(keys))
+        message = RequestMessage.of(request, self._admission.vocab_size)
+        return SentRequest(self._origin, tuple(keys), message)
 
     async def _send(self, relay: _Relay, sent: SentRequest) -> None:
         try:

@@ -9,17 +9,15 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from tangram.limits import MAX_SALT_CHARACTERS
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
 
 Json = dict[str, Any]  # a JSON object
 
 _MAX_FIELDS = 128
-MODELS_OWN = "default: the model's own"
 # Tags of alternatives begin with this. No field does, so paths of fields can leave them out.
 ALTERNATIVE = "alternative "
-_MAX_LABEL_CHARACTERS, _MAX_NAME_CHARACTERS = 1024, 64
+_MAX_LABEL_CHARACTERS = 1024
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
@@ -41,20 +39,6 @@ def encodable(text: Any) -> Any:
 # The type of every text in a request. A text that is only echoed or logged is a `Label`, or has a
 # bound of its own.
 Text = Annotated[str, BeforeValidator(encodable)]
-Salt = Annotated[
-    Text,
-    Field(
-        max_length=MAX_SALT_CHARACTERS,
-        description="prefixes are reused only among requests with the same salt",
-    ),
-]
-ScorerName = Annotated[
-    Text,
-    Field(
-        max_length=_MAX_NAME_CHARACTERS,
-        description="which of the profiles of this kv_retention, by its scorer",
-    ),
-]
 Label = Annotated[
     Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")
 ]
@@ -77,6 +61,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     refused: ClassVar[NoOps] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """What a body has it does not refuse."""
+        kept = cls.refused.keys() - cls.model_fields.keys()
+        cls.refused = {name: cls.refused[name] for name in kept}
 
     @model_validator(mode="before")
     @classmethod

@@ -10,11 +10,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from tangram.engine.answer_text import AnswerText
 from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
@@ -27,7 +26,6 @@ from tangram.types import (
     Grammar,
     Marks,
     Request,
-    SamplingParams,
     SamplingValues,
     ThinkingFormat,
     ToolFormat,
@@ -215,116 +213,75 @@ class ServedEngine(KnownEngine, Protocol):
         """End what runs. Safe to call twice."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One HTTP request for the engine: `sampling.n` completions of each prompt.
-
-    `record` belongs to a request that came by HTTP. It collects the results, and its id is the
-    request's name in the engine's log.
-    """
-
-    id: str
-    prompts: Sequence[tuple[int, ...]]
-    sampling: SamplingParams
-    kv_retention: float | None
-    cache_salt: str
-    stream: bool = False
-    grammar: Grammar | None = None
-    record: Record | None = None
-    marks: Marks = field(default_factory=Marks)
-    kv_scorer: str | None = None
-    speculative: bool | None = None
-
-    @property
-    def choices(self) -> int:
-        """How many completions there are."""
-        return len(self.prompts) * self.sampling.n
-
-    def read_answer(self, codec: Codec, choice: int) -> AnswerText:
-        """What reads the text of completion `choice` from its events."""
-        prompt = self.prompts[choice // self.sampling.n]
-        return AnswerText(codec, self.sampling, prompt, self.marks)
-
-    def engine_id(self, number: int) -> str:
-        """The id of the engine's request for prompt `number`."""
-        name = self.id if self.record is None else self.record.request_id
-        return f"{name}-{number}" if len(self.prompts) > 1 else name
-
-
 def make_timeout_error(limit_s: float | None) -> ApiError:
     """The error of a request that took longer than `limit_s`."""
     return ApiError(504, f"the request took longer than {limit_s} s, the most that it may here")
 
 
 class EventStream:
-    """The events of one job, as (choice, event): made by `open`, taken one by one.
+    """The events of one generation, as (choice, event): made by `open`, taken one by one.
 
     A choice is the number of the prompt · n + the index of the completion. Always `close()` it:
     that aborts every completion that has not ended, and frees its pages. `overrun` is set if it was
     closed because the client does not read.
     """
 
-    def __init__(
-        self, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits
-    ) -> None:
-        self._engine, self._job = engine, job
+    def __init__(self, engine: ServedEngine, generation: Generation, limits: Limits) -> None:
+        self._engine, self.generation = engine, generation
         self._loop = asyncio.get_running_loop()
         self._pending = deque[tuple[int, Event] | ApiError]()
         self._tell: Callable[[], object] = self._do_nothing
-        self._most_pending = (
-            min(job.choices, _COUNTED_CHOICES) * limits.pending_events if job.stream else None
-        )
+        most_pending = min(generation.choices, _COUNTED_CHOICES) * limits.pending_events
+        self._most_pending = most_pending if generation.stream else None
         self._running: dict[int, CompletionMeter] = {}
-        self.generation = Generation(
-            job.id, job.sampling, job.kv_retention, job.stream, job.kv_scorer
-        )
-        if job.record is not None:
-            job.record.generation = self.generation
         self.overrun = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._most_s = limits.request_timeout_s
 
     @classmethod
     async def open(
-        cls, engine: ServedEngine, job: Job, metrics: ServerMetrics, limits: Limits
+        cls,
+        engine: ServedEngine,
+        generation: Generation,
+        metrics: ServerMetrics,
+        limits: Limits,
+        record: Record | None = None,
     ) -> EventStream:
-        """Submit `job`. Raises as `ServedEngine.submit` does, and `ApiError` 504."""
-        stream, now_s = cls(engine, job, metrics, limits), time.monotonic()
-        ends_s = stream._choose_end()
+        """Submit what `generation` requests; `record`, if it came by HTTP, has it from now on.
+
+        Raises as `ServedEngine.submit` does, and `ApiError` 504.
+        """
+        stream, now_s = cls(engine, generation, limits), time.monotonic()
+        ends_s = stream._choose_end(record)
+        if record is not None:
+            record.generation = generation
+        samples = generation.first.sampling.n
+        requests = [
+            replace(request, on_event=partial(stream._enter, number * samples))
+            for number, request in enumerate(generation.requests)
+        ]
         try:
             async with asyncio.timeout_at(ends_s):
-                await engine.submit(*map(stream._request, range(len(job.prompts))))
+                await engine.submit(*requests)
         except TimeoutError as error:
             raise make_timeout_error(stream._most_s) from error
         if ends_s is not None:
             stream._timer = stream._loop.call_at(ends_s, stream._expire)
-        stream._running = {choice: CompletionMeter(metrics, now_s) for choice in range(job.choices)}
+        stream._running = {
+            choice: CompletionMeter(metrics, now_s) for choice in range(generation.choices)
+        }
         return stream
 
-    def _choose_end(self) -> float | None:
+    def _choose_end(self, record: Record | None) -> float | None:
         """When the request has taken too long, on the loop's clock."""
         if self._most_s is None:
             return None
-        gone_s = 0.0 if self._job.record is None else self._job.record.duration_s
+        gone_s = 0.0 if record is None else record.duration_s
         return self._loop.time() + self._most_s - gone_s
 
-    def _request(self, number: int) -> Request:
-        return Request(
-            request_id=self._job.engine_id(number),
-            prompt_token_ids=self._job.prompts[number],
-            sampling=self._job.sampling,
-            on_event=partial(self._enter, number),
-            kv_retention=self._job.kv_retention,
-            kv_scorer=self._job.kv_scorer,
-            speculative=self._job.speculative,
-            cache_salt=self._job.cache_salt,
-            grammar=self._job.grammar,
-            marks=self._job.marks,
-        )
-
-    def _enter(self, number: int, event: Event) -> None:
-        """Enter an event of prompt `number`. The number of pending events is bounded."""
-        choice = number * self._job.sampling.n + event.index
+    def _enter(self, first: int, event: Event) -> None:
+        """Enter an event of the prompt whose choices begin at `first`, unless too many wait."""
+        choice = first + event.index
         if self.overrun.is_set():
             return
         if self._most_pending is not None and len(self._pending) >= self._most_pending:
@@ -402,5 +359,6 @@ class EventStream:
         self._running.clear()
 
     def _abort_unfinished(self) -> None:
-        for number in sorted({choice // self._job.sampling.n for choice in self._running}):
-            self._engine.abort(self._job.engine_id(number))
+        left = map(self.generation.request_of, sorted(self._running))
+        for request_id in dict.fromkeys(request.request_id for request in left):
+            self._engine.abort(request_id)

@@ -1,4 +1,4 @@
-"""What each endpoint makes of a request: a job for the engine, a reader and a writer."""
+"""What each endpoint makes of a body: requests to the engine, a reader and a writer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from pydantic import ValidationError
 from tangram.serve.answers import Writer
 from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Json
-from tangram.serve.bridge import Job
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
 from tangram.serve.prompts import Prompts
-from tangram.serve.record import Record
+from tangram.serve.record import Generation, Record
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.thoughts import Reader, TextReader
-from tangram.types import Grammar, Marks, SamplingValues
+from tangram.types import Grammar, Marks, Request, SamplingValues
 
 AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A job for the engine. A reader takes each completion apart, `writer` spells the answer."""
+    """What is to be generated. A reader takes each completion apart, `writer` spells the answer."""
 
-    job: Job
+    generation: Generation
     new_reader: Callable[[], Reader]
     writer: Writer
 
@@ -56,20 +55,21 @@ class Endpoints:
         return await self._prepare_response(body, record)
 
     async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
-        chat = await self.prompts.prepare_chat(body)
+        prompt, grammar, form = await self.prompts.prepare_chat(body)
+        marks = form.list_shown_marks(body.offered)
         head = self._make_head(ChatWriter.id_prefix)
-        job = _make_job(head["id"], [chat.prompt], body, record, chat.grammar, chat.marks)
+        generation = _make_generation(head["id"], [prompt], body, record, grammar, marks)
         if body.service_tier is not None:
             head["service_tier"] = "default"
         writer = ChatWriter(
             self.prompts.codec,
             head,
             logprobs=body.logprobs,
-            thinks=chat.form.thinking is not None,
+            thinks=form.thinking is not None,
             options=body.stream_options,
         )
-        reader = chat.form.reader(body.offered)
-        return PreparedRequest(job, reader, writer)
+        reader = form.reader(body.offered)
+        return PreparedRequest(generation, reader, writer)
 
     async def _prepare_completion(
         self, body: CompletionRequest, record: Record | None
@@ -95,9 +95,8 @@ class Endpoints:
             n=body.n,
             options=body.stream_options,
         )
-        return PreparedRequest(
-            _make_job(head["id"], prompts, body, record, grammar), TextReader, writer
-        )
+        generation = _make_generation(head["id"], prompts, body, record, grammar)
+        return PreparedRequest(generation, TextReader, writer)
 
     async def _prepare_response(
         self, body: ResponsesRequest, record: Record | None
@@ -107,37 +106,31 @@ class Endpoints:
             as_chat = await asyncio.to_thread(body.chat)  # thousands of messages take a while
         except ValidationError as error:
             raise of_validation(error, body.rename_field) from error
-        chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
+        prompt, grammar, form = await self.prompts.prepare_chat(as_chat, body.rename_field)
+        marks = form.list_shown_marks(as_chat.offered)
         response_id = f"resp_{uuid.uuid4().hex}"
-        job = _make_job(response_id, [chat.prompt], body, record, chat.grammar, chat.marks)
-        values = self.sampling.with_stated(job.sampling)
+        generation = _make_generation(response_id, [prompt], body, record, grammar, marks)
+        values = self.sampling.with_stated(generation.first.sampling)
         writer = ResponsesWriter(body, response_id, self.model, values)
-        reader = chat.form.reader(as_chat.offered)
-        return PreparedRequest(job, reader, writer)
+        reader = form.reader(as_chat.offered)
+        return PreparedRequest(generation, reader, writer)
 
     def _make_head(self, prefix: str) -> Json:
         identity = f"{prefix}-{uuid.uuid4().hex}"
         return {"id": identity, "created": int(time.time()), "model": self.model}
 
 
-def _make_job(
-    identity: str,
+def _make_generation(
+    response_id: str,
     prompts: list[tuple[int, ...]],
     body: AnswerRequest,
     record: Record | None,
     grammar: Grammar | None,
     marks: Marks | None = None,
-) -> Job:
-    return Job(
-        identity,
-        prompts,
-        body.sampling(),
-        body.kv_retention,
-        body.cache_salt,
-        body.stream,
-        grammar,
-        record,
-        marks or Marks(),
-        body.kv_scorer,
-        body.speculative,
-    )
+) -> Generation:
+    name = response_id if record is None else record.request_id
+    names = [f"{name}-{number}" for number in range(len(prompts))] if len(prompts) > 1 else [name]
+    common: Json = {"grammar": grammar, "marks": marks or Marks(), **body.options}
+    sampling = body.sampling()
+    requests = [Request(*one, sampling, **common) for one in zip(names, prompts, strict=True)]
+    return Generation(response_id, requests, body.stream)

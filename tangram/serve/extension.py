@@ -6,8 +6,7 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from tangram.serve.bridge import Job
-from tangram.serve.record import Record
+from tangram.serve.record import Generation, Record
 
 
 class Extension(Protocol):
@@ -25,8 +24,8 @@ class Extension(Protocol):
         """The server's loop runs."""
         ...
 
-    def announce(self, job: Job) -> None:
-        """`job` is about to be submitted."""
+    def announce(self, generation: Generation, record: Record) -> None:
+        """What the request of `record` asks for is about to be submitted."""
         ...
 
     def count(self, record: Record) -> None:

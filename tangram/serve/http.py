@@ -94,7 +94,7 @@ def build_app(
         sinks.append(telemetry.traces)
     if page is not None:
         sinks.append(page.count)
-        service.job_sinks.append(page.announce)
+        service.generation_sinks.append(page.announce)
         service.drain_sinks.append(page.drain)
     app = FastAPI(
         title="Tangram",

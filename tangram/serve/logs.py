@@ -147,8 +147,8 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
     return line | {
         "response_id": generation.response_id,
         "stream": generation.stream,
-        "kv_retention": generation.kv_retention,
-        "kv_scorer": generation.kv_scorer,
+        "kv_retention": generation.first.kv_retention,
+        "kv_scorer": generation.first.kv_scorer,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -1,28 +1,19 @@
 """The OpenAPI document of the server.
 
-FastAPI describes the types of the fields. This adds what other modules decide: the ranges of
-`tangram/limits.py`, the forms that validators accept, the fields that must ask for nothing, the
-errors, the key, and example requests.
+FastAPI describes the types of the fields, `answer_body.py` their ranges. This adds what other
+modules decide: the forms that validators accept, the fields that must ask for nothing, the errors,
+the key, and example requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from tangram.limits import (
-    BIAS,
-    BOUNDS,
-    MAX_BIASES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    TEMPLATE_NAMES,
-    Bounds,
-)
+from tangram.limits import TEMPLATE_NAMES
+from tangram.serve.answer_body import TOKEN, list_of
 from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body, Json
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.items import ITEMS
@@ -102,10 +93,6 @@ _ANSWERS: dict[str, Json] = {
 _PAGE = "/v1/kv/"
 
 
-def _list(items: Json, least: int, most: int) -> Json:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
-
-
 def _parts(*types: str) -> Json:
     """A text, or a list of parts."""
     part = {
@@ -132,23 +119,13 @@ def _tool_choice(named: Json) -> Json:
     return {"anyOf": [{"enum": ["none", "auto", "required"]}, function]}
 
 
-def _numbers(bounds: Bounds) -> Json:
-    return {
-        "exclusiveMinimum" if bounds.open_low else "minimum": bounds.low,
-        "maximum": bounds.high,
-    }
-
-
-# The vocabulary depends on the model; none is larger than this.
-_TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": BOUNDS["top_k"].high}
-_TOKENS = _list(_TOKEN, 1, 1_000_000)
-_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_TOKENS = list_of(TOKEN, 1, 1_000_000)
 _FORMS: dict[str, Json] = {
     "CompletionRequest.prompt": {
         "anyOf": [
             {"type": "string"},
             _TOKENS,
-            _list({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS),
+            list_of({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS),
         ]
     },
     "ChatMessage.content": _parts("text"),
@@ -159,20 +136,12 @@ _FORMS: dict[str, Json] = {
     "ResponsesRequest.input": {
         "anyOf": [
             {"type": "string"},
-            _list(
+            list_of(
                 {"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES
             ),
         ]
     },
     "ResponsesRequest.tool_choice": _tool_choice({"name": {"type": "string"}}),
-    "stop": {"anyOf": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS)]},
-    "stop_token_ids": _list(_TOKEN, 0, MAX_STOP_TOKEN_IDS),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number"} | _numbers(BIAS),
-        "maxProperties": MAX_BIASES,
-    },
     "tool_choice": _tool_choice({"function": _reference("NamedTool")}),
     "metadata": {
         "type": "object",
@@ -189,13 +158,6 @@ _FORMS: dict[str, Json] = {
         },
     },
     "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
-}
-_RANGES = {
-    **BOUNDS,
-    "min_tokens": Bounds(0, BOUNDS["max_tokens"].high),
-    "max_completion_tokens": BOUNDS["max_tokens"],
-    "max_output_tokens": BOUNDS["max_tokens"],
-    "kv_retention": Bounds(0.0, 1.0, open_low=True),
 }
 
 
@@ -244,9 +206,12 @@ def _bodies(base: type[Body]) -> Iterator[type[Body]]:
 
 def _describe_body(body: type[Body], schema: Json, model: str) -> None:
     """Add to the schema of `body`: ranges, forms, null defaults, and the unsupported fields."""
+    # Pydantic's own: FastAPI rounds the bounds of integers.
+    own = body.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
     properties, required = schema["properties"], schema.get("required", [])
-    for name, found in properties.items():
-        properties[name] = _field(body.__name__, name, found, model)
+    for name, found in own.items():
+        stated = {key: value for key, value in found.items() if value is not None}
+        properties[name] = _field(body.__name__, name, stated, model)
         if name not in required:
             properties[name] = _or_null(properties[name])
     for name, values in body.refused.items():
@@ -258,23 +223,10 @@ def _field(body: str, name: str, found: Json, model: str) -> Json:
     if name == "model":
         return {"type": "string", "const": model}
     form = _FORMS.get(f"{body}.{name}", _FORMS.get(name))
-    if form is not None:
-        return {
-            key: value for key, value in found.items() if key in ("title", "description", "default")
-        } | form
-    return _add_range(found, _RANGES[name]) if name in _RANGES else found
-
-
-def _add_range(schema: Json, bounds: Bounds) -> Json:
-    if schema.get("type") in ("integer", "number"):
-        plain = {
-            key: value
-            for key, value in schema.items()
-            if key not in ("minimum", "exclusiveMinimum", "maximum")
-        }
-        return plain | _numbers(bounds)
-    forms: list[Any] = schema.get("anyOf", [])
-    return schema | {"anyOf": [_add_range(form, bounds) for form in forms]} if forms else schema
+    if form is None:
+        return found
+    kept = ("title", "description", "default")
+    return {key: value for key, value in found.items() if key in kept} | form
 
 
 def _or_null(schema: Json) -> Json:

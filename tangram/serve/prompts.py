@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tangram.errors import RequestError
@@ -11,28 +10,16 @@ from tangram.limits import check_size
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import ServedEngine
 from tangram.serve.forms import AnswerForm
+from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.preparation import Preparation
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.template import FIELD, Template
-from tangram.types import Grammar, Marks
+from tangram.types import Grammar
 
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this "
     "server cannot read: leave them out, or choose another model"
 )
-
-
-@dataclass(frozen=True)
-class PreparedChat:
-    """A conversation as the engine takes it, and the form of its answer.
-
-    `marks` are the control tokens by which calls and thoughts are found in the answer.
-    """
-
-    prompt: tuple[int, ...]
-    grammar: Grammar | None
-    form: AnswerForm
-    marks: Marks
 
 
 class Prompts:
@@ -44,15 +31,16 @@ class Prompts:
 
     async def prepare_chat(
         self, body: ChatRequest, rename_field: Callable[[str], str] = str
-    ) -> PreparedChat:
-        """The prompt of a conversation, and how it is answered. Raises `RequestError`.
+    ) -> tuple[tuple[int, ...], Grammar | None, AnswerForm]:
+        """The tokens of a conversation, the grammar of its answer, and the answer's form.
 
-        `rename_field` maps the names of fields of the chat endpoint to those of another one.
+        `rename_field` maps the names of fields of the chat endpoint to those of another one. Raises
+        `RequestError`.
         """
         form = AnswerForm.of(self.codec)
         if body.tools and form.tools is None:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        body.grammar(form)  # a wrong schema is an error before anything is made of it
+        body.check_schemas(SchemaBounds())  # before anything is made of them
         tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
         if form.channels:  # the template of GPT-OSS takes no tool without one
             for tool in tools:
@@ -67,11 +55,11 @@ class Prompts:
         )
         prompt = await self.tokenize_chat(messages, field, tools, options)
         form = form.after(self.codec, prompt)
-        grammar = await self._compile(body.grammar(form), rename_field)
-        return PreparedChat(prompt, grammar, form, form.list_shown_marks(body.offered))
+        return prompt, await self._compile(body.grammar(form), rename_field), form
 
     async def compile_grammar(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of the answers to `body`; None for any text."""
+        body.check_schemas(SchemaBounds())
         return await self._compile(body.grammar(AnswerForm()), str)
 
     async def _compile(

@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tangram.types import DraftedTokens, Event, FinishReason, SamplingParams, Usage
+from tangram.types import DraftedTokens, Event, FinishReason, Request, Usage
 
 _KEY = "tangram.record"
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -20,22 +20,35 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Generation:
-    """A request to the engine, and what each choice has received so far.
+    """What the engine generates for one HTTP request, and what each choice has received so far.
 
-    `admitted_s` and `first_token_s` are of the first choice that got there, on the monotonic clock.
-    `failure` is the status of an error that ended the answer after it had begun.
+    It has one of `requests` for each prompt, with the same sampling and options. `admitted_s` and
+    `first_token_s` are of the first choice that got there, on the monotonic clock. `failure` is
+    the status of an error that ended the answer after it had begun.
     """
 
     response_id: str
-    sampling: SamplingParams
-    kv_retention: float | None
+    requests: Sequence[Request]
     stream: bool
-    kv_scorer: str | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     admitted_s: float | None = None
     first_token_s: float | None = None
     failure: int | None = None
+
+    @property
+    def first(self) -> Request:
+        """The request of the first prompt."""
+        return self.requests[0]
+
+    @property
+    def choices(self) -> int:
+        """How many completions there are: `n` of each prompt."""
+        return len(self.requests) * self.first.sampling.n
+
+    def request_of(self, choice: int) -> Request:
+        """The request of which `choice` is a completion."""
+        return self.requests[choice // self.first.sampling.n]
 
     def note(self, choice: int, event: Event, now_s: float) -> None:
         """Enter an event of a choice."""
@@ -57,7 +70,7 @@ class Generation:
         choices = self.usages.values()
         # Of the choices of one prompt, the first is entered last and stays.
         last_to_first = sorted(self.usages.items(), reverse=True)
-        firsts = {choice // self.sampling.n: usage for choice, usage in last_to_first}
+        firsts = {choice // self.first.sampling.n: usage for choice, usage in last_to_first}
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in firsts.values()),
             completion_tokens=sum(usage.completion_tokens for usage in choices),
@@ -114,7 +127,7 @@ class Record:
 RecordSink = Callable[[Record], None]
 
 
-def record_of(request: Request) -> Record:
+def record_of(request: HTTPConnection) -> Record:
     """The record that `RecordRequests` keeps of `request`."""
     return record_in(request.scope)
 

@@ -5,27 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field
 
 from tangram.errors import RequestError
-from tangram.serve.body import (
-    MODELS_OWN,
-    Body,
-    Json,
-    Label,
-    Metadata,
-    Salt,
-    ScorerName,
-    Text,
-    encodable,
-)
+from tangram.serve.answer_body import MaxTokens, ResponseFields
+from tangram.serve.body import Body, Json, Label, Metadata, Text, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import MAX_TOOLS, NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
 from tangram.serve.unsupported import RESPONSES
-from tangram.types import SamplingParams
 
 
 def _as_items(value: Any) -> Any:
@@ -96,21 +86,17 @@ _OTHER_NAMES = {
 }
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(ResponseFields):
     """The body of POST /v1/responses."""
 
     refused = RESPONSES
-    model: Text
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(_as_items),
     ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
-    max_output_tokens: PositiveInt | None = None
-    temperature: float | None = Field(default=None, description=MODELS_OWN)
-    top_p: float | None = Field(default=None, description=MODELS_OWN)
-    stream: bool = False
+    max_output_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
     tools: Annotated[
         list[FunctionTool],
         Field(max_length=MAX_TOOLS, fail_fast=True),
@@ -122,15 +108,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    kv_retention: float | None = Field(
-        default=None, description="fraction of the KV cache to keep, (0, 1]"
-    )
-    kv_scorer: ScorerName | None = None
-    speculative: bool | None = Field(default=None, description="false: nothing is drafted")
-    cache_salt: Salt = ""
-    user: Label | None = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     metadata: Metadata = Field(default={})
 
     def chat(self) -> ChatRequest:
@@ -173,8 +151,7 @@ class ResponsesRequest(Body):
             return found
         return RequestError(f"{found}; the instructions count, too", found.field)
 
-    def sampling(self) -> SamplingParams:
-        """Raises `RequestError` naming the first value that is out of range."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens
-        )
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """The token limit by its name here."""
+        return {"max_tokens": self.max_output_tokens}

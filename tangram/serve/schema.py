@@ -6,18 +6,12 @@ from collections.abc import Sequence
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    SkipValidation,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from tangram.errors import RequestError
-from tangram.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from tangram.serve.body import MODELS_OWN, Body, Label, Metadata, Salt, ScorerName, Text, encodable
+from tangram.limits import MAX_LOGPROBS
+from tangram.serve.answer_body import MaxTokens, SamplingFields
+from tangram.serve.body import Body, Json, Label, Metadata, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
@@ -25,11 +19,9 @@ from tangram.serve.messages import Messages
 from tangram.serve.structured import MAX_TOOLS, ResponseFormat, Tool, ToolChoice, check_tools
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
-from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
-_MAX_TOKEN_DIGITS = 10
 
 
 class StreamOptions(Body):
@@ -43,62 +35,11 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-class _SamplingFields(Body):
+class _GeneratingFields(SamplingFields):
     """The fields of both endpoints."""
 
-    model: Text
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    # Without a value the model's own holds: `default_sampling` of GET /v1/models.
-    temperature: float | None = Field(default=None, description=MODELS_OWN)
-    top_p: float | None = Field(default=None, description=MODELS_OWN)
-    top_k: int | None = Field(
-        default=None, description=f"-1 and 0 switch the filter off; {MODELS_OWN}"
-    )
-    min_p: float | None = Field(default=None, description=MODELS_OWN)
-    repetition_penalty: float | None = Field(default=None, description=MODELS_OWN)
-    presence_penalty: float | None = Field(default=None, description=MODELS_OWN)
-    frequency_penalty: float | None = Field(default=None, description=MODELS_OWN)
-    logit_bias: dict[str, float] = Field(
-        default={}, max_length=MAX_BIASES, description="token id, as a string, to bias"
-    )
-    # The first error is enough; many would take much memory.
-    stop: Annotated[list[Text], BeforeValidator(_as_list)] = Field(
-        default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
-    )
-    stop_token_ids: list[int] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
-    ignore_eos: bool = False
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    kv_retention: float | None = Field(
-        default=None, description="fraction of the KV cache to keep, (0, 1]"
-    )
-    kv_scorer: ScorerName | None = None
-    speculative: bool | None = Field(default=None, description="false: nothing is drafted")
-    cache_salt: Salt = ""
-    user: Label | None = None
     response_format: ResponseFormat | None = None
-    prompt_cache_key: Label | None = None
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _keys_are_token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
-        spelled: dict[int, str] = {}
-        for key in bias:
-            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_TOKEN_DIGITS):
-                shown = key[: 2 * _MAX_TOKEN_DIGITS]
-                raise ValueError(f"the key {shown!r} must be a token id written in decimal digits")
-            if (first := spelled.setdefault(int(key), key)) != key:
-                raise ValueError(
-                    f"the keys {first!r} and {key!r} name the same token: send one of them"
-                )
-        return bias
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -118,17 +59,23 @@ class _SamplingFields(Body):
         """Whether the answer is constrained."""
         return self.is_json
 
+    def check_schemas(self, bounds: SchemaBounds) -> None:
+        """Raise `RequestError` naming a schema that is out of `bounds`."""
+        if self.response_format is not None:
+            self.response_format.check(bounds)
+
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """The grammar of an answer in `form`, and the field that requires it; None for any text.
 
-        Raises `RequestError` naming a schema that is out of bounds.
+        Its schemas were checked.
         """
-        schema = (
-            None
-            if self.response_format is None
-            else self.response_format.schema_for(SchemaBounds())
-        )
+        schema = self.answer_schema
         return None if schema is None else (answer_grammar(schema, form), "response_format")
+
+    @property
+    def answer_schema(self) -> Json | None:
+        """The schema of an answer that calls no tool; None for any text."""
+        return None if self.response_format is None else self.response_format.answer_schema
 
     @model_validator(mode="after")
     def _a_grammar_says_where_answers_end(self) -> Self:
@@ -150,28 +97,8 @@ class _SamplingFields(Body):
         """`error` with the names that the client sent."""
         return error
 
-    def _sampling(self, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-        return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            logprobs=logprobs,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-        )
 
-
-class ChatRequest(_SamplingFields):
+class ChatRequest(_GeneratingFields):
     """The body of POST /v1/chat/completions.
 
     Without a token limit the model's own holds, or an answer may fill the context.
@@ -181,7 +108,8 @@ class ChatRequest(_SamplingFields):
     messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_completion_tokens: PositiveInt | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
     safety_identifier: Label | None = None
     metadata: Metadata = Field(default={})
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
@@ -219,19 +147,20 @@ class ChatRequest(_SamplingFields):
         """Whether the answer is constrained."""
         return bool(self.offered) or self.is_json
 
+    def check_schemas(self, bounds: SchemaBounds) -> None:
+        """As for every request; those of tools too."""
+        super().check_schemas(bounds)
+        check_tools(self.tools, bounds)
+
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """As for every request, with tool calls as part of it."""
-        bounds = SchemaBounds()
-        schema = None if self.response_format is None else self.response_format.schema_for(bounds)
-        check_tools(self.tools, bounds)
         if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(
-                self.offered, form.tools, forced, parallel, schema, form.control_token_ids, form
-            )
+            schema, ids = self.answer_schema, form.control_token_ids
+            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, ids, form)
             return calls.source(), "tools"
-        return None if schema is None else (answer_grammar(schema, form), "response_format")
+        return super().grammar(form)
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:
@@ -259,14 +188,14 @@ class ChatRequest(_SamplingFields):
             raise wrong_field("max_completion_tokens", message)
         return self
 
-    def sampling(self) -> SamplingParams:
-        """Raises `RequestError` naming the first value that is out of range."""
-        return self._sampling(
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=self.max_tokens
-            if self.max_tokens is not None
-            else self.max_completion_tokens,
-        )
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """The number of alternatives, and the token limit by either of its names."""
+        newer, older = self.max_completion_tokens, self.max_tokens
+        return {
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "max_tokens": newer if older is None else older,
+        }
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
@@ -291,7 +220,7 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-class CompletionRequest(_SamplingFields):
+class CompletionRequest(_GeneratingFields):
     """The body of POST /v1/completions.
 
     `logprobs` is the number of alternatives for each token.
@@ -300,8 +229,6 @@ class CompletionRequest(_SamplingFields):
     refused = COMPLETION
     # Types are checked once: there may be millions of tokens.
     prompt: Annotated[list[str | list[int]], SkipValidation, BeforeValidator(_as_prompts)]
-    logprobs: int | None = None
-    max_tokens: int | None = 16
     echo: bool = Field(default=False, description="begin the text with the prompt")
 
     @property
@@ -328,7 +255,3 @@ class CompletionRequest(_SamplingFields):
                 "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here",
             )
         return self
-
-    def sampling(self) -> SamplingParams:
-        """Raises `RequestError` naming the first value that is out of range."""
-        return self._sampling(logprobs=self.logprobs, max_tokens=self.max_tokens)

@@ -12,17 +12,18 @@ from functools import partial
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from tangram.engine.answer_text import AnswerText
 from tangram.errors import MachineError, RequestError
 from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_whole
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import EventStream, Job, Limits, ServedEngine
+from tangram.serve.bridge import Codec, EventStream, Limits, ServedEngine
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
-from tangram.serve.record import record_of
+from tangram.serve.record import Generation, Record, record_of
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
@@ -35,7 +36,8 @@ class Service:
     """Answers requests with one engine, as one model name.
 
     With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
-    `job_sinks` are told of each job before it is submitted, `drain_sinks` when the server will end.
+    `generation_sinks` are told of what HTTP requests ask for before it is submitted, `drain_sinks`
+    when the server will end.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Service:
         self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
         self.template = Template(engine.codec, self.ignored)
         self.draining = False
-        self.job_sinks: list[Callable[[Job], None]] = []
+        self.generation_sinks: list[Callable[[Generation, Record], None]] = []
         self.drain_sinks: list[Callable[[], None]] = []
         self._engine, self._limits, self._started = engine, limits or Limits(), False
         self.preparation = Preparation(engine, self._limits)
@@ -113,10 +115,9 @@ class Service:
         with _use_client_names(body):
             # Most refusals under load are decided here, before the prompt is tokenized.
             self._engine.check_queue(body.completions)
-            prepared = await self.preparation.of(
-                request, self._endpoints.prepare, body, record_of(request)
-            )
-            answer = await unless_disconnected(request, self._begin(prepared))
+            record = record_of(request)
+            prepared = await self.preparation.of(request, self._endpoints.prepare, body, record)
+            answer = await unless_disconnected(request, self._begin(prepared, record))
         if body.stream:
             return EventSource(answer, prepared.writer)
         try:
@@ -133,14 +134,14 @@ class Service:
         """The answer in one piece, for a caller that does not disconnect."""
         with _use_client_names(body):
             prepared = await self._endpoints.prepare(body, None)
-            answer = await self._begin(prepared)
+            answer = await self._begin(prepared, None)
         return await write_whole(answer, prepared.writer)
 
-    async def _begin(self, prepared: PreparedRequest) -> Answer:
-        """Submit the job; close what comes back.
+    async def _begin(self, prepared: PreparedRequest, record: Record | None) -> Answer:
+        """Submit the requests; close what comes back.
 
         Raises `ApiError` if the engine has stopped or the server is about to. Raises `RequestError`
-        if the job can never be served, `OverloadError` if too many wait.
+        if they can never be served, `OverloadError` if too many wait.
         """
         if not self._engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
@@ -148,12 +149,22 @@ class Service:
             raise ApiError(
                 503, "the server is shutting down: send the request to another, or again in a while"
             )
-        check_answer_size(prepared.job, self.max_model_len, self.sampling)
-        for tell in self.job_sinks:
-            tell(prepared.job)
-        stream = await EventStream.open(self._engine, prepared.job, self.metrics, self._limits)
-        new_text = partial(prepared.job.read_answer, self._engine.codec)
+        generation = prepared.generation
+        may_stream = record is not None
+        check_answer_size(generation, self.max_model_len, self.sampling, may_stream=may_stream)
+        if record is not None:
+            for tell in self.generation_sinks:
+                tell(generation, record)
+        stream = await EventStream.open(
+            self._engine, generation, self.metrics, self._limits, record
+        )
+        new_text = partial(_read_answer, self._engine.codec, generation)
         return Answer(stream, new_text, prepared.new_reader)
+
+
+def _read_answer(codec: Codec, generation: Generation, choice: int) -> AnswerText:
+    request = generation.request_of(choice)
+    return AnswerText(codec, request.sampling, request.prompt_token_ids, request.marks)
 
 
 @contextmanager

@@ -45,11 +45,16 @@ class ResponseFormat(Body):
             )
         return self
 
-    def schema_for(self, bounds: SchemaBounds) -> dict[str, Any] | None:
-        """The schema of the answer; None for any text. Raises `RequestError` if out of `bounds`."""
+    def check(self, bounds: SchemaBounds) -> None:
+        """Raise `RequestError` if its schema is out of `bounds`."""
+        if self.json_schema is not None:
+            bounds.check(self.json_schema.schema_, "response_format.json_schema.schema")
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The schema of the answer; None for any text."""
         if self.json_schema is None:
             return {"type": "object"} if self.type == "json_object" else None
-        bounds.check(self.json_schema.schema_, "response_format.json_schema.schema")
         return self.json_schema.schema_
 
 

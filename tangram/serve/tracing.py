@@ -139,7 +139,7 @@ def _attributes(record: Record, operation: str, model: str) -> dict[str, Value]:
 
 
 def _describe_request(generation: Generation) -> dict[str, Value | None]:
-    sampling = generation.sampling
+    asked, sampling = generation.first, generation.first.sampling
     return {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
@@ -150,8 +150,8 @@ def _describe_request(generation: Generation) -> dict[str, Value | None]:
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.choice.count": sampling.n if sampling.n > 1 else None,
         "gen_ai.request.stream": generation.stream,
-        "tangram.request.kv_retention": generation.kv_retention,
-        "tangram.request.kv_scorer": generation.kv_scorer,
+        "tangram.request.kv_retention": asked.kv_retention,
+        "tangram.request.kv_scorer": asked.kv_scorer,
     }
 
 

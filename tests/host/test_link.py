@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -27,9 +27,11 @@ from tangram.types import (
     FinishReason,
     Marks,
     Request,
+    RequestOptions,
     SamplingParams,
     TokenLogprob,
     Usage,
+    ignore_event,
 )
 from tests.wire.fake_engine import FakeEngine
 
@@ -58,10 +60,6 @@ events = st.builds(
 )
 
 
-def ignore(event: Event) -> None:
-    """Nobody listens."""
-
-
 @given(st.lists(events, max_size=5))
 def test_events_arrive_as_they_were_sent(sent: list[Event]) -> None:
     told = StepNews(sent, Queue(3, Refusal("overload", "full", "", 7, "queue_full")), None)
@@ -84,9 +82,11 @@ def test_requests_arrive_as_they_were_sent(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, stop=stop, logit_bias=bias)
     marks = Marks(names, frozenset(names))
-    sent = Request("a", prompt, sampling, ignore, 0.5, "salt", None, marks, "keydiff", False)
+    options = {"kv_retention": 0.5, "cache_salt": "salt", "kv_scorer": "a", "speculative": False}
+    assert options.keys() == {entry.name for entry in fields(RequestOptions)}
+    sent = Request("a", prompt, sampling, ignore_event, marks=marks, **options)
     message = msgspec.msgpack.encode(RequestMessage.of(sent, 1000))
-    arrived = msgspec.msgpack.decode(message, type=RequestMessage).request(ignore, None)
+    arrived = msgspec.msgpack.decode(message, type=RequestMessage).request(ignore_event, None)
     assert arrived == sent
 
 

@@ -25,9 +25,10 @@ from tangram.link.supervisor import Supervisor
 from tangram.page.desk import PageDesk
 from tangram.page.questions import Announcement, HistoryQuestion, Question
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import EventStream, Job, Limits
+from tangram.serve.bridge import EventStream, Limits
 from tangram.serve.exposition import ServerMetrics
-from tangram.types import Event, FinishReason, SamplingParams
+from tangram.serve.record import Generation
+from tangram.types import Event, FinishReason, Request, SamplingParams
 from tests.wire.fake_engine import FakeEngine, FakeGrammar, FakeGrammars
 from tests.wire.watched_engine import ObservedFakeEngine
 
@@ -210,18 +211,19 @@ def test_the_clock_of_a_request_runs_while_it_is_submitted() -> None:
     async def run() -> None:
         async with link_slow() as (engine, grammars, served):
             grammar = FakeGrammar("slow", "response_format")
-            job = Job("job", [(97,)], SamplingParams(), None, "", grammar=grammar)
+            asked = Request("a", (97,), SamplingParams(), grammar=grammar)
+            generation = Generation("a", [asked], stream=False)
             limits, metrics = Limits(request_timeout_s=0.3), ServerMetrics(served.stats)
             begin_s = time.monotonic()
             with pytest.raises(ApiError) as caught:
                 async with asyncio.timeout(10):
-                    await EventStream.open(served, job, metrics, limits)
+                    await EventStream.open(served, generation, metrics, limits)
             assert caught.value.status == 504 and "0.3 s" in str(caught.value)
             assert 0.2 < time.monotonic() - begin_s < 3
-            await until(lambda: engine.aborted == ["job"])
+            await until(lambda: engine.aborted == ["a"])
             grammars.open.set()
-            other = EventStream.open(served, replace(job, id="other"), metrics, Limits())
-            (await other).close()
+            other = replace(generation, requests=[replace(asked, request_id="other")])
+            (await EventStream.open(served, other, metrics, Limits())).close()
             assert [one.request_id for one in engine.submitted] == ["other"]
 
     asyncio.run(run())

@@ -13,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tangram.serve.responses_schema import ResponsesRequest
+from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tests.examples import examples
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, wait_until
@@ -38,50 +41,9 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 NAMES = st.sampled_from(
-    [
-        "messages",
-        "prompt",
-        "input",
-        "tokens",
-        "model",
-        "n",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "seed",
-        "kv_retention",
-        "kv_scorer",
-        "speculative",
-        "cache_salt",
-        "user",
-        "logprobs",
-        "top_logprobs",
-        "stream",
-        "stream_options",
-        "echo",
-        "instructions",
-        "max_output_tokens",
-        "tools",
-        "response_format",
-        "metadata",
-        "add_special_tokens",
-        "suffix",
-        "text",
-        "reasoning",
-        "tool_choice",
-        "parallel_tool_calls",
-        "min_tokens",
-    ]
+    sorted({name for body in BODIES for name in (*body.model_fields, *body.refused)})
 )
 
 

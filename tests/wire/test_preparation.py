@@ -18,12 +18,13 @@ from tangram.errors import OverloadError
 from tangram.link.linked_engine import LinkedEngine
 from tangram.serve import preparation, receiving
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import EventStream, Job, Limits
+from tangram.serve.bridge import EventStream, Limits
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.record import Generation
 from tangram.serve.responses_writer import ResponsesWriter
-from tangram.types import SamplingParams
+from tangram.types import Request, SamplingParams
 
 from .conftest import CHAT, COMPLETIONS, MODEL, EngineServer, chat_body, run_fake_server, wait_until
 from .fake_engine import CONTEXT_TOKENS, FakeEngine
@@ -380,11 +381,12 @@ def test_events_that_nobody_takes_are_bounded_and_end_with_an_error(n: int, most
 
     async def reader() -> None:
         prompt = tuple(map(ord, "endless"))
-        job = Job("job", [prompt], SamplingParams(n=n, max_tokens=None), None, "", stream=True)
+        asked = Request("a", prompt, SamplingParams(n=n, max_tokens=None))
+        generation = Generation("a", [asked], stream=True)
         linked = LinkedEngine(engine)
         await linked.start()
         metrics = ServerMetrics(linked.stats)
-        stream = await EventStream.open(linked, job, metrics, Limits())
+        stream = await EventStream.open(linked, generation, metrics, Limits())
         await asyncio.wait_for(stream.overrun.wait(), 20)
         await asyncio.to_thread(wait_until, lambda: engine.stats().running == 0, "they still run")
         # A few more are given between the last that is kept and its end.

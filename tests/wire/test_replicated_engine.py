@@ -22,6 +22,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
+from tangram.link.protocol import RequestMessage
 from tangram.ray.application import build_application
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.ingress import Ingress
@@ -35,7 +36,7 @@ from tangram.ray.totals import FleetTotals
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
 from tangram.serve.logs import LogForm
-from tangram.types import Event
+from tangram.types import Event, Request, SamplingParams
 from tangram.watch import ChunkPlace, ChunkStored, News
 from tests.running import run_app
 
@@ -373,7 +374,8 @@ def test_in_a_redeploy_requests_go_to_engines_by_whose_facts_they_were_read() ->
     new = FakeReplica("new")
 
     def choose(replicas: list[FakeReplica], version: str) -> list[str]:
-        sent = SentRequest(Origin(version, ""), np.arange(3, dtype=np.int32), (), None, {})
+        message = RequestMessage.of(Request("a", (1, 2), SamplingParams()), vocab_size=3)
+        sent = SentRequest(Origin(version, ""), (), message)
         return asyncio.run(choose_names(replicas, sent))
 
     assert choose([old, other, new], "before") == ["old", "other"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import openai
 import pytest
 
-from tangram.types import SamplingValues
+from bench.stress.request_hooks import VOCABULARY, fitting
+from tangram.limits import Biases, Bounds, Texts, Tokens, limits_of
+from tangram.serve.responses_schema import ResponsesRequest
+from tangram.serve.schema import CompletionRequest
+from tangram.types import SAMPLING_LIMITS, RequestOptions, SamplingParams, SamplingValues
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body, run_fake_server
 from .fake_engine import FakeEngine
@@ -18,41 +25,87 @@ SCHEMA = "response_format.json_schema.schema"
 MULTIPLES = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": -HUGE}}}
 
 
-def test_every_sampling_field_reaches_the_engine(fake_server: EngineServer) -> None:
-    fields = {
-        "n": 2,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.3,
-        "logit_bias": {"65": -3},
-        "stop": ["a", "b"],
-        "stop_token_ids": [4],
-        "ignore_eos": True,
-        "seed": 9,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "max_tokens": 5,
-        "min_tokens": 0,
-    }
+HTTP_PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+HINTS = get_type_hints(SamplingParams) | get_type_hints(RequestOptions)
+LIMITS = SAMPLING_LIMITS | limits_of(RequestOptions)
+DESCRIBED = [entry.name for entry in (*fields(SamplingParams), *fields(RequestOptions))]
+
+
+def allowed_value(name: str) -> tuple[Any, Any]:
+    """A value that a field may have in JSON, and what the engine gets."""
+    whole = int in (HINTS[name], *get_args(HINTS[name]))
+    match LIMITS.get(name):
+        case Bounds(low, high):
+            value = max(low, min(high, 2)) if whole else (max(low, -1) + min(high, 1)) / 2
+            return value, value
+        case Texts():
+            return ["a"], ("a",)
+        case Tokens():
+            return [4], (4,)
+        case Biases(_, bounds):
+            return {"65": bounds.low}, {65: bounds.low}
+    value = "words" if str in (HINTS[name], *get_args(HINTS[name])) else True
+    return value, value
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_every_described_field_reaches_the_engine(fake_server: EngineServer, name: str) -> None:
+    spelled, meant = allowed_value(name)
     with fake_server.http() as client:
-        body = chat_body(**fields, kv_retention=0.3, cache_salt="tenant", user="me")
-        body |= {"kv_scorer": "tova", "speculative": False}
-        assert client.post(CHAT, json=body).status_code == 200
-    request = fake_server.engine.submitted[0]
-    expected = fields | {
-        "logit_bias": {65: -3.0},
-        "stop": ("a", "b"),
-        "stop_token_ids": (4,),
-        "logprobs": 3,
+        body = {"model": MODEL, "prompt": "a", name: spelled}
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+    (request,) = fake_server.engine.submitted
+    place = request if name in RequestOptions.__dataclass_fields__ else request.sampling
+    assert getattr(place, name) == meant
+
+
+def test_chat_and_responses_have_the_described_fields_too(fake_server: EngineServer) -> None:
+    own = {"logprobs": True, "top_logprobs": 2}
+    values = {name: allowed_value(name) for name in DESCRIBED if name not in ("stop", "logprobs")}
+    spelled = {name: value for name, (value, _) in values.items()}
+    with fake_server.http() as client:
+        assert client.post(CHAT, json=chat_body(**spelled, **own)).status_code == 200
+        said = {name: spelled[name] for name in ResponsesRequest.model_fields & spelled.keys()}
+        body = {"model": MODEL, "input": "a", **said}
+        assert client.post("/v1/responses", json=body).status_code == 200
+    chat, response = ({**vars(one), **vars(one.sampling)} for one in fake_server.engine.submitted)
+    assert {name: chat[name] for name in values} == {
+        name: value for name, (_, value) in values.items()
     }
-    del expected["top_logprobs"]
-    assert {name: getattr(request.sampling, name) for name in expected} == expected
-    assert (request.kv_retention, request.cache_salt) == (0.3, "tenant")
-    assert (request.kv_scorer, request.speculative) == ("tova", False)
+    assert chat["logprobs"] == 2
+    assert {name: response[name] for name in said} == said
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_the_document_and_the_page_tell_of_every_described_field(
+    shared_server: EngineServer, name: str
+) -> None:
+    with shared_server.http() as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    forms = schemas["CompletionRequest"]["properties"][name].get("anyOf", [])
+    if isinstance(bounds := LIMITS.get(name), Bounds):
+        low = "exclusiveMinimum" if bounds.open_low else "minimum"
+        assert (bounds.low, bounds.high) in [(one.get(low), one.get("maximum")) for one in forms]
+    assert name in schemas["ChatRequest"]["properties"]
+    assert re.search(rf"^\|[^|]*`{name}`", HTTP_PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", SAMPLING_LIMITS)
+def test_the_fuzzer_sends_only_tokens_that_the_model_knows(name: str) -> None:
+    unknown, limit = 2**31 - 1, SAMPLING_LIMITS[name]
+    value: Any = {str(unknown): 1} if isinstance(limit, Biases) else [unknown]
+    if isinstance(limit, Biases | Tokens):
+        sent = fitting(COMPLETIONS, {"prompt": "a", name: value})[name]
+        assert all(0 <= int(token) < VOCABULARY for token in sent)
+
+
+def test_a_field_that_is_served_is_not_refused() -> None:
+    class Wider(CompletionRequest):
+        best_of: int = 1
+
+    assert "best_of" in CompletionRequest.refused and "suffix" in Wider.refused
+    assert "best_of" not in Wider.refused
+    assert Wider.model_validate({"model": MODEL, "prompt": "a", "best_of": 3}).best_of == 3
 
 
 LEFT_TO_THE_MODEL = (
