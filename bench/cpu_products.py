@@ -1,7 +1,7 @@
 """Linear maps of the embedded model by the number of rows: `python -m bench.cpu_products`.
 
 All maps of the model run once for each time, so that no weight stays in a cache. `linear` is
-PyTorch's product in float32, `few rows` that of `tangram/model/few_rows.py`.
+PyTorch's product in float32, `few rows` that of `tangram/model/cpu_weights.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from tangram.model.few_rows import FewRowsLinear
+from tangram.model.cpu_weights import FewRowsLinear
 from tangram.model.load import load_model
 from tangram_lab.environment import environment
 

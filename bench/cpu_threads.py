@@ -3,7 +3,7 @@
 PyTorch multiplies float32 by MKL, which divides some sums between threads. For each map and number
 of rows this finds the numbers of threads whose product has other bits than that of one thread, and
 the time on one thread. Two processes take turns: one as the engine runs, one with `MKL_CBWR`, under
-which MKL promises the same bits. Up to 16 rows the product is that of `tangram/model/few_rows.py`.
+which MKL promises the same bits. Up to 16 rows it is that of `FewRowsLinear`, as on AMD's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tangram.model.few_rows import FewRowsLinear
+from tangram.model.cpu_weights import FewRowsLinear
 from tangram_lab.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "cpu_threads.json"

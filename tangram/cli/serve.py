@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
 
 from tangram.cli import console
 from tangram.cli.options import with_config
@@ -20,6 +22,7 @@ from tangram.cli.serve_options import (
     KEY_VARIABLE,
     AllowedOrigins,
     ApiKeys,
+    Explain,
     Host,
     HowManyProcesses,
     KvEvents,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from tangram.kv_events.publisher import EventPublisher
     from tangram.page.access import Access
     from tangram.page.desk import PageDesk
+    from tangram.serve.bridge import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +88,11 @@ def serve(
     kv_events: KvEvents = None,
     kv_events_replay: KvEventsReplay = None,
     kv_events_topic: KvEventsTopic = "",
+    explain: Explain = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
+    if explain:
+        _explain(config)
     begin_s = time.monotonic()
     check_keys(api_key)
     shown = choose_page(page, no_page=no_page)
@@ -101,11 +108,8 @@ def serve(
         _report_listening(listener, config.model)
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
-            from tangram.serve.bridge import Limits
-            from tangram.serve.tracing import check_traces
 
-            limits = Limits(request_timeout_s, max_queue=max_queue)
-            check_traces(otlp_endpoint, name)
+            limits = _check_limits(request_timeout_s, max_queue, otlp_endpoint, name)
             wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
             engine, desk = _build(wanted, name, shown, publisher)
             start = ApiStart(
@@ -122,6 +126,39 @@ def serve(
             )
         ready = partial(_report_ready, listener, engine, name, log_format, begin_s, keys=api_key)
         _supervise(engine, desk, start, processes, ready)
+
+
+def _explain(config: EngineConfig) -> NoReturn:
+    """Print the steps that would prepare the model, and which of them apply; ends the command."""
+    from rich.table import Table
+
+    from tangram.engine.option_checks import check_options
+    from tangram.model.load import outline_model
+    from tangram.model.prepare import STEPS, Wanted
+
+    device = check_options(config)
+    model = outline_model(config, device)
+    wanted = Wanted.of(config, device, model.dtype)
+    dtype = str(model.dtype).removeprefix("torch.")
+    table = Table(title=f"{config.model}: {type(model).__name__} in {dtype} on {device}")
+    for column in ("step", "applies", "needs", "leaves"):
+        table.add_column(column)
+    for step in STEPS:
+        applies = step.applies(model, wanted)
+        table.add_row(step.name, "yes" if applies else "", step.needs, step.leaves)
+    console.output().print(table)
+    raise typer.Exit
+
+
+def _check_limits(
+    request_timeout_s: float, max_queue: int, otlp_endpoint: str | None, name: str
+) -> Limits:
+    """The limits of requests. Raises `ConfigError` if traces cannot be sent."""
+    from tangram.serve.bridge import Limits
+    from tangram.serve.tracing import check_traces
+
+    check_traces(otlp_endpoint, name)
+    return Limits(request_timeout_s, max_queue=max_queue)
 
 
 def _choose_name(config: EngineConfig, given: str | None) -> str:

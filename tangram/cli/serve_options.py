@@ -135,3 +135,11 @@ KvEventsReplay = Annotated[
 KvEventsTopic = Annotated[
     str, option(Panel.server, "topic of the events; llm-d reads kv@ADDRESS@MODEL", default="empty")
 ]
+Explain = Annotated[
+    bool,
+    option(
+        Panel.server,
+        "print how the model would be prepared, step by step, and end; no weights are read",
+        "--explain",
+    ),
+]

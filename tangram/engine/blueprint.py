@@ -21,7 +21,8 @@ from tangram.engine.served import Served, find_served
 from tangram.errors import ConfigError
 from tangram.kernels.threads import use_threads
 from tangram.model.load import LoadedModel, load_configured, load_model
-from tangram.model.shares import take_share
+from tangram.model.prepare import Stage, Wanted, prepare
+from tangram.model.shares import Share
 from tangram.speculative_config import DraftModel
 
 
@@ -89,10 +90,12 @@ def for_one_rank(config: EngineConfig, rank: int) -> Blueprint:
     whole = _draw(compression, loaded, max_tokens)
     shares = share_retentions(whole.served.retentions, loaded.geometry, rank, size)
     scorers = {name: one.of_heads(shares.heads) for name, one in whole.served.scorers.items()}
-    local = take_share(loaded.model, loaded.geometry, shares.order, rank, size)
+    share = Share(loaded.geometry, shares.order, rank, size)
+    wanted = Wanted.of(config, loaded.device, loaded.dtype)
+    prepare(loaded.model, replace(wanted, share=share), Stage.SHARE)
     return replace(
         whole,
-        loaded=replace(loaded, geometry=local),
+        loaded=replace(loaded, geometry=share.geometry),
         served=Served(scorers, shares.common),
         shares=shares,
     )

@@ -13,6 +13,7 @@ from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel, load_configured, read_text_config, read_vocabulary
 from tangram.model.place import find_device
+from tangram.model.prepare import check_compile_decode
 from tangram.speculative_config import DraftModel
 
 
@@ -59,15 +60,3 @@ def check_model_len(config: EngineConfig, positions: int) -> None:
             f"max_model_len is {config.max_model_len}, the model was made for at most {positions} "
             "positions"
         )
-
-
-def check_compile_decode(device: torch.device) -> None:
-    """Raise `ConfigError` if layers that decode cannot be compiled on `device`."""
-    try:
-        from tangram.model.compiled_decode import check_compiler
-    except ImportError as error:
-        raise ConfigError(
-            f"compile_decode needs a newer torch, this is {torch.__version__}: install torch "
-            "2.13, or leave it out"
-        ) from error
-    check_compiler(device)

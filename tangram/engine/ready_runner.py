@@ -10,19 +10,14 @@ from tangram.config import EngineConfig
 from tangram.engine.blueprint import Blueprint
 from tangram.engine.memory import host_form
 from tangram.engine.meters import Meters
-from tangram.engine.option_checks import check_compile_decode
 from tangram.engine.passes import Passes
 from tangram.engine.rank_runner import RankRunner
 from tangram.engine.runner import Runner, RunnerSettings
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.model.compiled import compile_layers
-from tangram.model.experts import fix_launches
-from tangram.model.few_rows import multiply_few_rows_fast
-from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel
-from tangram.model.onednn import pack_weights
 from tangram.model.overflow import Overflow
+from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.progress import show_progress
 
 
@@ -49,7 +44,10 @@ def build_runner(
 ) -> Runner:
     """The runner over the pages of `cache`, ready to serve. `meters` are those that it shares."""
     config, loaded, served = blueprint.config, blueprint.loaded, blueprint.served
-    _prepare_model(config, loaded)
+    wanted = Wanted.of(config, loaded.device, loaded.dtype)
+    prepare(loaded.model, wanted, Stage.SERVE)
+    if config.compile_decode:
+        _rehearse_compiled(config, loaded)
     every = config.overflow_every
     overflow = None if every is None else Overflow(served.retentions, blueprint.scopes, every)
     drafted = _count_drafted(config)
@@ -59,7 +57,7 @@ def build_runner(
         cache_dtype=blueprint.cache_dtype,
         form=host_form(config),
         kernels=kernels,
-        graphs=_is_fast(config, loaded),
+        graphs=wanted.graphs,
         queries=query_counts(drafted),
         meters=meters or Meters(Stopwatch(loaded.device), overflow),
         records=config.max_num_batched_tokens // config.chunk_tokens if records else 0,
@@ -75,37 +73,14 @@ def build_runner(
     return runner
 
 
-def _is_fast(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether layers are compiled and passes captured."""
-    return loaded.device.type == "cuda" and not config.enforce_eager
-
-
 def _count_drafted(config: EngineConfig) -> int:
     return 0 if config.speculation is None else config.speculation.num_speculative_tokens
 
 
-def _prepare_model(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Change the model for its device, in place."""
-    fast, on_cpu = _is_fast(config, loaded), loaded.device.type == "cpu"
-    if fast or on_cpu:
-        join_projections(loaded.model)
-    if fast:
-        fix_launches(loaded.model)
-        compile_layers(loaded.model)
-    if on_cpu:
-        multiply_few_rows_fast(loaded.model, config.chunk_tokens)
-        pack_weights(loaded.model)
-    if config.compile_decode:
-        _compile_decode(config, loaded)
+def _rehearse_compiled(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Run the compiled layers for decode passes of one token, of a few and of the most."""
+    from tangram.model.compiled_decode import rehearse_decode
 
-
-def _compile_decode(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Compile the layers for decode passes of one token, of a few and of the most."""
-    check_compile_decode(loaded.device)
-    from tangram.model.compiled_decode import check_compilable, compile_decode, rehearse_decode
-
-    check_compilable(loaded.model)
-    compile_decode(loaded.model)
     most = config.max_num_seqs * (_count_drafted(config) + 1)
     sizes = sorted({1, 2, max(2, min(most, config.max_num_batched_tokens))})
     track = partial(show_progress, description="Compiling decode steps")

@@ -18,11 +18,11 @@ from transformers import AttentionInterface
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import AttentionRule, Launch
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.model.latent import LatentHeads, join_entries, latent_heads, output_like
+from tangram.model.latent import OURS, LatentHeads, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
 from tangram.types import Int32
 
-IMPLEMENTATION = "tangram"
+IMPLEMENTATION = OURS
 
 
 class AttentionContext(Protocol):

@@ -1,4 +1,4 @@
-"""Transformers' layers through torch.compile.
+"""Transformers' layers through torch.compile on a GPU.
 
 Norms, rotations and gates become few kernels (torch, Inductor). Attention stays outside: a step's
 attention is an object that changes, and its kernels are launched as they are.
@@ -7,41 +7,58 @@ attention is an object that changes, and its kernels are launched as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tangram.model.attention import IMPLEMENTATION, attention
-from tangram.model.gpu_weights import Int4GpuLinear, Int8GpuLinear
-from tangram.model.own_code import copy_function
+from tangram.model.attention import attention
+from tangram.model.latent import OURS
+from tangram.model.modules import CompiledPart, copy_function, derive, remake, replace_modules
+from tangram.model.rounding import RoundedLinear
+
+IMPLEMENTATION = f"{OURS}-apart"  # of attention: what no compiler looks into
+AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
 
 
 def compile_layers(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile every layer at its first call, once for each kind of layer and any number of tokens.
 
-    So is a head with rounded weights. What is compiled already stays so: several engines may use
-    one model one after the other. `backend` is torch.compile's.
+    So is a head with rounded weights: rounding and widening are many operations. What is compiled
+    already stays so: several engines may use one model one after the other. `backend` is
+    torch.compile's.
     """
-    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
-    copies = dict[type, FunctionType]()
-    compiled = dict[type, Callable[..., Any]]()
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and "forward" not in vars(layer):
-            for part in layer.modules():
-                # Those that are left where attention begins, which is outside.
-                if part is not layer and any(hasattr(one, "layer_idx") for one in part.modules()):
-                    own = copies.setdefault(type(part), copy_function(type(part).forward))
-                    vars(part)["forward"] = MethodType(own, part)
-            kind = type(layer)
-            if kind not in compiled:
-                own = copy_function(kind.forward)
-                compiled[kind] = torch.compile(own, dynamic=True, backend=backend)
-            vars(layer)["forward"] = MethodType(compiled[kind], layer)
+    model.set_attn_implementation(IMPLEMENTATION)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    # Rounding and widening are many operations, and the head is in no layer.
-    if isinstance(head, Int8GpuLinear | Int4GpuLinear) and "forward" not in vars(head):
-        own = copy_function(type(head).forward)
-        vars(head)["forward"] = MethodType(torch.compile(own, dynamic=True, backend=backend), head)
+
+    @cache
+    def apart(kind: type[Any]) -> type[nn.Module]:
+        return derive(kind, forward=copy_function(kind.forward))
+
+    @cache
+    def whole(kind: type[Any]) -> type[nn.Module]:
+        own = torch.compile(copy_function(kind.forward), dynamic=True, backend=backend)
+        return derive(kind, CompiledPart, forward=own)
+
+    def make(name: str, part: nn.Module) -> nn.Module:
+        # These are left where attention begins, and are compiled apart from the layer.
+        replace_modules(part, _attends, lambda _, inner: remake(inner, apart))
+        return remake(part, whole)
+
+    def is_chosen(name: str, part: nn.Module) -> bool:
+        rounded = part is head and isinstance(part, RoundedLinear)
+        return (rounded or is_layer(part)) and not isinstance(part, CompiledPart)
+
+    replace_modules(model, is_chosen, make)
+
+
+def is_layer(part: nn.Module) -> bool:
+    """Whether it is one of Transformers' layers."""
+    return isinstance(part, GradientCheckpointingLayer)
+
+
+def _attends(name: str, part: nn.Module) -> bool:
+    return any(hasattr(inner, "layer_idx") for inner in part.modules())

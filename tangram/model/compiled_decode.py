@@ -9,6 +9,7 @@ others, and the entries of a chunk must not depend on the rows beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from inspect import unwrap
 from typing import Any
 
@@ -19,13 +20,13 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
 from torch._opaque_base import OpaqueBase
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tangram.errors import ConfigError
-from tangram.model.attention import IMPLEMENTATION, AttentionContext, attention
-from tangram.model.latent import latent_heads
-from tangram.model.onednn import PackedLinear
-from tangram.model.quantized import Int8Linear
+from tangram.model.attention import AttentionContext, attention
+from tangram.model.compiled import is_layer
+from tangram.model.cpu_weights import Int8Linear, PackedLinear
+from tangram.model.latent import OURS, has_latents
+from tangram.model.modules import CompiledPart, derive, remake, replace_modules
 
 # Few rows are too little work for several threads, and a second pool of them would disturb torch's.
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
@@ -35,24 +36,25 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 }
 
 
-class LayerAttention(OpaqueBase):
-    """The attention of layer `module` in one pass."""
+class Uncompiled(OpaqueBase):
+    """What torch.compile calls and does not look into: attention of a layer, or a product."""
 
-    def __init__(self, context: AttentionContext, module: nn.Module) -> None:
-        self.context, self.module = context, module
-
-
-class Product(OpaqueBase):
-    """y of x [T, K] → [T, N] by weights that torch.compile cannot read."""
-
-    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
-        self.multiply = multiply
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        self.call = call
 
 
-for _type in (LayerAttention, Product):
-    register_opaque_type(_type, typ="reference")
+register_opaque_type(Uncompiled, typ="reference")
 
 
+_UNCOMPILED = get_opaque_type_name(Uncompiled)
+
+
+@torch.library.custom_op(
+    "tangram::attend",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_UNCOMPILED} layer, float scaling, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -62,37 +64,26 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`AttentionContext.attend` of `layer`, a `LayerAttention`."""
-    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
-    out: Tensor = layer.context.attend(layer.module, q, k, v, **options)
+    """`AttentionContext.attend` of a layer."""
+    out: Tensor = layer.call(q, k, v, scaling=scaling, softcap=softcap, s_aux=sinks)
     return out.contiguous()
 
 
-def _multiply(x: Tensor, product: Any, outputs: int) -> Tensor:
-    return product.multiply(x)  # type: ignore[no-any-return]
-
-
-_attend_op = torch.library.custom_op(
-    "tangram::attend",
-    _attend,
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {get_opaque_type_name(LayerAttention)} layer, "
-    "float scaling, float? softcap, Tensor? sinks) -> Tensor",
-)
-_multiply_op = torch.library.custom_op(
+@torch.library.custom_op(
     "tangram::multiply",
-    _multiply,
     mutates_args=(),
-    schema=f"(Tensor x, {get_opaque_type_name(Product)} product, int outputs) -> Tensor",
+    schema=f"(Tensor x, {_UNCOMPILED} product, int outputs) -> Tensor",
 )
+def _multiply(x: Tensor, product: Any, outputs: int) -> Tensor:
+    return product.call(x)  # type: ignore[no-any-return]
 
 
-@_attend_op.register_fake
+@_attend.register_fake
 def _make_output(q: Tensor, k: Tensor, v: Tensor, layer: Any, *options: Any) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[-1]))
 
 
-@_multiply_op.register_fake
+@_multiply.register_fake
 def _make_product(x: Tensor, product: Any, outputs: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
@@ -104,15 +95,19 @@ def _attention_of_layer(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tangram: AttentionContext | LayerAttention,
+    tangram: AttentionContext | Uncompiled,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """`attention`, and what is compiled of it."""
-    if not isinstance(tangram, LayerAttention):
+    if not isinstance(tangram, Uncompiled):
         return attention(module, query, key, value, attention_mask, tangram=tangram, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     known = options["scaling"], options.get("softcap"), options.get("s_aux")
-    return _attend_op(q, k, v, tangram, *known)[None], None
+    return _attend(q, k, v, tangram, *known)[None], None
+
+
+IMPLEMENTATION = f"{OURS}-decode"
+AttentionInterface.register(IMPLEMENTATION, _attention_of_layer)
 
 
 class _Rehearsal:
@@ -127,12 +122,12 @@ class _Rehearsal:
 def check_compilable(model: PreTrainedModel) -> None:
     """Raise `ConfigError` if the layers of `model` cannot be compiled here."""
     check_compiler(model.device)
-    if not any(isinstance(part, GradientCheckpointingLayer) for part in model.modules()):
+    if not any(map(is_layer, model.modules())):
         raise ConfigError(
             f"compile_decode is set, but {type(model).__name__} has no layers of the kind that is "
             "compiled: leave it out"
         )
-    if any(latent_heads(part) is not None for part in model.modules()):
+    if any(map(has_latents, model.modules())):
         raise ConfigError(
             "compile_decode is set, but layers with latent attention are not compiled: leave it out"
         )
@@ -158,44 +153,53 @@ def compile_decode(model: PreTrainedModel) -> None:
     """Let passes of `model` whose `AttentionContext.decodes_only` run compiled layers.
 
     They are compiled at their first call. What is compiled already stays so: several engines may
-    use one model one after the other.
+    use one model one after the other. Raises the error of `check_compilable`.
     """
-    AttentionInterface.register(IMPLEMENTATION, _attention_of_layer)
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and "forward" not in vars(layer):
-            for part in layer.modules():
-                if isinstance(part, PackedLinear | Int8Linear):
-                    _call_as_operator(part)
-            vars(layer)["forward"] = _switch(layer)
+    check_compilable(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+
+    def make(name: str, layer: nn.Module) -> nn.Module:
+        replace_modules(layer, _is_product, lambda _, part: _CalledProduct(part))
+        attends = next(name for name, part in layer.named_modules() if hasattr(part, "layer_idx"))
+        return remake(layer, partial(_switching, attends=attends))
+
+    replace_modules(
+        model, lambda _, part: is_layer(part) and not isinstance(part, CompiledPart), make
+    )
 
 
-def _switch(layer: nn.Module) -> Callable[..., Any]:
-    """The forward of `layer`, compiled for passes that decode."""
+def _is_product(name: str, part: nn.Module) -> bool:
+    return isinstance(part, PackedLinear | Int8Linear)
+
+
+@cache
+def _switching(kind: type[Any], attends: str) -> type[nn.Module]:
+    """Layers of `kind`, compiled for passes that decode; attention begins in the part `attends`."""
     # Without Transformers' wrapper, which all families share: graphs of a function are limited.
-    compiled: Callable[..., Any] = torch.compile(unwrap(type(layer).forward), options=_OPTIONS)
-    eager = layer.forward
-    module = next(part for part in layer.modules() if hasattr(part, "layer_idx"))
+    compiled: Callable[..., Any] = torch.compile(unwrap(kind.forward), options=_OPTIONS)
+    eager: Callable[..., Any] = kind.forward
 
-    def forward(*args: Any, tangram: AttentionContext, **options: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, tangram: AttentionContext, **options: Any) -> Any:
         if not tangram.decodes_only:
-            return eager(*args, tangram=tangram, **options)
-        return compiled(layer, *args, tangram=LayerAttention(tangram, module), **options)
+            return eager(self, *args, tangram=tangram, **options)
+        own = Uncompiled(partial(tangram.attend, self.get_submodule(attends)))
+        return compiled(self, *args, tangram=own, **options)
 
-    return forward
+    return derive(kind, CompiledPart, forward=forward)
 
 
-def _call_as_operator(part: PackedLinear | Int8Linear) -> None:
-    """Let torch.compile call the product of `part` without looking into it."""
-    eager = part.forward
-    product = Product(eager)
-    outputs: int = part.scales.numel() if isinstance(part, Int8Linear) else part.out_features  # type: ignore[operator]
+class _CalledProduct(nn.Module):
+    """A map whose product torch.compile calls, and does not look into."""
 
-    def forward(x: Tensor) -> Tensor:
+    def __init__(self, part: PackedLinear | Int8Linear) -> None:
+        super().__init__()
+        self.part, self.product = part, Uncompiled(part)
+
+    def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return _multiply_op(x, product, outputs)  # type: ignore[no-any-return]
-        return eager(x)
-
-    vars(part)["forward"] = forward
+            return _multiply(x, self.product, self.part.out_features)  # type: ignore[no-any-return]
+        product: Tensor = self.part(x)
+        return product
 
 
 @torch.inference_mode()

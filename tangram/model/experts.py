@@ -29,11 +29,15 @@ def fix_launches(model: PreTrainedModel) -> None:
     `model` lies on a GPU. Models without experts, and those whose experts Transformers lets nobody
     replace, stay as they are.
     """
-    grouped = "grouped_mm" in model.get_experts_implementation().values()
-    card = torch.cuda.get_device_capability(model.device)
-    if grouped and not (model.dtype is torch.bfloat16 and card in _ONE_KERNEL):
-        ExpertsInterface.register(IMPLEMENTATION, compute_experts)
+    if launches_vary(model, model.device):
         model.set_experts_implementation(IMPLEMENTATION)
+
+
+def launches_vary(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether the kernels of a pass depend on the choice of experts on `device`, a GPU."""
+    grouped = "grouped_mm" in model.get_experts_implementation().values()
+    one_kernel = torch.cuda.get_device_capability(device) in _ONE_KERNEL
+    return grouped and not (model.dtype is torch.bfloat16 and one_kernel)
 
 
 def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -52,6 +56,9 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor
     else:
         result = _ask_all(experts, hidden, chosen, shares)
     return result
+
+
+ExpertsInterface.register(IMPLEMENTATION, compute_experts)
 
 
 def _ask_all(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

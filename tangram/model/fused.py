@@ -6,6 +6,8 @@ weights need one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -63,28 +65,22 @@ class _Part(nn.Module):
 
 
 def join_projections(model: nn.Module) -> None:
-    """Join, in place, the maps that read the same tensor in every layer of `model`.
+    """Replace the maps that read the same tensor in every layer of `model` by joined ones.
 
     Outputs do not change.
     """
     for module in list(model.modules()):
         for names in TOGETHER:
-            maps = [
-                part for name in names if type(part := getattr(module, name, None)) is nn.Linear
-            ]
-            if len(maps) == len(names) and _alike(maps):
+            maps: list[Any] = [getattr(module, name, None) for name in names]
+            if all(type(part) is nn.Linear for part in maps) and _are_alike(maps):
                 joined = _JoinedMaps(maps)
                 for number, name in enumerate(names):
                     setattr(module, name, _Part(joined, number))
 
 
-def _alike(maps: list[nn.Linear]) -> bool:
-    return (
-        len(
-            {
-                (part.in_features, part.bias is None, part.weight.dtype, part.weight.device)
-                for part in maps
-            }
-        )
-        == 1
-    )
+def _are_alike(maps: list[Any]) -> bool:
+    kinds = {
+        (part.in_features, part.bias is None, part.weight.dtype, part.weight.device)
+        for part in maps
+    }
+    return len(kinds) == 1

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, pad
 from tangram.errors import ModelError
 from tangram.model.rounding import (
     GROUP,
-    finish_product,
+    RoundedLinear,
     round_to_4_bits,
     round_to_8_bits,
     row_scales,
@@ -57,19 +57,18 @@ def _shape_int8(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.int32)
 
 
-class Int8GpuLinear(nn.Module):
-    """y = x·Wᵀ + b, W [N, K] and x […, K] in 8 bits with a scale for each row of both.
+class Int8GpuLinear(RoundedLinear):
+    """`RoundedLinear` with W and x in 8 bits, a scale for each row of both.
 
     Integers are added exactly, so a row's product is the same to the bit beside any other rows.
-    The output has the dtype of x. Raises `ModelError` naming the map `name` if its sizes do not fit
-    the product.
+    Raises `ModelError` naming the map `name` if its sizes do not fit the product.
     """
 
     rounded: Tensor  # int8 [N, K]
     scales: Tensor  # float32 [N]
 
     def __init__(self, source: nn.Linear, name: str) -> None:
-        super().__init__()
+        super().__init__(source)
         if source.in_features % _MULTIPLE or source.out_features % _MULTIPLE:
             raise ModelError(
                 f"quantization is 'int8', but {name} has {source.in_features} inputs and "
@@ -79,21 +78,16 @@ class Int8GpuLinear(nn.Module):
         rounded, scales = round_to_8_bits(source.weight.data)
         self.register_buffer("rounded", rounded, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        self.bias = source.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, K] to […, N]."""
-        rows = x.reshape(-1, x.shape[-1])
+    def multiply(self, rows: Tensor) -> Tensor:
+        """See `RoundedLinear`."""
         count = rows.shape[0]
-        if count == 0:
-            return x.new_empty(*x.shape[:-1], len(self.scales))
         # Always to a multiple, so that few rows need no other graph than many.
         rows = pad(rows, (0, 0, 0, -count % _ROWS))
         scale = row_scales(rows)
         rounded = rows.div(scale).round_().to(torch.int8)
         product: Tensor = torch.ops.tangram.multiply_int8(rounded, self.rounded)
-        wide = product[:count].mul(scale[:count]).mul_(self.scales)
-        return finish_product(wide, self.bias, x)
+        return product[:count].mul(scale[:count]).mul_(self.scales)
 
 
 @dataclass(frozen=True)
@@ -143,12 +137,11 @@ def multiply_tiles(rows: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     return product
 
 
-class Int4GpuLinear(nn.Module):
-    """y = x·Wᵀ + b, W [N, K] in 4 bits with a scale and an offset for each `GROUP` inputs.
+class Int4GpuLinear(RoundedLinear):
+    """`RoundedLinear` with W in 4 bits, a scale and an offset for each `GROUP` inputs.
 
     Up to `FEW_ROWS` rows are multiplied with the packed weights, more with the weights widened to
-    bfloat16. Both take x in bfloat16 and add in float32. The output has the dtype of x. `layout` is
-    that of `pack_tiles`.
+    bfloat16. Both take x in bfloat16 and add in float32. `layout` is that of `pack_tiles`.
     """
 
     packed: Tensor
@@ -157,33 +150,29 @@ class Int4GpuLinear(nn.Module):
     shifts: Tensor
 
     def __init__(self, source: nn.Linear, layout: TileLayout) -> None:
-        super().__init__()
-        self.inputs, self.outputs = source.in_features, source.out_features
-        self.missing = -self.inputs % _TILE[1]
+        super().__init__(source)
+        self.missing = -self.in_features % _TILE[1]
         # Whole tiles: zeros stay zeros in this form.
-        weight = pad(source.weight.data, (0, self.missing, 0, -self.outputs % _TILE[0]))
+        weight = pad(source.weight.data, (0, self.missing, 0, -self.out_features % _TILE[0]))
         rounded, scales = round_to_4_bits(weight)
         self.register_buffer("packed", pack_tiles(rounded.flatten(1)), persistent=False)
         self.register_buffer("scales", scales.transpose(0, 1).contiguous(), persistent=False)
         # One of all maps.
         self.register_buffer("words", layout.words, persistent=False)
         self.register_buffer("shifts", layout.shifts, persistent=False)
-        self.bias = source.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, K] to […, N]."""
-        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        if rows.shape[0] == 0:
-            return x.new_empty(*x.shape[:-1], self.outputs)
+    def multiply(self, rows: Tensor) -> Tensor:
+        """See `RoundedLinear`."""
+        narrow = rows.to(torch.bfloat16)
         if rows.shape[0] <= FEW_ROWS:
-            whole = pad(rows, (0, self.missing)) if self.missing else rows.contiguous()
-            product = multiply_tiles(whole, self.packed, self.scales)[:, : self.outputs]
+            whole = pad(narrow, (0, self.missing)) if self.missing else narrow.contiguous()
+            product = multiply_tiles(whole, self.packed, self.scales)[:, : self.out_features]
         else:
-            product = self._multiply_widened(rows)
-        return finish_product(product.to(x.dtype), self.bias, x)
+            product = self._multiply_widened(narrow)
+        return product.to(rows.dtype)
 
     def widen(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """The weights [outputs, inputs] of tiles `begin` to `end`, bfloat16.
+        """The weights [N, K] of tiles `begin` to `end`, bfloat16.
 
         They are those of `multiply_tiles`, which rounds them to bfloat16, too.
         """
@@ -202,8 +191,8 @@ class Int4GpuLinear(nn.Module):
             .unbind(-1)
         )
         weight = torch.addcmul(offset, values, step).reshape(tiles * shape[2], -1)
-        kept = self.outputs - begin * _TILE[0]
-        return weight[:kept, : self.inputs]
+        kept = self.out_features - begin * _TILE[0]
+        return weight[:kept, : self.in_features]
 
     def _multiply_widened(self, rows: Tensor) -> Tensor:
         tiles, across = self.packed.shape[:2]

@@ -8,8 +8,9 @@ key of all query heads, and their values are its first elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,27 +18,38 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tangram.errors import ModelError
+from tangram.model.modules import derive, remake, replace_modules
 
 # What Transformers' modules with latents have: the expansion, and the linear map that it applies.
 _EXPANSION, _MAP = "expand_kv", "kv_b_proj"
+OURS = "tangram"  # what the names of our implementations of attention begin with
 
 
-def pass_latents(model: PreTrainedModel, implementations: Collection[str]) -> None:
-    """Let modules with latents pass these to the attention `implementations`, not expanded.
+def pass_latents(model: PreTrainedModel) -> None:
+    """Let modules with latents pass these to our implementations of attention, not expanded.
 
     They get them as keys [1, 1, T, rank], and their rotary keys as values [1, 1, T, rotary]. Every
     other implementation gets what Transformers gives it. Raises `ModelError` if a module's map is
     not a plain matrix.
     """
-    for name, module in model.named_modules():
-        if hasattr(module, _EXPANSION) and latent_heads(module) is None:
-            found = getattr(module, _MAP, None)
-            if type(found) is not nn.Linear or type(found.weight) is not nn.Parameter:
-                raise ModelError(
-                    f"{type(model).__name__}: {name}.{_MAP} is {type(found).__name__}, not a plain "
-                    "matrix that decode can absorb: leave it out of the quantisation"
-                )
-            setattr(module, _EXPANSION, _Expansion(module, implementations))
+
+    def make(name: str, module: nn.Module) -> nn.Module:
+        found = getattr(module, _MAP, None)
+        if type(found) is not nn.Linear or type(found.weight) is not nn.Parameter:
+            raise ModelError(
+                f"{type(model).__name__}: {name}.{_MAP} is {type(found).__name__}, not a plain "
+                "matrix that decode can absorb: leave it out of the quantisation"
+            )
+        return remake(module, _passing)
+
+    replace_modules(
+        model, lambda _, part: has_latents(part) and not isinstance(part, _Passing), make
+    )
+
+
+def has_latents(module: nn.Module) -> bool:
+    """Whether it is an attention module with latents."""
+    return hasattr(module, _EXPANSION)
 
 
 def is_absorbed(name: str) -> bool:
@@ -45,19 +57,27 @@ def is_absorbed(name: str) -> bool:
     return name.rpartition(".")[2] == _MAP
 
 
-class _Expansion:
-    """Replaces `expand_kv` of a module."""
+class _Passing:
+    """What modules with latents are besides, once these pass."""
 
-    def __init__(self, module: nn.Module, implementations: Collection[str]) -> None:
-        self.module, self.implementations = module, implementations
-        self.expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = getattr(module, _EXPANSION)
+    config: Any
 
-    def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [1, 1, n, rank] and rotary keys [1, 1, n, rotary], as they are or expanded."""
-        config: Any = self.module.config
-        if config._attn_implementation in self.implementations:
+        if self.config._attn_implementation.startswith(OURS):
             return latents, rotary
         return self.expand(latents, rotary)
+
+    def expand(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """What Transformers' own module makes of them."""
+        own: Any = super()
+        expanded: tuple[Tensor, Tensor] = own.expand_kv(latents, rotary)
+        return expanded
+
+
+@cache
+def _passing(kind: type[Any]) -> type[nn.Module]:
+    return derive(kind, _Passing)
 
 
 @dataclass(frozen=True)
@@ -97,12 +117,11 @@ class LatentHeads:
 
 def latent_heads(module: nn.Module) -> LatentHeads | None:
     """The heads of an attention module whose latents `pass_latents` lets pass, or None."""
-    own = getattr(module, _EXPANSION, None)
-    if not isinstance(own, _Expansion):
+    if not isinstance(module, _Passing):
         return None
     heads: Any = module
     up = heads.kv_b_proj.weight.view(heads.num_heads, -1, heads.kv_lora_rank)
-    return LatentHeads(up, int(heads.v_head_dim), own.expand)
+    return LatentHeads(up, int(heads.v_head_dim), heads.expand)
 
 
 def join_entries(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:

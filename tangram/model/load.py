@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,21 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tangram.compress.profile import ModelFingerprint
 from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ModelError
-from tangram.model import embedded, probe
-from tangram.model.attention import IMPLEMENTATION, show_hidden
-from tangram.model.auto_classes import read_config, read_model, read_tokenizer, without_advice
+from tangram.model import embedded
+from tangram.model.attention import IMPLEMENTATION
+from tangram.model.auto_classes import (
+    make_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+    without_advice,
+)
 from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
-from tangram.model.latent import latent_heads, pass_latents
-from tangram.model.own_code import copy_function
 from tangram.model.place import cpu_dtype, find_device
-from tangram.model.quantized import check_quantization, held_bytes, quantize
+from tangram.model.prepare import Stage, Wanted, prepare
+from tangram.model.quantized import check_quantization, held_bytes
 from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import EMBEDDED, find_folder, gguf_file, is_gguf
@@ -136,10 +142,10 @@ def load_model(
         check_quantization(quantization, place)
     config = _read_config(folder, name)
     defaults = read_defaults(name, folder, generation_config)
-    own: Any = None if is_gguf(name) else config.dtype
-    chosen = _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
-    try:
-        if load_format == "dummy":
+    chosen = _choose_dtype(name, config, dtype, place)
+    is_random = load_format == "dummy"
+    with _explaining_faults(name, config):
+        if is_random:
             model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(folder, config)
         else:
@@ -148,20 +154,46 @@ def load_model(
             widen(config)
             tokenizer = read_tokenizer(folder, config=config)  # first: weights take a minute
             model = _weights(folder, config, chosen, place, ranks)
+    if name == EMBEDDED:
+        tokenizer.chat_template = embedded.TEMPLATE
+    mapped = place.type == "cpu" and not is_random
+    loaded = adopt(name, model, tokenizer, mapped=mapped)
+    ends = {*loaded.eos_token_ids, *defaults.eos_token_ids}
+    loaded = replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
+    prepare(model, Wanted(place, chosen, rounded=quantization), Stage.ROUND)
+    return loaded
+
+
+def outline_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """The model of `config` without weights, of the dtype that it has on `device`.
+
+    It is on the device meta. Raises `ModelError` if it cannot be loaded.
+    """
+    found = _read_config(resolve_source(config.model, weights=False), config.model)
+    dtype = _choose_dtype(config.model, found, config.dtype, device)
+    with torch.device("meta"), _explaining_faults(config.model, found):
+        return make_model(found, IMPLEMENTATION, dtype)
+
+
+@contextmanager
+def _explaining_faults(name: str, config: PretrainedConfig) -> Iterator[None]:
+    """Raise `ModelError` for what Transformers raises of model `name`."""
+    try:
+        yield
     except UNREADABLE as error:
         if memory_ran_out(error):
             raise
         if error.args == (IMPLEMENTATION,):  # its classes of attention have no such key
             raise own_attention(config) from error
         raise ModelError(f"model {name!r} cannot be loaded: {explain_fault(error)}") from error
-    if name == EMBEDDED:
-        tokenizer.chat_template = embedded.TEMPLATE
-    loaded = adopt(name, model, tokenizer)
-    ends = {*loaded.eos_token_ids, *defaults.eos_token_ids}
-    loaded = replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
-    if quantization is not None:
-        quantize(model, quantization)  # last: the fingerprint is that of the weights as given
-    return loaded
+
+
+def _choose_dtype(
+    name: str, config: PretrainedConfig, dtype: str, place: torch.device
+) -> torch.dtype:
+    """The dtype of weights on `place`, by the option `dtype`."""
+    own: Any = None if is_gguf(name) else config.dtype
+    return _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
 
 
 def read_text_config(name: str) -> PretrainedConfig:
@@ -221,34 +253,21 @@ def _weights(
         distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
     )
     refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])
-    if place.type == "cpu":
-        _detach_from_files(model)
     return model
 
 
-def _detach_from_files(model: PreTrainedModel) -> None:
-    """Copy what maps a file: whoever overwrote it would change weights that are served, and end
-    the process by shortening it.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.detach().clone()
-
-
 @without_advice()
-def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+def adopt(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mapped: bool = False
+) -> LoadedModel:
     """Use a model that is already in memory, made with `attn_implementation="tangram"`, as `name`.
 
-    Raises `ModelError` if it would be served wrongly.
+    Weights that are `mapped` from files are copied. Raises `ModelError` if it would be served
+    wrongly.
     """
     refuse_unsupported(model.config)
-    model.train(False).requires_grad_(False)
-    pass_latents(model, {IMPLEMENTATION, probe.IMPLEMENTATION})
+    prepare(model, Wanted(model.device, model.dtype, mapped=mapped), Stage.LOAD)
     geometry = probe_geometry(model)
-    hook = copy_function(show_hidden)
-    for module in model.modules():
-        own = hasattr(module, "k_proj") or latent_heads(module) is not None
-        if hasattr(module, "layer_idx") and own:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
     return LoadedModel(
         name=name,
         model=model,

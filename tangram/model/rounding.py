@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GROUP = 32  # inputs that share a 4-bit scale, as in a GGUF block
 _MOST_8, _MOST_4 = 127, 15
@@ -74,8 +74,27 @@ def _are_multiples(places: Tensor, count: int) -> Tensor:
     return asked.sub_(asked.round()).abs_().amax(-1) < _LEVEL_ERROR
 
 
-def finish_product(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """`product` [T, N] plus `bias`, in the dtype and the shape of `x`."""
-    if bias is not None:
-        product.add_(bias)
-    return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
+class RoundedLinear(nn.Module):
+    """y = x·Wᵀ + b, W [N, K] rounded; the output has the dtype of x.
+
+    A row's product does not depend on what the rows beside it hold.
+    """
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.bias = source.bias
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The product of rows [T, K] with W, [T, N], in their dtype or in float32; T > 0."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, K] to […, N]."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        product = self.multiply(rows)
+        if self.bias is not None:
+            product = product.add_(self.bias)
+        return product.to(x.dtype).view(*x.shape[:-1], self.out_features)

@@ -8,7 +8,7 @@ that is done with linear maps later works on them.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,33 +85,50 @@ def distributed_config(config: PretrainedConfig, ranks: int) -> DistributedConfi
     return DistributedConfig(tp_size=ranks, tp_plan=whole)
 
 
-def take_share(
-    model: PreTrainedModel, geometry: Geometry, order: Int64, rank: int, ranks: int
-) -> Geometry:
-    """Leave of `model` what `rank` of `ranks` computes; returns the geometry that it then has.
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What `rank` of `ranks` computes of a model whose geometry is `whole`.
 
-    `order` [L, H] lists the heads of each layer, those of rank 0 first. `geometry` is that of all
-    heads. Raises `ModelError` if the model has a part that no rule deals.
+    `order` [L, H] lists the heads of each layer, those of rank 0 first.
+    """
+
+    whole: Geometry
+    order: Int64
+    rank: int
+    ranks: int
+
+    @property
+    def geometry(self) -> Geometry:
+        """That of the share."""
+        heads, queries = (
+            count // self.ranks for count in (self.whole.kv_heads, self.whole.query_heads)
+        )
+        return replace(self.whole, kv_heads=heads, query_heads=queries)
+
+
+def take_share(model: PreTrainedModel, share: Share) -> None:
+    """Leave of `model` what one rank computes.
+
+    Raises `ModelError` if the model has a part that no rule deals.
     """
     for name, module in list(model.named_modules()):
         if module.__dict__.get("_is_hooked"):
             _make_plain(model, name, module)
-    share = geometry.kv_heads // ranks
+    heads = slice(share.rank * share.geometry.kv_heads, (share.rank + 1) * share.geometry.kv_heads)
     for name, module in list(model.named_modules()):
         if hasattr(module, "k_proj") and hasattr(module, "layer_idx"):
-            own = order[int(module.layer_idx), rank * share : (rank + 1) * share]
-            _deal(name, module, torch.from_numpy(own.copy()).to(model.device), geometry)
+            own = torch.from_numpy(share.order[int(module.layer_idx), heads].copy())
+            _deal(name, module, own.to(model.device), share.whole)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    rows = -(-geometry.vocab_size // ranks)
-    weight = head.weight.data[rank * rows : (rank + 1) * rows]
-    padded = nn.functional.pad(weight, (0, 0, 0, rows - len(weight)))
-    bias = None
-    if head.bias is not None:
-        bias = head.bias.data[rank * rows : (rank + 1) * rows]
-        bias = nn.functional.pad(bias, (0, rows - len(bias)))
-    gathered = GatheredLinear(_linear(padded, bias), geometry.vocab_size)
-    model.set_output_embeddings(gathered)  # type: ignore[no-untyped-call]
-    return replace(geometry, kv_heads=share, query_heads=geometry.query_heads // ranks)
+    rows = -(-share.whole.vocab_size // share.ranks)
+
+    def cut(whole: Tensor) -> Tensor:
+        """This rank's rows, filled up with zeros."""
+        own = whole[share.rank * rows : (share.rank + 1) * rows]
+        return nn.functional.pad(own, (*[0, 0] * (whole.ndim - 1), 0, rows - len(own)))
+
+    part = _linear(cut(head.weight.data), None if head.bias is None else cut(head.bias.data))
+    model.set_output_embeddings(GatheredLinear(part, share.whole.vocab_size))  # type: ignore[no-untyped-call]
 
 
 def _make_plain(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -26,8 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tangram.engine import ready_runner
 from tangram.errors import ModelError
+from tangram.model import prepare
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.small_engines import GREEDY, LATENT, profile_file, run, small_engine
@@ -161,7 +161,8 @@ def test_joined_projections_and_steps_launched_ahead_change_nothing(
         temperature=0.8, seed=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True
     )
     with monkeypatch.context() as apart:
-        apart.setattr(ready_runner, "join_projections", lambda model: None)
+        others = tuple(step for step in prepare.STEPS if step.name != "join")
+        apart.setattr(prepare, "STEPS", others)
         expected = [run(small_engine(loaded), PROMPTS, params) for params in (GREEDY, params)]
     linear = sum(type(module) is torch.nn.Linear for module in loaded.model.modules())
     engine = small_engine(loaded)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tangram.kernels import cpu
-from tangram.model.onednn import is_packable
+from tangram.model.cpu_weights import is_packable
 from tangram.types import SamplingParams
 from tests.cpu.test_purity import TINY, TINY_LATENT, LonePrompts
 from tests.small_engines import run, sealed_state, tiny_model

@@ -25,9 +25,9 @@ from transformers import (
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.model import compiled_decode
+from tangram.model.cpu_weights import pack_weights
 from tangram.model.fused import join_projections
 from tangram.model.load import LoadedModel
-from tangram.model.onednn import pack_weights
 from tangram.model.quantized import quantize
 from tests.small_engines import LATENT, run, sealed_state, small_engine, tiny_model
 

@@ -5,18 +5,18 @@ The graphs run as torch operators, which needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model import experts
-from tangram.model.attention import IMPLEMENTATION, StepAttention, attention
+from tangram.model.attention import StepAttention
 from tangram.model.compiled import compile_layers
 from tangram.model.experts import fix_launches
 from tangram.model.latent import output_like
@@ -35,10 +35,9 @@ PROMPTS = [[5, 9, 17], [(7 * place) % 90 + 3 for place in range(40)]]
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def forget_graphs() -> None:
+    """Compiled graphs of a function are limited in number."""
     torch._dynamo.reset()
-    yield
-    AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def limit_graphs(most: int) -> Any:

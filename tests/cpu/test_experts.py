@@ -69,7 +69,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreT
         tiny_config(name, **changes), attn_implementation=IMPLEMENTATION, dtype=dtype
     )
     model.train(False).requires_grad_(False)
-    pass_latents(model, {IMPLEMENTATION})
+    pass_latents(model)
     return model
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-from tangram.model.few_rows import FewRowsLinear, multiply_few_rows_fast
+from tangram.model.cpu_weights import FewRowsLinear, multiply_few_rows_fast
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (2, 24), (1, 7, 24), (16, 24), (17, 24), (3, 1, 24)])
@@ -49,3 +51,14 @@ def test_a_pass_with_a_chunk_keeps_its_order_of_sums() -> None:
     multiply_few_rows_fast(model, 8)
     assert torch.equal(model(x), expected[1])
     torch.testing.assert_close(model(x[:7]), expected[0])
+
+
+@pytest.mark.parametrize("kind", [FewRowsLinear, lambda source: source])
+def test_what_other_rows_hold_changes_no_bit(kind: Callable[[nn.Linear], nn.Module]) -> None:
+    """In neither product; how many there are may."""
+    torch.manual_seed(0)
+    part = kind(nn.Linear(576, 960).requires_grad_(False))
+    row, others = torch.randn(1, 576), torch.randn(2, 40, 576)
+    for count in (1, 2, 7, 16, 40):
+        one, other = (part(torch.cat([row, beside[: count - 1]]))[0] for beside in others)
+        assert torch.equal(one, other)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DeepseekV3Config, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from tangram.compress.scorers import SCORERS, ChunkView, make_scorer
 from tangram.errors import ConfigError, ModelError
 from tangram.kernels import latents
 from tangram.kernels.reference import append
+from tangram.model.attention import IMPLEMENTATION
 from tangram.model.latent import join_entries, latent_heads
 from tangram.model.load import LoadedModel, adopt
+from tangram.model.modules import derive, remake
 from tangram.model.quantized import quantize
 from tangram.size import kv_size
 from tangram.types import Event, Request, SamplingParams
@@ -196,13 +204,18 @@ class _OtherLinear(nn.Linear):
     """As a quantised checkpoint has it."""
 
 
-def _quantise(module: nn.Module) -> None:
+def _quantise(module: nn.Module) -> nn.Module:
     module.kv_b_proj = _OtherLinear(32, 4 * 28, bias=False)
+    return module
 
 
-def _square(module: nn.Module) -> None:
-    plain = module.expand_kv
-    module.expand_kv = lambda one, other: plain(one.square(), other)  # type: ignore[operator]
+def _square(module: nn.Module) -> nn.Module:
+    def square(kind: Any) -> type[nn.Module]:
+        return derive(
+            kind, expand_kv=lambda self, one, other: kind.expand_kv(self, one.square(), other)
+        )
+
+    return remake(module, square)
 
 
 @pytest.mark.parametrize(
@@ -213,16 +226,13 @@ def _square(module: nn.Module) -> None:
     ],
 )
 def test_what_decode_could_not_absorb_is_refused(
-    adopt_tiny: Callable[[PretrainedConfig], LoadedModel],
-    change: Callable[[nn.Module], None],
-    message: str,
+    tokenizer: PreTrainedTokenizerBase, change: Callable[[nn.Module], nn.Module], message: str
 ) -> None:
-    loaded = adopt_tiny(CONFIG)
-    module = loaded.model.get_decoder().layers[1].self_attn  # type: ignore[no-untyped-call]
-    del module.expand_kv  # the instance's: the class has Transformers' own
-    change(module)
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=IMPLEMENTATION)
+    layer = model.get_decoder().layers[1]
+    layer.self_attn = change(layer.self_attn)
     with pytest.raises(ModelError, match=message):
-        adopt("tiny", loaded.model, loaded.tokenizer)
+        adopt("tiny", model, tokenizer)
 
 
 @needs_products

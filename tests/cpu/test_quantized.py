@@ -17,9 +17,9 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tangram.config_json import read_config
 from tangram.errors import ConfigError, ModelError
-from tangram.model import quantized
+from tangram.model.cpu_weights import Int4Linear, Int8Linear, Int8WeightLinear
 from tangram.model.load import LoadedModel, load_model
-from tangram.model.quantized import Int4Linear, Int8Linear, Int8WeightLinear, quantize
+from tangram.model.quantized import check_quantization, quantize
 from tangram.model.rounding import GROUP, round_to_4_bits
 from tangram.weight_size import read_weights
 from tests.small_engines import profile_file, run, sealed_state, small_engine
@@ -210,7 +210,7 @@ def test_a_cpu_without_products_of_small_weights_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     with pytest.raises(ConfigError, match="quantization is 'int8', but this CPU lacks AVX2"):
-        quantized.check_quantization("int8", torch.device("cpu"))
+        check_quantization("int8", torch.device("cpu"))
 
 
 def test_weights_that_no_whole_block_holds_are_refused(

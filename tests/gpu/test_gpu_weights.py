@@ -63,7 +63,8 @@ def packed_weights(part: Int4GpuLinear) -> Tensor:
     """What PyTorch's packed product takes the weights for."""
     inputs = part.packed.shape[1] * 128
     one = torch.eye(inputs, dtype=torch.bfloat16, device=part.packed.device)
-    return multiply_tiles(one, part.packed, part.scales).t()[: part.outputs, : part.inputs]
+    whole = multiply_tiles(one, part.packed, part.scales).t()
+    return whole[: part.out_features, : part.in_features]
 
 
 def check_near(product: Tensor, expected: Tensor) -> None:
