@@ -32,17 +32,17 @@ settings.load_profile("tangram")
 # compiles the CPU kernels of one dtype where no cache has them, the second those of another. Two
 # that began with the same would both compile.
 LONG = (
-    "page/test_turns.py",
+    "web/test_turns.py",
     "gpu/test_engine.py",
     "wire/test_demo.py",
-    "page/test_chat_page.py",
+    "web/test_chat_page.py",
     "cpu/test_families.py",
     "cpu/test_several_scorers.py",
     "wire/test_clients.py",
     "wire/test_load_tool.py",
     "gpu/test_cards.py",
     "wire/test_structured.py",
-    "page/test_compare.py",
+    "web/test_compare.py",
     "cpu/test_ablation.py",
     "gpu/test_kept_positions.py",
     "wire/test_fuzz.py",
@@ -66,7 +66,7 @@ LONG = (
     "gpu/test_draft_model.py",
     "gpu/test_rehearsal.py",
     "cpu/test_kept_positions.py",
-    "page/test_accessible.py",
+    "web/test_accessible.py",
     "cpu/test_portable_kernels.py",
 )
 

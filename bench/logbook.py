@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-LOGBOOK = Path(__file__).parents[1] / "tangram" / "page" / "static" / "demo_document.md"
+LOGBOOK = Path(__file__).parents[1] / "tangram" / "web" / "static" / "demo_document.md"

@@ -94,8 +94,8 @@ def measure_prefill(pairs: int) -> Figures:
     from tangram.engine.recorder import KeptRecorder
     from tangram.kernels import torch_kernels
     from tangram.model.load import load_model
-    from tangram.page.collector import Collector
     from tangram.types import Request, SamplingParams
+    from tangram.web.collector import Collector
 
     engine = engine_of(EngineConfig(kv_cache_gib=0.5), load_model("smollm2"), records=True)
     engine.watch(Collector(engine.stats().pages_total))
@@ -171,9 +171,9 @@ def measure_step(pairs: int) -> Figures:
     from tangram.config import EngineConfig
     from tangram.engine.build import engine_of
     from tangram.engine.loop import Engine
-    from tangram.page.collector import Collector
-    from tangram.page.watchers import Watcher
     from tangram.types import Request, SamplingParams
+    from tangram.web.collector import Collector
+    from tangram.web.watchers import Watcher
     from tests.small_engines import tiny_model
 
     shape = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
@@ -212,7 +212,7 @@ def measure_watchers(pairs: int) -> Figures:
     `telling` what the page's observer takes more on the engine's thread, as shares of that time.
     Both together are `caused`: the rest of `processor` is noise of the model's own work.
     """
-    from tangram.page.collector import Collector
+    from tangram.web.collector import Collector
 
     telling = _Clock(time.thread_time)
     probe = _StepProbe(telling)
@@ -300,10 +300,10 @@ def _serving(probe: _StepProbe) -> Iterator[str]:
     from tangram.config import EngineConfig
     from tangram.engine.build import build_engine
     from tangram.link.linked_engine import LinkedEngine
-    from tangram.page.access import Access, Visibility
-    from tangram.page.api import CachePage
-    from tangram.page.desk import PageDesk
     from tangram.serve.http import build_app, transport_options
+    from tangram.web.access import Access, Visibility
+    from tangram.web.api import CachePage
+    from tangram.web.desk import PageDesk
     from tests.running import run_app
 
     engine = build_engine(EngineConfig("smollm2", kv_cache_gib=0.5, threads=1), records=True)

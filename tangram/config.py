@@ -60,12 +60,14 @@ class OptionGroup(StrEnum):
     memory = "Memory"
     compression = "Compression"
     batching = "Batching"
+    server = "Server"
+    replicas = "Replicas"
     expert = "Expert"
 
 
 @dataclass(frozen=True)
 class Option:
-    """The description of a field of `EngineConfig`.
+    """The description of a field of `EngineConfig`, or of `serve.options`.
 
     `unset` says what None means. A number lies within `bounds`; an error about it ends with `hint`.
     Of the commands only `serve` and `deploy` have an option that is `served_alone`.

@@ -150,16 +150,6 @@ def limits_of(described: type) -> Mapping[str, Limit]:
     }
 
 
-# By the server's options: of `serve` and `deploy`, and of the arguments of `serve run`.
-SERVER_BOUNDS: Mapping[str, Bounds] = {
-    "max_body_mb": Bounds(0.0, 1024.0, open_low=True),
-    "request_timeout_s": Bounds(0.0, 1e9, open_low=True),
-    "shutdown_grace_s": Bounds(0.0, 1e6),
-    "replicas": Bounds(1, 4096),
-    "cpus_per_replica": Bounds(0.0, 4096.0),
-    "gpus_per_replica": Bounds(0.0, 4096.0),
-    "report_every_s": Bounds(0.0, 3600.0, open_low=True),
-}
 SERVED_QUEUE = 1024  # max_queue of a server: clients are many, and none sees the queue
 
 

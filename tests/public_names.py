@@ -20,10 +20,10 @@ import tangram
 from tangram.cli import app as commands
 from tangram.cli.lab import LabCommand
 from tangram.link.linked_engine import LinkedEngine
-from tangram.page.access import Access, Visibility
-from tangram.page.api import CachePage
 from tangram.serve.http import build_app
 from tangram.serve.vllm_names import VllmNames
+from tangram.web.access import Access, Visibility
+from tangram.web.api import CachePage
 from tests.wire.watched_engine import ObservedFakeEngine
 from tools.vllm_page import make_distinct_metrics
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STATIC = ROOT / "tangram" / "page" / "static"
+STATIC = ROOT / "tangram" / "web" / "static"
 PAGE = STATIC / "learn" / "index.html"
 FOLDER = "learn"
 _LINKED = re.compile(r'(?:href|src)="page/([^"]+)"')

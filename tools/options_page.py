@@ -16,7 +16,8 @@ also lists the options of the server itself. This page is written by `python -m 
 
 def render() -> str:
     """The page: a table for each group of options."""
-    return HEAD + "".join(_table(group) for group in OptionGroup)
+    groups = dict.fromkeys(option.group for option in OPTIONS.values())
+    return HEAD + "".join(map(_table, groups))
 
 
 def _table(group: OptionGroup) -> str:

@@ -89,7 +89,7 @@ DOCS = (
 # The site's theme would load it from another host.
 SITE = (Package("mermaid", "11.17.2", "mermaid", {"dist/mermaid.min.js": "mermaid.min.js"}),)
 PLACES = {
-    ROOT / "tangram" / "page" / "static" / "vendor": PAGE,
+    ROOT / "tangram" / "web" / "static" / "vendor": PAGE,
     ROOT / "tangram" / "serve" / "docs" / "vendor": DOCS,
     ROOT / "docs" / "vendor": SITE,
 }

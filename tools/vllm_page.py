@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
-from tangram.cli.foreign import FOREIGN, Foreign
+from tangram.cli.foreign import INSTEAD, NONE
 from tangram.metrics import EngineStats, SpeculationStats
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.vllm_names import VllmNames
@@ -48,7 +48,8 @@ COMPOSED = {
 HEAD = """# Coming from vLLM
 
 This page lists options and metrics of vLLM and their counterparts in Tangram. It also covers the
-options of llama.cpp. `tangram serve` prints the same notes when it is started with such an option.
+options of SGLang and llama.cpp. `tangram serve` prints the same notes when it is started with such
+an option. A `*` stands for any letters.
 This page is written by `python -m tools.vllm_page`.
 
 ## What is different
@@ -83,19 +84,17 @@ These have the meaning that vLLM gives them, with three exceptions:
 
 ## Options with another name
 
-| vLLM, llama.cpp | Tangram | note |
+| vLLM, SGLang, llama.cpp | Tangram | note |
 |---|---|---|
 """
 NONE_HEAD = """
 ## Options that Tangram does not have
 
 Together with the options above these are all of `vllm serve` 0.24. Its switches `--x` have a second
-name `--no-x`, which is not listed. Each row says what to do instead, or what always holds.
-"""
-NONE_TABLE = """
-### {subject}
+name `--no-x`, which is not listed. Each row says what to do instead, or what always holds. An
+option belongs to the first row that it fits.
 
-| vLLM, llama.cpp | Tangram |
+| vLLM, SGLang, llama.cpp | Tangram |
 |---|---|
 """
 METRICS_HEAD = """
@@ -118,33 +117,25 @@ def render() -> str:
     """The page: every option that a command explains, and every metric that has an alias."""
     same = fill(", ".join(f"`{name}`" for name in SAME), 100, break_on_hyphens=False)
     metrics = "".join(_metric_rows())
-    renamed, missing = "".join(_renamed_rows()), "".join(_missing_tables())
+    renamed, missing = "".join(_renamed_rows()), "".join(_missing_rows())
     return (
         f"{HEAD}{same}.\n{OPTIONS_HEAD}{renamed}{NONE_HEAD}{missing}{METRICS_HEAD}{metrics}{FOOT}"
     )
 
 
-def _names_by_note() -> dict[Foreign, str]:
-    """All names of other engines' options that have the same note."""
-    names: dict[Foreign, list[str]] = {}
-    for name, foreign in FOREIGN.items():
-        names.setdefault(foreign, []).append(f"`{name}`")
-    return {foreign: " ".join(theirs) for foreign, theirs in names.items()}
-
-
 def _renamed_rows() -> Iterator[str]:
-    for foreign, theirs in _names_by_note().items():
-        if foreign.ours:
-            yield f"| {theirs} | `{foreign.ours}` | {_as_sentence(foreign.note)} |\n"
+    for instead, theirs in INSTEAD.items():
+        ours, _, note = instead.partition(" ")
+        yield f"| {_list_names(theirs)} | `{ours}` | {_as_sentence(note.strip('()'))} |\n"
 
 
-def _missing_tables() -> Iterator[str]:
-    """A table for each subject, with a row for each note."""
-    missing = ((one, theirs) for one, theirs in _names_by_note().items() if not one.ours)
-    for subject, rows in groupby(missing, lambda row: row[0].subject):
-        yield NONE_TABLE.format(subject=_as_sentence(subject))
-        for foreign, theirs in rows:
-            yield f"| {theirs} | {_as_sentence(foreign.note)} |\n"
+def _missing_rows() -> Iterator[str]:
+    for reason, theirs in NONE.items():
+        yield f"| {_list_names(theirs)} | {_as_sentence(reason)} |\n"
+
+
+def _list_names(patterns: str) -> str:
+    return " ".join(f"`{pattern}`" for pattern in patterns.split())
 
 
 def _as_sentence(text: str) -> str:

@@ -29,7 +29,7 @@ from bench.replicas.bench_cluster import PORT, RESULTS, started_ray
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
 from tangram.ray.application import ROUTER, build_application
-from tangram.ray.options import FleetOptions
+from tangram.serve.options import FleetOptions
 from tangram_lab.environment import environment
 
 REPLICAS, AT_ONCE, ANSWER_TOKENS = 3, 4, 4

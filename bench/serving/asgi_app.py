@@ -20,7 +20,7 @@ import psutil
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tangram.serve.direct import DirectBody
+from tangram.serve.direct import DirectBody, find_direct_body
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests
 from tangram.serve.http import transport_options
 from tangram.serve.listening import Listener
@@ -96,7 +96,7 @@ class App:
     async def _stream(self, scope: Scope, send: Send, *, events: int, bytes: int) -> None:
         event = b"data: " + b"x" * (bytes - 8) + b"\n\n"
         await _begin(send, b"text/event-stream")
-        if self._direct and (body := DirectBody.of(scope)) is not None:
+        if self._direct and (body := find_direct_body(scope)) is not None:
             await self._pour(body, event, events)
         else:
             for _ in range(events):

@@ -1,6 +1,6 @@
 """The classes of all commands and groups of `tangram`.
 
-They accept former names of options, check values before any work, and print errors in one line.
+They check values before any work, explain options of other engines, and print errors in one line.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 import typer
 from pydantic import ValidationError
-from typer._click.core import Context
-from typer._click.exceptions import NoArgsIsHelpError, NoSuchOption, UsageError  # no public names
+from typer import TyperException
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from tangram.cli.checks import as_texts, check_outputs
 from tangram.cli.console import is_wrapped, tell_error
-from tangram.cli.foreign import FOREIGN, explain
+from tangram.cli.foreign import explain
 from tangram.errors import EngineError, TangramError
 
 _OURS = "value_error"  # raised by checks of ours, whose texts name the value
@@ -28,8 +27,8 @@ _OURS = "value_error"  # raised by checks of ours, whose texts name the value
 class Command(TyperCommand):
     """A command that accepts `--x` for `--no-x`, and explains options of other engines."""
 
-    def make_parser(self, ctx: Context) -> Any:
-        """Click's parser, plus the positive names of flags that have only a negative one.
+    def make_parser(self, ctx: Any) -> Any:
+        """Typer's parser, plus the positive names of flags that have only a negative one.
 
         A name that another option has is left to that: `--page` beside `--no-page`.
         """
@@ -40,8 +39,8 @@ class Command(TyperCommand):
                 parser.add_option(param, [name], param.name, action="store_const", const=False)
         return parser
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's parsing, plus a check of values and an explanation of other engines' options."""
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Typer's parsing, plus a check of values and an explanation of other engines' options."""
         with _report_errors(), _explain_foreign_options(args, self.params):
             rest = super().parse_args(ctx, args)
             if not ctx.resilient_parsing:  # for shell completion
@@ -49,8 +48,8 @@ class Command(TyperCommand):
                 check_outputs(ctx.params)
             return rest
 
-    def invoke(self, ctx: Context) -> Any:
-        """Click's invocation; errors become a line and an exit code."""
+    def invoke(self, ctx: Any) -> Any:
+        """Typer's invocation; errors become a line and an exit code."""
         with _report_errors():
             return super().invoke(ctx)
 
@@ -58,13 +57,13 @@ class Command(TyperCommand):
 class CommandGroup(TyperGroup):
     """A group that explains options of other engines before a command."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Click's parsing, plus the explanation of other engines' options."""
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Typer's parsing, plus the explanation of other engines' options."""
         with _report_errors(), _explain_foreign_options(args, self.params):
             return super().parse_args(ctx, args)
 
-    def invoke(self, ctx: Context) -> Any:
-        """Click's invocation; an unknown command becomes one line."""
+    def invoke(self, ctx: Any) -> Any:
+        """Typer's invocation; an unknown command becomes one line."""
         with _report_errors():
             return super().invoke(ctx)
 
@@ -88,11 +87,11 @@ def _report_errors() -> Iterator[None]:
     except TangramError as error:
         tell_error(error)
         raise typer.Exit(exit_code(error)) from error
-    except UsageError as error:
+    except TyperException as error:
         _name_value(error)
-        if is_wrapped() or isinstance(error, NoArgsIsHelpError):
-            raise  # Typer draws a box around it
-        error.show()
+        if is_wrapped() or not error.message:
+            raise  # Typer draws a box around it; without a message the help has been shown
+        tell_error(error.format_message())
         raise typer.Exit(error.exit_code) from error
     except OSError as error:
         if error.filename is None or error.errno == errno.EPIPE:
@@ -101,7 +100,7 @@ def _report_errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _name_value(error: UsageError) -> None:
+def _name_value(error: TyperException) -> None:
     """Add the value to what a library says of one of the wrong kind."""
     if isinstance(fault := error.__context__, ValidationError):
         first = fault.errors()[0]
@@ -111,15 +110,16 @@ def _name_value(error: UsageError) -> None:
 
 @contextmanager
 def _explain_foreign_options(args: list[str], params: Iterable[Any]) -> Iterator[None]:
-    """Add the explanation to errors about options of vLLM and llama.cpp; leave others unchanged."""
-    given = [arg.partition("=")[0] for arg in args]  # click empties the list
+    """Add the explanation to errors about options of other engines; leave others unchanged."""
+    given = [arg.partition("=")[0] for arg in args]  # Typer empties the list
     try:
         yield
-    except NoSuchOption as error:
-        names = [name for param in params for name in _names(param)]
-        meant = (arg for arg in given if arg in FOREIGN and _is_meant(arg, error.option_name))
-        if (message := explain(next(meant, ""), names)) is not None:
-            error.message, error.possibilities = message, None
+    except TyperException as error:
+        own = [name for param in params for name in _names(param)]
+        named = getattr(error, "option_name", None)  # of an option that there is not
+        meant = (arg for arg in given if arg not in own and named and _is_meant(arg, named))
+        if (message := next(filter(None, (explain(arg, own) for arg in meant)), None)) is not None:
+            vars(error).update(message=message, possibilities=None)
         raise
 
 
@@ -132,5 +132,5 @@ def _positive(param: Any) -> list[str]:
 
 
 def _is_meant(arg: str, option_name: str) -> bool:
-    """Whether click's error is about `arg`. For `-ngl` click names the first unknown letter."""
+    """Whether Typer's error is about `arg`. For `-ngl` it names the first unknown letter."""
     return arg == option_name or (arg[:1] == "-" != arg[1:2] and option_name[1:] in arg[1:])

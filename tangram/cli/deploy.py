@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated
 
 from tangram.cli import console
-from tangram.cli.deploy_options import (
-    Address,
-    AppName,
-    Autoscaling,
-    CpusPerReplica,
-    Detach,
-    GpusPerReplica,
-    Replicas,
-    ReportEvery,
-)
-from tangram.cli.options import with_config
-from tangram.cli.serve import check_keys, first_request
-from tangram.cli.serve_options import (
-    AllowedOrigins,
-    ApiKeys,
-    Host,
-    KvEvents,
-    KvEventsReplay,
-    KvEventsTopic,
-    MaxBodyMb,
-    MaxQueue,
-    OnUnknownFields,
-    Port,
-    RequestTimeout,
-    ServedModelName,
-    ShutdownGrace,
-    UnknownFields,
-)
-from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
+from tangram.cli.options import Panel, option, with_server
+from tangram.cli.serve import check_keys, choose_name, first_request
+from tangram.cli.serve_options import Host, Port
+from tangram.cli.telemetry import logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import SERVED_QUEUE
-from tangram.model.source import name_served_model
-from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
-from tangram.serve.logs import LogForm
+from tangram.serve.options import FleetOptions
 
 # Nothing of the ingress or a replica holds up a loop: each needs one, and hands nothing over.
 _SERVE_SETTINGS = {
@@ -54,88 +24,49 @@ _SERVE_SETTINGS = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 
+Address = Annotated[
+    str | None,
+    option(
+        Panel.replicas,
+        "join the Ray cluster at this address: auto for the one on this machine, or HOST:PORT",
+        default="start one on this machine",
+    ),
+]
+Detach = Annotated[
+    bool,
+    option(
+        Panel.replicas,
+        "with --address: end when requests are answered, and leave the replicas to the cluster",
+        "--detach",
+    ),
+]
+AppName = Annotated[str, option(Panel.replicas, "name of the application in Ray Serve")]
 
-@with_config
+
+@with_server(FleetOptions)
 def deploy(
     config: EngineConfig,
-    replicas: Replicas = 1,
-    autoscaling: Autoscaling = None,
+    options: FleetOptions,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     address: Address = None,
     detach: Detach = False,
     app_name: AppName = "tangram",
-    cpus_per_replica: CpusPerReplica = None,
-    gpus_per_replica: GpusPerReplica = None,
-    report_every_s: ReportEvery = 1.0,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    served_model_name: ServedModelName = None,
-    api_key: ApiKeys = None,
-    allowed_origins: AllowedOrigins = None,
-    unknown_fields: OnUnknownFields = UnknownFields.refuse,
-    max_body_mb: MaxBodyMb = 16.0,
-    max_queue: MaxQueue = SERVED_QUEUE,
-    request_timeout_s: RequestTimeout = 3600,
-    shutdown_grace_s: ShutdownGrace = 20,
-    log_format: LogFormat = LogForm.text,
-    metrics_aliases: MetricsAliases = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    overflow_every: OverflowEvery = None,
-    kv_events: KvEvents = None,
-    kv_events_replay: KvEventsReplay = None,
-    kv_events_topic: KvEventsTopic = "",
 ) -> None:
     """Serve MODEL by replicas on a Ray cluster: an OpenAI-compatible API before several engines."""
-    check_keys(api_key)
+    check_keys(options.api_key)
     _check_place(address, host, port, detach=detach)
-    name = name_served_model(config.model) if served_model_name is None else served_model_name
-    check_served_name(name)
-    given = {
-        "replicas": replicas,
-        "autoscaling": _read_json(autoscaling),
-        "cpus_per_replica": cpus_per_replica,
-        "gpus_per_replica": gpus_per_replica,
-        "report_every_s": report_every_s,
-        "served_model_name": name,
-        "api_key": api_key or (),
-        "allowed_origins": allowed_origins or (),
-        "unknown_fields": unknown_fields,
-        "max_body_mb": max_body_mb,
-        "request_timeout_s": request_timeout_s,
-        "shutdown_grace_s": shutdown_grace_s,
-        "log_format": log_format,
-        "metrics_aliases": metrics_aliases,
-        "otlp_endpoint": otlp_endpoint,
-        "kv_events": kv_events,
-        "kv_events_replay": kv_events_replay,
-        "kv_events_topic": kv_events_topic,
-    }
-    wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
-    curl = first_request(f"http://{host}:{port}/v1", name, chats=True, locked=bool(api_key))
-    with logging_as(log_format):
-        _run(wanted, given, address, host, port, app_name, stays=detach, curl=curl)
-
-
-def _run(
-    config: EngineConfig,
-    options: Mapping[str, Any],
-    address: str | None,
-    host: str,
-    port: int,
-    app_name: str,
-    *,
-    stays: bool,
-    curl: str,
-) -> None:
-    """See `run_application`; `curl` is shown when requests are answered."""
+    name = choose_name(config, options.served_model_name)
+    curl = first_request(f"http://{host}:{port}/v1", name, chats=True, locked=bool(options.api_key))
     # A cluster that is joined has settings of its own.
-    with nullcontext() if address is not None else _apply_settings():
+    settings = nullcontext() if address is not None else _apply_settings()
+    with logging_as(options.log_format), settings:
         _import_ray()
         from tangram.ray.cluster import ClusterPlace, run_application
-        from tangram.ray.options import read_options
 
         place = ClusterPlace(address, host, port, app_name)
         tell = partial(console.tell, curl)
-        run_application(config, read_options(options), place, stays=stays, on_ready=tell)
+        run_application(config, options, place, stays=detach, on_ready=tell)
 
 
 def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> None:
@@ -146,15 +77,6 @@ def _check_place(address: str | None, host: str, port: int, *, detach: bool) -> 
         raise ConfigError("port is 0, all nodes of a cluster listen at one port: name it")
     if address is None:
         Listener.at(host, port).close()  # an address in use is an error at once
-
-
-def _read_json(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"autoscaling is {text!r}, which is no JSON: {error}") from error
 
 
 @contextmanager

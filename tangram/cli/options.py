@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from enum import StrEnum
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from tangram.cli.checks import check_start, within
 from tangram.config import (
@@ -17,25 +18,19 @@ from tangram.config import (
     EngineConfig,
     KvCacheDtype,
     LoadFormat,
+    Option,
+    OptionGroup,
     SmallWeights,
 )
-from tangram.limits import Bounds
+from tangram.limits import SERVED_QUEUE, Bounds
 
-
-class Panel(StrEnum):
-    """The panels of a command's help. Options of one command alone stand before them."""
-
-    model = "Model"
-    memory = "Memory"
-    compression = "Compression"
-    batching = "Batching"
-    server = "Server"
-    replicas = "Replicas"
-    expert = "Expert"
+KEY_VARIABLE = "TANGRAM_API_KEY"
+_ON_BY_DEFAULT = "enable_prefix_caching"  # the only flag
+Panel = OptionGroup  # of a command's help; options of one command alone stand before them
 
 
 def option(
-    panel: Panel, help_text: str, *names: str, default: str | None = None, **more: Any
+    panel: OptionGroup, help_text: str, *names: str, default: str | None = None, **more: Any
 ) -> Any:
     """A `typer.Option` in a panel. Help shows `default` for an option whose default is None."""
     shown: bool | str = True if default is None else default
@@ -50,31 +45,27 @@ def number(bounds: Bounds, help_text: str, **more: Any) -> Any:
 
 
 def engine_option(
-    name: str, text: str | None = None, *, unset: str | None = None, panel: Panel | None = None
+    name: str,
+    text: str | None = None,
+    *,
+    unset: str | None = None,
+    panel: OptionGroup | None = None,
 ) -> Any:
     """The `typer.Option` of a field of `EngineConfig`.
 
     `text` and `unset` replace what `OPTIONS` says, for one command.
     """
     about = OPTIONS[name]
-    more: dict[str, Any] = {}
+    changes: dict[str, Any] = {"text": text, "unset": unset, "group": panel}
+    changed = replace(about, **{key: value for key, value in changes.items() if value is not None})
+    return _declare(name, changed, **({"metavar": "DTYPE"} if name == "dtype" else {}))
+
+
+def _declare(name: str, about: Option, **more: Any) -> Any:
     if about.bounds is not None:
         more["callback"] = within(about.bounds, about.hint)
-    if name == "dtype":
-        more["metavar"] = "DTYPE"
-    flags = {
-        "enable_prefix_caching": ["--no-enable-prefix-caching"],
-        "enforce_eager": ["--enforce-eager"],
-        "compile_decode": ["--compile-decode"],
-        "profile": ["--profile"],
-    }
-    return option(
-        panel or Panel(about.group.value),
-        text or about.text,
-        *flags.get(name, []),
-        default=unset or about.unset,
-        **more,
-    )
+    shown = f"--{'no-' if name == _ON_BY_DEFAULT else ''}{name.replace('_', '-')}"
+    return option(about.group, about.text, shown, default=about.unset, **more)
 
 
 Model = Annotated[str, typer.Argument(help=OPTIONS["model"].text)]
@@ -104,23 +95,30 @@ def _parameter(name: str, info: Any = None) -> inspect.Parameter:
         kind, value = list[str] | None, None
     if name == "speculative_config":
         kind = str | None
-    if name == "enable_prefix_caching":
+    if name == _ON_BY_DEFAULT:
         info = engine_option(name, "do not reuse the KV state of prefixes seen before")
-        name, value = "no_enable_prefix_caching", False
+        name, value = f"no_{name}", False
     info = engine_option(name) if info is None else info
     return inspect.Parameter(name, _KEYWORD, default=value, annotation=Annotated[kind, info])
 
 
 def engine_config(**options: Any) -> EngineConfig:
     """The config that the values of `ENGINE_PARAMETERS`, or of some of them, make."""
-    if "no_enable_prefix_caching" in options:
-        options["enable_prefix_caching"] = not options.pop("no_enable_prefix_caching")
+    if f"no_{_ON_BY_DEFAULT}" in options:
+        options[_ON_BY_DEFAULT] = not options.pop(f"no_{_ON_BY_DEFAULT}")
     return EngineConfig(**options | {"profile": options.get("profile") or ()})
 
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 ENGINE_PARAMETERS = tuple(
     _parameter(name) for name, about in OPTIONS.items() if not about.served_alone
+)
+_SERVED_PARAMETERS = (
+    *ENGINE_PARAMETERS,
+    _parameter(
+        "max_queue", engine_option("max_queue", unset=str(SERVED_QUEUE), panel=Panel.server)
+    ).replace(default=SERVED_QUEUE),
+    _parameter("overflow_every"),
 )
 _CALIBRATED = {
     "scorer": engine_option("scorer", unset=SERVED_SCORER),
@@ -184,6 +182,41 @@ def take_options(
         return run
 
     return decorate
+
+
+def with_server(kind: type[BaseModel]) -> Callable[[Command], Command]:
+    """A decorator: the command takes the fields of `kind` as options, beside those of an engine.
+
+    It is called with an `EngineConfig` and a `kind`.
+    """
+    shared = [_server_parameter(name, field) for name, field in kind.model_fields.items()]
+
+    def decorate(command: Command) -> Command:
+        config, _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        def run(config: EngineConfig, **options: Any) -> None:
+            given = {parameter.name: options.pop(parameter.name) for parameter in shared}
+            stated = {name: value for name, value in given.items() if value is not None}
+            command(config, kind(**stated), **options)
+
+        entries = [entry.replace(kind=_KEYWORD) for entry in (*own, *shared)]
+        run.__signature__ = inspect.Signature([config, *entries])  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return take_options(_SERVED_PARAMETERS, engine_config, check_start)(run)
+
+    return decorate
+
+
+def _server_parameter(name: str, field: Any) -> inspect.Parameter:
+    """The parameter of a command for a field of `serve.options`."""
+    kind, default = field.annotation, field.default
+    if default == ():  # repeated
+        kind, default = list[str] | None, None
+    if name == "autoscaling":  # as JSON
+        kind = str | None
+    more = {"envvar": KEY_VARIABLE} if name == "api_key" else {}
+    info = _declare(name, field.json_schema_extra["option"], **more)
+    return inspect.Parameter(name, _KEYWORD, default=default, annotation=Annotated[kind, info])
 
 
 def _place(parameter: inspect.Parameter) -> int:

@@ -8,123 +8,103 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from tangram.cli import console
-from tangram.cli.options import with_config
+from tangram.cli.options import KEY_VARIABLE, with_server
 from tangram.cli.serve_options import (
-    KEY_VARIABLE,
-    AllowedOrigins,
-    ApiKeys,
     Explain,
     Host,
     HowManyProcesses,
-    KvEvents,
-    KvEventsReplay,
-    KvEventsTopic,
-    MaxBodyMb,
-    MaxQueue,
     NoPage,
-    OnUnknownFields,
     PageFor,
     Port,
-    RequestTimeout,
-    ServedModelName,
     ShownPage,
-    ShutdownGrace,
-    UnknownFields,
     choose_page,
     count_processes,
 )
-from tangram.cli.telemetry import LogFormat, MetricsAliases, OtlpEndpoint, OverflowEvery, logging_as
+from tangram.cli.telemetry import logging_as
 from tangram.collection import keep_uncollected, unfreeze_at_end
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
-from tangram.limits import SERVED_QUEUE
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
 from tangram.model.source import name_served_model
-from tangram.serve.guard import Protection, check_served_name
+from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
 from tangram.serve.logs import LogForm
+from tangram.serve.options import ServerOptions
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.kv_events.publisher import EventPublisher
-    from tangram.page.access import Access
-    from tangram.page.desk import PageDesk
-    from tangram.serve.bridge import Limits
+    from tangram.web.access import Access
+    from tangram.web.desk import PageDesk
 
 _log = logging.getLogger(__name__)
 
 
-@with_config
+@with_server(ServerOptions)
 def serve(
     config: EngineConfig,
+    options: ServerOptions,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    served_model_name: ServedModelName = None,
-    api_key: ApiKeys = None,
-    allowed_origins: AllowedOrigins = None,
-    unknown_fields: OnUnknownFields = UnknownFields.refuse,
-    max_body_mb: MaxBodyMb = 16.0,
-    max_queue: MaxQueue = SERVED_QUEUE,
-    request_timeout_s: RequestTimeout = 3600,
-    shutdown_grace_s: ShutdownGrace = 20,
     api_processes: HowManyProcesses = None,
     page: ShownPage = PageFor.auto,
     no_page: NoPage = False,
-    log_format: LogFormat = LogForm.text,
-    metrics_aliases: MetricsAliases = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    overflow_every: OverflowEvery = None,
-    kv_events: KvEvents = None,
-    kv_events_replay: KvEventsReplay = None,
-    kv_events_topic: KvEventsTopic = "",
     explain: Explain = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     if explain:
         _explain(config)
     begin_s = time.monotonic()
-    check_keys(api_key)
+    check_keys(options.api_key)
     shown = choose_page(page, no_page=no_page)
-    name = _choose_name(config, served_model_name)
+    name = choose_name(config, options.served_model_name)
     with (
-        _publish_events(EventAddress.of(kv_events, kv_events_replay, kv_events_topic)) as publisher,
+        _publish_events(options.events) as publisher,
         closing(Listener.at(host, port)) as listener,
-        logging_as(log_format),
+        logging_as(options.log_format),
         ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
         unfreeze_at_end(),
     ):
-        protection = Protection(tuple(api_key or ()), max_body_mb, tuple(allowed_origins or ()))
+        protection = options.protection
         _report_listening(listener, config.model)
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
+            from tangram.serve.bridge import Limits
+            from tangram.serve.tracing import check_traces
 
-            limits = _check_limits(request_timeout_s, max_queue, otlp_endpoint, name)
-            wanted = replace(config, max_queue=max_queue, overflow_every=overflow_every)
-            engine, desk = _build(wanted, name, shown, publisher)
+            check_traces(options.otlp_endpoint, name)
+            engine, desk = _build(config, name, shown, publisher)
             start = ApiStart(
                 EngineNature.of(engine),
                 name,
                 protection,
-                limits,
-                metrics_aliases is not None,
-                otlp_endpoint,
-                unknown_fields is UnknownFields.warn,
+                Limits(options.request_timeout_s, max_queue=config.max_queue),
+                options.metrics_aliases is not None,
+                options.otlp_endpoint,
+                options.unknown_fields == "warn",
                 _choose_access(shown, host),
-                log_format,
-                shutdown_grace_s,
+                options.log_format,
+                options.shutdown_grace_s,
             )
-        ready = partial(_report_ready, listener, engine, name, log_format, begin_s, keys=api_key)
+        ready = partial(
+            _report_ready,
+            listener,
+            engine,
+            name,
+            options.log_format,
+            begin_s,
+            locked=bool(options.api_key),
+        )
         _supervise(engine, desk, start, processes, ready)
 
 
@@ -150,18 +130,7 @@ def _explain(config: EngineConfig) -> NoReturn:
     raise typer.Exit
 
 
-def _check_limits(
-    request_timeout_s: float, max_queue: int, otlp_endpoint: str | None, name: str
-) -> Limits:
-    """The limits of requests. Raises `ConfigError` if traces cannot be sent."""
-    from tangram.serve.bridge import Limits
-    from tangram.serve.tracing import check_traces
-
-    check_traces(otlp_endpoint, name)
-    return Limits(request_timeout_s, max_queue=max_queue)
-
-
-def _choose_name(config: EngineConfig, given: str | None) -> str:
+def choose_name(config: EngineConfig, given: str | None) -> str:
     """The name by which requests call the model."""
     name = name_served_model(config.model) if given is None else given
     check_served_name(name)
@@ -170,7 +139,7 @@ def _choose_name(config: EngineConfig, given: str | None) -> str:
 
 def _choose_access(page: PageFor, host: str) -> Access | None:
     """Who may see the page; None if there is none."""
-    from tangram.page.access import Access, Visibility
+    from tangram.web.access import Access, Visibility
 
     return None if page is PageFor.off else Access(Visibility(page.value), host)
 
@@ -180,7 +149,7 @@ def _build(
 ) -> tuple[Engine, PageDesk | None]:
     """The engine, not started, and what it tells a page."""
     from tangram.engine.build import build_engine
-    from tangram.page.desk import PageDesk
+    from tangram.web.desk import PageDesk
 
     engine = build_engine(config, records=page is not PageFor.off)
     _tell_publisher(publisher, engine)
@@ -232,18 +201,12 @@ def _report_listening(listener: Listener, model: str) -> None:
 
 
 def _report_ready(
-    listener: Listener,
-    engine: Engine,
-    model: str,
-    form: LogForm,
-    begin_s: float,
-    *,
-    keys: list[str] | None,
+    listener: Listener, engine: Engine, model: str, form: LogForm, begin_s: float, *, locked: bool
 ) -> None:
     seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
     _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
     if form is LogForm.text:
-        _tell_first_request(listener, engine, model, locked=bool(keys))
+        _tell_first_request(listener, engine, model, locked=locked)
 
 
 def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:
@@ -251,7 +214,7 @@ def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locke
     console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
 
 
-def check_keys(api_key: list[str] | None) -> None:
+def check_keys(api_key: Sequence[str]) -> None:
     """Raise `ConfigError` if the variable for keys is set and holds none."""
     if not api_key and KEY_VARIABLE in os.environ:
         raise ConfigError(

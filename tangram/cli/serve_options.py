@@ -1,4 +1,4 @@
-"""The options of `tangram serve` that concern its server, not its engine."""
+"""The options of `tangram serve` alone, and the address of `tangram deploy`, too."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from enum import StrEnum
 from typing import Annotated
 
 from tangram.cli.checks import within
-from tangram.cli.options import Panel, engine_option, option
+from tangram.cli.options import Panel, option
 from tangram.errors import ConfigError
-from tangram.limits import SERVED_QUEUE, SERVER_BOUNDS, Bounds
-
-KEY_VARIABLE = "TANGRAM_API_KEY"
-
-
-class UnknownFields(StrEnum):
-    """The answer to a request with fields that are not supported."""
-
-    refuse = "refuse"
-    warn = "warn"
+from tangram.limits import Bounds
 
 
 class PageFor(StrEnum):
-    """Who may see the page: see `tangram.page.access.Access`."""
+    """Who may see the page: see `tangram.web.access.Access`."""
 
     auto = "auto"
     local = "local"
@@ -51,54 +42,6 @@ def count_processes(wanted: int | None, device: str) -> int:
 
 Host = Annotated[str, option(Panel.server, "address to listen on")]
 Port = Annotated[int, option(Panel.server, "port to listen on", callback=within(Bounds(0, 65535)))]
-ServedModelName = Annotated[
-    str | None,
-    option(Panel.server, "name of the model in the API", default="MODEL; last part of a path"),
-]
-ApiKeys = Annotated[
-    list[str] | None,
-    option(
-        Panel.server,
-        "API key that clients must send; repeat for more; the variable separates keys by spaces",
-        envvar=KEY_VARIABLE,
-    ),
-]
-AllowedOrigins = Annotated[
-    list[str] | None,
-    option(
-        Panel.server,
-        "allow browser requests from this origin (https://HOST); repeat for more; * allows all",
-    ),
-]
-OnUnknownFields = Annotated[
-    UnknownFields,
-    option(Panel.server, "refuse requests with unsupported fields, or warn: log and count them"),
-]
-MaxBodyMb = Annotated[
-    float,
-    option(
-        Panel.server,
-        "maximum size of a request's body in megabytes",
-        callback=within(SERVER_BOUNDS["max_body_mb"]),
-    ),
-]
-MaxQueue = Annotated[int, engine_option("max_queue", unset=str(SERVED_QUEUE), panel=Panel.server)]
-RequestTimeout = Annotated[
-    float,
-    option(
-        Panel.server,
-        "maximum seconds from a request to the end of its answer",
-        callback=within(SERVER_BOUNDS["request_timeout_s"]),
-    ),
-]
-ShutdownGrace = Annotated[
-    float,
-    option(
-        Panel.server,
-        "seconds that running answers may take after SIGTERM",
-        callback=within(SERVER_BOUNDS["shutdown_grace_s"]),
-    ),
-]
 HowManyProcesses = Annotated[
     int | None,
     option(
@@ -118,23 +61,6 @@ ShownPage = Annotated[
     ),
 ]
 NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]
-KvEvents = Annotated[
-    str | None,
-    option(
-        Panel.server,
-        "publish events of the KV cache here, in vLLM's form: tcp://*:5557",
-        default="no events",
-    ),
-]
-KvEventsReplay = Annotated[
-    str | None,
-    option(
-        Panel.server, "send events again to those that ask here: tcp://*:5558", default="nowhere"
-    ),
-]
-KvEventsTopic = Annotated[
-    str, option(Panel.server, "topic of the events; llm-d reads kv@ADDRESS@MODEL", default="empty")
-]
 Explain = Annotated[
     bool,
     option(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tangram.link.remote_engine import EngineNature
-    from tangram.page.access import Access
     from tangram.serve.bridge import Limits
     from tangram.serve.guard import Protection
     from tangram.serve.logs import LogForm
+    from tangram.web.access import Access
 
 
 @dataclass(frozen=True)

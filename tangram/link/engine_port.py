@@ -38,11 +38,11 @@ from tangram.link.protocol import (
     make_encoder,
 )
 from tangram.metrics import EngineStats
-from tangram.page.desk import PageDesk
-from tangram.page.questions import Question
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import KnownEngine
 from tangram.types import Event, Grammar, Request
+from tangram.web.desk import PageDesk
+from tangram.web.questions import Question
 
 # More than this waits for an API process that reads nothing: it hangs.
 MOST_UNREAD_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from tangram.link.engine_port import MOST_STEP_S, EnginePort, SteppingEngine
 from tangram.link.remote_engine import EngineNature, RemoteEngine
-from tangram.page.desk import PageDesk
+from tangram.web.desk import PageDesk
 
 
 class LinkedEngine(RemoteEngine):

@@ -11,8 +11,8 @@ import numpy as np
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.metrics import EngineStats
-from tangram.page.questions import Announcement, AnswerTimes, Question
 from tangram.types import Event, Grammar, Marks, Request, RequestOptions, SamplingParams
+from tangram.web.questions import Announcement, AnswerTimes, Question
 
 if TYPE_CHECKING:
     from tangram.types import Int32

@@ -36,11 +36,11 @@ from tangram.link.protocol import (
     ToEngine,
 )
 from tangram.metrics import EngineStats
-from tangram.page.questions import Announcement, AnswerTimes, Question
-from tangram.page.watchers import Watcher
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
+from tangram.web.questions import Announcement, AnswerTimes, Question
+from tangram.web.watchers import Watcher
 
 if TYPE_CHECKING:
     from tangram.link.engine_port import SteppingEngine

@@ -8,9 +8,9 @@ from socket import socket
 
 from tangram.link.api_process import ApiStart
 from tangram.link.remote_engine import RemoteEngine
-from tangram.page.api import CachePage
 from tangram.serve.http import Telemetry, build_app, make_server
 from tangram.serve.tracing import traces_to
+from tangram.web.api import CachePage
 
 
 def serve_api(start: ApiStart, connection: socket, listeners: Sequence[socket]) -> None:

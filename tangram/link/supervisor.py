@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tangram.engine.loop import Engine
     from tangram.link.api_process import ApiStart
     from tangram.link.api_processes import ApiProcesses
-    from tangram.page.desk import PageDesk
+    from tangram.web.desk import PageDesk
 
 # When the server ends, it waits this long for the step under way.
 LAST_STEP_S = 30

@@ -20,9 +20,10 @@ from tangram.foreign_files import expand_home
 from tangram.limits import SERVED_QUEUE
 from tangram.model.source import name_served_model
 from tangram.ray.ingress import Ingress
-from tangram.ray.options import FleetOptions, read_arguments
+from tangram.ray.options import check_autoscaling, read_arguments
 from tangram.ray.replica import EngineReplica
-from tangram.serve.guard import Protection, check_served_name
+from tangram.serve.guard import check_served_name
+from tangram.serve.options import FleetOptions
 from tangram.serve.tracing import traces_to
 from tangram.serve.wire import MAX_CONNECTIONS
 
@@ -93,8 +94,8 @@ def check_application(config: EngineConfig, options: FleetOptions) -> None:
     """
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
-    Protection(options.api_key, options.max_body_mb, options.allowed_origins)
-    _ = options.events
+    check_autoscaling(options)
+    _ = options.protection, options.events
     if options.otlp_endpoint is not None and (traces := traces_to(options.otlp_endpoint, model)):
         traces.close()
     ranks, given = config.tensor_parallel_size, options.gpus_per_replica

@@ -23,7 +23,7 @@ from ray.serve.exceptions import RayServeException
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, EngineError, ModelError, ProfileError, TangramError
 from tangram.ray.application import build_application, check_application
-from tangram.ray.options import FleetOptions
+from tangram.serve.options import FleetOptions
 
 _LOOK_EVERY_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

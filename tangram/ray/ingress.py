@@ -11,15 +11,14 @@ from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
 
 from tangram.metrics import EngineStats
-from tangram.page.chat_alone import ChatPage
 from tangram.ray.logs import log_in_worker
-from tangram.ray.options import FleetOptions
 from tangram.ray.payloads import FactsQuestion
 from tangram.ray.replicated_engine import ReplicatedEngine
 from tangram.serve.bridge import Limits
-from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app
+from tangram.serve.options import FleetOptions
 from tangram.serve.tracing import traces_to
+from tangram.web.chat_alone import ChatPage
 
 _GAUGES = (
     ("running", "Requests in the batch of a replica", "running"),
@@ -57,7 +56,7 @@ class Ingress:
         app = build_app(
             self._fleet,
             served_model_name=model,
-            protection=Protection(options.api_key, options.max_body_mb, options.allowed_origins),
+            protection=options.protection,
             limits=self._limits,
             telemetry=Telemetry(
                 options.metrics_aliases is not None, traces_to(options.otlp_endpoint, model)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from reprlib import repr as shortened
 from typing import Any
+from urllib.parse import unquote
 
 from tangram.errors import RequestError
 from tangram.serve.body import deeper_than
-from tangram.serve.schema_ends import can_end
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_LEVELS = 64
@@ -109,7 +111,7 @@ class SchemaBounds:
         while places:
             found, place = places.pop()
             places += self._parts(found, place)
-        if not can_end(schema):
+        if requires_itself(schema):
             raise RequestError(
                 lambda name: (
                     f"{name} can never be finished: each value it allows needs another one "
@@ -170,6 +172,61 @@ class SchemaBounds:
             "characters of regular expressions",
             place,
         )
+
+
+def requires_itself(schema: Any) -> bool:
+    """Whether each value of `schema` needs another one inside, without end.
+
+    `$ref` within the schema and required parts are followed, not alternatives: False may be wrong.
+    """
+    graph, places = dict[int, list[int]](), [schema]
+    while places:
+        place = places.pop()
+        if id(place) not in graph:
+            needed = [part for part in _list_needs(schema, place) if isinstance(part, dict)]
+            graph[id(place)] = [id(part) for part in needed]
+            places += needed
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def _list_needs(root: Any, schema: Any) -> Iterator[Any]:
+    """The schemas of the values that each value of `schema` holds, or that it satisfies, too."""
+    if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
+        return
+    parts, kind = defaultdict(tuple, schema), schema.get("type")
+    if isinstance(parts["$ref"], str):
+        yield _target(root, parts["$ref"])
+    if isinstance(parts["allOf"], list):
+        yield from parts["allOf"]
+    if kind in ("object", ["object"]) and isinstance(parts["required"], list):
+        properties = parts["properties"] if isinstance(parts["properties"], dict) else {}
+        for name in parts["required"]:
+            if isinstance(name, str):
+                yield properties.get(name, schema.get("additionalProperties"))
+    least, first = schema.get("minItems"), parts["prefixItems"]
+    if kind in ("array", ["array"]) and isinstance(least, int | float) and least >= 1:
+        first = first if isinstance(first, list) else []
+        yield from first[: int(min(least, len(first)))]
+        if least > len(first):
+            yield schema.get("items")
+
+
+def _target(root: Any, reference: str) -> Any:
+    """The target of a JSON pointer such as "#/$defs/a"; None for none."""
+    place = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, dict):
+            place = place.get(name)
+        elif isinstance(place, list) and name.isdecimal() and len(name) < 6:
+            place = place[int(name)] if int(name) < len(place) else None
+        else:
+            return None
+    return place
 
 
 def _explain_keyword(keyword: str, place: str) -> RequestError:

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tangram.serve.answers import Answer, Writer, write_stream
-from tangram.serve.direct import DirectBody
+from tangram.serve.direct import DirectBody, find_direct_body
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class EventSource(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client end."""
-        self._body = DirectBody.of(scope)
+        self._body = find_direct_body(scope)
         sending = asyncio.create_task(super().__call__(scope, receive, send))
         overrun = asyncio.create_task(self._answer.stream.overrun.wait())
         try:

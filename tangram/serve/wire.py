@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 from typing import Any, ClassVar, cast
@@ -13,16 +12,16 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tangram.serve.api_errors import ApiError
-from tangram.serve.direct import DirectBody
+from tangram.serve.direct import STATE
 from tangram.serve.guard import MAX_HEADER_BYTES
-from tangram.serve.http1 import Http1, UncertainEndError
+from tangram.serve.http1 import Http1
 
 # A client may leave data unread for this time, once its buffers and ours are full.
 STALLED_CLIENT_S = 30
 # The most time for the head of a request, from the connection or its first byte, and for its body.
 HEAD_S, BODY_S = 20, 60
 # After a client has closed its sending side, we send something that it ignores. We look for an
-# error after `LOOK_FIRST_S`, then after twice as long each time, and send again.
+# error after `LOOK_FIRST_S`, then after twice as long each time, up to `ASK_AGAIN_S`.
 LOOK_FIRST_S, ASK_AGAIN_S = 0.001, 0.5
 # More than a queue can hold. Beyond it, idle connections are closed first.
 MAX_CONNECTIONS = 8192
@@ -49,7 +48,8 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.conn = Http1(config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
+        self.conn = Http1(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
+        self.app_state = self.app_state | {STATE: self}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Have the kernel close a connection whose client reads nothing for `STALLED_CLIENT_S`
@@ -75,48 +75,36 @@ class HttpProtocol(H11Protocol):
 
         The client may wait for the answer to what it has sent.
         """
-        if (
-            not self._half_closed
-            and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
-            and self.conn.can_ask
-        ):
+        has_asked = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        if not self._half_closed and has_asked and self.conn.can_ask:
             self._half_closed = True
-            self.conn.receive_data(b"")
-            with contextlib.suppress(h11.RemoteProtocolError):  # bytes after its last request
-                self.conn.next_event()
-            self._ask_whether_there()
+            self._look_whether_there(ASK_AGAIN_S)
         return self._half_closed
 
-    def _ask_whether_there(self) -> None:
+    def _look_whether_there(self, waited_s: float) -> None:
         """Send what a waiting client ignores, and the system of a client that has gone refuses."""
-        if self.conn.can_ask and not self.transport.is_closing():
-            self.transport.write(self.conn.ask())
-            self._look_whether_there(LOOK_FIRST_S)
-
-    def _look_whether_there(self, again_s: float) -> None:
         if self.transport.is_closing() or not self.conn.can_ask:
             return
         connection = self.transport.get_extra_info("socket")
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._hang_up()
-        elif again_s < ASK_AGAIN_S:
-            self.loop.call_later(again_s, self._look_whether_there, 2 * again_s)
-        else:
-            self.loop.call_later(again_s, self._ask_whether_there)
+            return
+        wait_s = 2 * waited_s
+        if waited_s >= ASK_AGAIN_S:
+            self.transport.write(self.conn.ask())
+            wait_s = LOOK_FIRST_S
+        self.loop.call_later(wait_s, self._look_whether_there, wait_s)
 
     def handle_events(self) -> None:
         """Go on reading while a request is answered: only that shows a disconnect."""
-        before = self.cycle
         super().handle_events()
-        if self.cycle is not None and self.cycle is not before:
-            DirectBody(self).put_into(cast("dict[str, Any]", self.cycle.scope))
         if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
             self._hang_up()  # all is answered, and no more will come
             return
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
             if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
                 self._hang_up()  # it sends on and on and has not read its answer
-            elif self.conn.trailing_data[0]:
+            else:
                 self.flow.resume_reading()
         self._set_deadline()
 
@@ -129,20 +117,18 @@ class HttpProtocol(H11Protocol):
         """See `DirectBody`."""
         await self.flow.drain()
 
-    def write_part(self, part: bytes) -> None:
-        """See `DirectBody`."""
-        if self.cycle is not None and not self.cycle.disconnected:
-            self.transport.write(self.conn.send_part(part))
+    def write(self, part: bytes) -> None:
+        """See `DirectBody`. This is what h11 makes of a part, without its checks: a token each."""
+        if part and not self.cycle.disconnected:
+            in_chunks = self.conn.their_http_version != b"1.0"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if in_chunks else part)
 
     def send_400_response(self, msg: str) -> None:
         """Called where h11 has refused the bytes. Its exception has the status."""
-        error = sys.exception()
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        if status == 431:
-            msg = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer"
-        elif isinstance(error, UncertainEndError):
-            msg = str(error)
-        self._refuse(status, msg)
+        error = cast("h11.RemoteProtocolError", sys.exception())
+        too_long = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer"
+        status = error.error_status_hint
+        self._refuse(status, too_long if status == 431 else str(error))
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer with an error and close; only close if an answer has begun or is sent."""
@@ -169,15 +155,11 @@ class HttpProtocol(H11Protocol):
 
     def _close_idle(self) -> None:
         """Close the idle connection that would time out first; this one, if none is idle."""
-        others = {
-            other: other.idle_until_s()
-            for other in self.connections
-            if isinstance(other, HttpProtocol)
-        }
+        others = (each for each in self.connections if isinstance(each, HttpProtocol))
         idle = {
             other: until_s
-            for other, until_s in others.items()
-            if until_s is not None and other is not self
+            for other in others
+            if other is not self and (until_s := other.idle_until_s()) is not None
         }
         if idle:
             min(idle, key=idle.__getitem__).transport.close()

@@ -22,13 +22,13 @@ from tangram.link.linked_engine import LinkedEngine
 from tangram.link.protocol import Ready
 from tangram.link.remote_engine import EngineNature, RemoteEngine
 from tangram.link.supervisor import Supervisor
-from tangram.page.desk import PageDesk
-from tangram.page.questions import Announcement, HistoryQuestion, Question
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Limits
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.record import Generation
 from tangram.types import Event, FinishReason, Request, SamplingParams
+from tangram.web.desk import PageDesk
+from tangram.web.questions import Announcement, HistoryQuestion, Question
 from tests.wire.fake_engine import FakeEngine, FakeGrammar, FakeGrammars
 from tests.wire.watched_engine import ObservedFakeEngine
 

@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 
 from tangram.metrics import EngineStats
-from tangram.page import collector as collector_module
-from tangram.page import requests as page_requests
-from tangram.page.collector import Collector
-from tangram.page.history import History
-from tangram.page.questions import AnswerTimes
-from tangram.page.requests import Announcement, Requests, ShownCompletion
-from tangram.page.watchers import MOST_PENDING_BYTES, Watcher, frame
 from tangram.types import Usage
 from tangram.watch import (
     News,
@@ -29,6 +22,13 @@ from tangram.watch import (
     SequenceState,
     StepDone,
 )
+from tangram.web import collector as collector_module
+from tangram.web import requests as page_requests
+from tangram.web.collector import Collector
+from tangram.web.history import History
+from tangram.web.questions import AnswerTimes
+from tangram.web.requests import Announcement, Requests, ShownCompletion
+from tangram.web.watchers import MOST_PENDING_BYTES, Watcher, frame
 
 STATS = EngineStats(
     running=0,

@@ -6,7 +6,7 @@ import pytest
 
 from tangram.cli.serve_options import PageFor, choose_page
 from tangram.errors import ConfigError
-from tangram.page.access import Visibility
+from tangram.web.access import Visibility
 
 
 @pytest.mark.parametrize("page", PageFor)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/structure.md").read_text()
 PACKAGES = (
     *("cache", "plan", "compress", "kernels", "model", "engine", "serve"),
-    *("calibrate", "cli", "speculate", "page", "ray", "routing", "kv_events"),
+    *("calibrate", "cli", "speculate", "web", "ray", "routing", "kv_events"),
 )
 
 

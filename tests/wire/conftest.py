@@ -18,13 +18,13 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tangram.link.linked_engine import LinkedEngine
-from tangram.page.access import Access, Visibility
-from tangram.page.api import CachePage
-from tangram.page.desk import PageDesk
 from tangram.serve.bridge import Limits
 from tangram.serve.extension import Extension
 from tangram.serve.guard import Protection
 from tangram.serve.http import Telemetry, build_app, transport_options
+from tangram.web.access import Access, Visibility
+from tangram.web.api import CachePage
+from tangram.web.desk import PageDesk
 from tests.running import run_app
 
 from .fake_engine import FakeEngine

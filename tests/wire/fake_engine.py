@@ -23,8 +23,6 @@ from tangram.link.engine_port import MOST_UNREAD_BYTES, EnginePort
 from tangram.link.remote_engine import EngineNature
 from tangram.link.supervisor import KILL_AFTER_S, Supervisor
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
-from tangram.page.access import Access
-from tangram.page.desk import PageDesk
 from tangram.serve.bridge import Limits
 from tangram.serve.guard import Protection
 from tangram.serve.listening import Listener
@@ -42,6 +40,8 @@ from tangram.types import (
     ToolFormat,
     Usage,
 )
+from tangram.web.access import Access
+from tangram.web.desk import PageDesk
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000

@@ -20,12 +20,12 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from tangram.page.access import Visibility
-from tangram.page.collector import READ_EVERY_S, Collector
-from tangram.page.desk import MOST_WATCHERS
-from tangram.page.history import History, Line
-from tangram.page.watchers import PING_S, Watcher
 from tangram.watch import News, PageState, PoolReading, StepDone
+from tangram.web.access import Visibility
+from tangram.web.collector import READ_EVERY_S, Collector
+from tangram.web.desk import MOST_WATCHERS
+from tangram.web.history import History, Line
+from tangram.web.watchers import PING_S, Watcher
 from tests.wire.conftest import CHAT, USER, EngineServer, chat_body, run_page_server, wait_until
 from tests.wire.watched_engine import CHOSEN, CHUNK, HEADS, LAYERS
 

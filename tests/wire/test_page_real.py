@@ -20,7 +20,7 @@ from tests.wire.conftest import CHAT, USER, free_port, healthy, run_real_server,
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from tangram.page.access import Access, Visibility
+from tangram.web.access import Access, Visibility
 from tests.wire.fake_engine import serve_fake
 from tests.wire.watched_engine import ObservedFakeEngine
 access = Access(Visibility.auto, "127.0.0.1")

@@ -20,7 +20,7 @@ MODEL = "smollm2"
 CHUNK_TOKENS = 512
 CONTEXT_TOKENS = 8192
 DOCUMENT = (
-    Path(__file__).parents[2].joinpath("tangram", "page", "static", "demo_document.md").read_text()
+    Path(__file__).parents[2].joinpath("tangram", "web", "static", "demo_document.md").read_text()
 )
 
 

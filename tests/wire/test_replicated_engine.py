@@ -26,7 +26,7 @@ from tangram.link.protocol import RequestMessage
 from tangram.ray.application import build_application
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.ingress import Ingress
-from tangram.ray.options import FleetOptions, read_arguments
+from tangram.ray.options import read_arguments
 from tangram.ray.payloads import FactsQuestion, Origin, SentRequest, StatsReport
 from tangram.ray.replica import EngineReplica
 from tangram.ray.replicated_engine import ReplicatedEngine
@@ -36,6 +36,7 @@ from tangram.ray.totals import FleetTotals
 from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
 from tangram.serve.logs import LogForm
+from tangram.serve.options import FleetOptions
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import ChunkPlace, ChunkStored, News
 from tests.running import run_app
@@ -287,7 +288,7 @@ def test_arguments_are_checked_by_name() -> None:
         ({"autoscaling": {"max_replicas": "many"}}, "max_replicas is 'many'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read_arguments(given)
+            build_application(*read_arguments(given))
 
 
 def engine_deployment(config: EngineConfig, **options: Any) -> Any:

@@ -11,8 +11,6 @@ function applyTheme() {
   document.documentElement.classList.toggle("dark-mode", theme === "dark");
 }
 
-const readKey = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
-
 /** In the place of the button that sends a request without an end. */
 const NoEndlessRequest = () => ({
   wrapComponents: {
@@ -26,7 +24,7 @@ const NoEndlessRequest = () => ({
 });
 
 async function show() {
-  const key = readKey();
+  const key = sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
   const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
   const answer = await fetch("/openapi.json", { headers, credentials: "omit" });
   form.hidden = answer.ok;

@@ -12,10 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.metrics import EngineStats
-from tangram.page.collector import Collector, ToldWatcher
-from tangram.page.details import Details, encode
-from tangram.page.history import STEP_S, History
-from tangram.page.questions import (
+from tangram.serve.api_errors import ApiError
+from tangram.serve.body import Json
+from tangram.serve.bridge import Codec
+from tangram.watch import CacheShape, Observer, RetentionShape, Watched
+from tangram.web.collector import Collector, ToldWatcher
+from tangram.web.details import Details, encode
+from tangram.web.history import STEP_S, History
+from tangram.web.questions import (
     Announcement,
     AnswerTimes,
     HistoryQuestion,
@@ -25,11 +29,7 @@ from tangram.page.questions import (
     Question,
     RequestQuestion,
 )
-from tangram.page.requests import ShownCompletion
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
-from tangram.watch import CacheShape, Observer, RetentionShape, Watched
+from tangram.web.requests import ShownCompletion
 
 MOST_WATCHERS = 64
 

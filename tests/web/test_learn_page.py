@@ -25,14 +25,14 @@ from playwright.sync_api import expect
 
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
-from tangram.page.files import FILES
 from tangram.serve.static_files import HEADERS
 from tangram.size import fit, kv_size
 from tangram.speculate.pace import expected_tokens
+from tangram.web.files import FILES
 from tangram.weight_size import Weights
 from tangram_lab.naive import count_naive_positions
-from tests.page.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
 from tests.running import run_app
+from tests.web.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
 from tools.learn_data import CARDS, PROFILES, shipped_profile, source_of
 from tools.learn_schedule import count_steps
 from tools.learn_site import FOLDER, site_files

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import (
+from tests.web.browser import (
     ROOT,
     STATIC,
     answers,
@@ -28,7 +28,7 @@ from tests.page.browser import (
     paste,
     send,
 )
-from tests.page.painted import SCRIPT, check_scale, painted_tokens
+from tests.web.painted import SCRIPT, check_scale, painted_tokens
 from tests.wire.conftest import run_real_server, wait_until
 
 pytestmark = pytest.mark.browser

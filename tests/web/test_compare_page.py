@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import ask, open_compare, open_page, open_view, paste
-from tests.page.fake_cache import RETENTIONS
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.web.browser import ask, open_compare, open_page, open_view, paste
+from tests.web.fake_cache import RETENTIONS
+from tests.web.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
 WORDS = "some words " * 200

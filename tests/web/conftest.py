@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from tests.page.browser import CHROMIUM, NO_CHROMIUM, TIMEOUT_MS, WatchedPage, open_page
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.web.browser import CHROMIUM, NO_CHROMIUM, TIMEOUT_MS, WatchedPage, open_page
+from tests.web.fake_server import FakeServer, run_fake_page
 
 
 @pytest.fixture(scope="module")

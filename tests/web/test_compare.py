@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tangram.compress.library import find_shipped_profiles
-from tests.page.browser import ROOT, open_compare, open_page
+from tests.web.browser import ROOT, open_compare, open_page
 from tests.wire.conftest import run_real_server
 
 pytestmark = pytest.mark.browser

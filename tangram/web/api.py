@@ -9,10 +9,13 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tangram.page.access import Access
-from tangram.page.files import FILES
-from tangram.page.history import MOST_S, STEP_S
-from tangram.page.questions import (
+from tangram.serve.api_errors import ApiError
+from tangram.serve.body import Json
+from tangram.serve.record import Generation, Record, record_of
+from tangram.web.access import Access
+from tangram.web.files import FILES
+from tangram.web.history import MOST_S, STEP_S
+from tangram.web.questions import (
     Announcement,
     AnswerTimes,
     HistoryQuestion,
@@ -23,10 +26,7 @@ from tangram.page.questions import (
     Question,
     RequestQuestion,
 )
-from tangram.page.watchers import Watcher
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.record import Generation, Record, record_of
+from tangram.web.watchers import Watcher
 
 _Place = Annotated[int, Query(ge=0, le=1_000_000)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import answers, ask, open_compare, open_page, open_view, send
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.web.browser import answers, ask, open_compare, open_page, open_view, send
+from tests.web.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
 HOSTILE = '<img src=x onerror="window.pwned = 1"><script>window.pwned = 2</script>\'"&lt;'

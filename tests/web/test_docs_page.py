@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import DESKTOP, PHONE, open_page
+from tests.web.browser import DESKTOP, PHONE, open_page
 from tests.wire.conftest import EngineServer, run_page_server
 
 pytestmark = pytest.mark.browser

@@ -7,8 +7,8 @@ import jsonschema_rs
 import pytest
 
 from tangram.serve.kv_answers import KV_ANSWERS
-from tests.page.fake_cache import CHUNK_TOKENS
-from tests.page.fake_server import MODEL, FakeServer
+from tests.web.fake_cache import CHUNK_TOKENS
+from tests.web.fake_server import MODEL, FakeServer
 
 QUERIES = {"/v1/kv/requests/{id}/kept": "?chunk=0", "/v1/kv/history": "?seconds=600"}
 

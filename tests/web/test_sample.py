@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import PHONE, STATIC, answers, open_page, open_view
-from tests.page.fake_cache import TOKEN_BYTES, FakeRequest
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.web.browser import PHONE, STATIC, answers, open_page, open_view
+from tests.web.fake_cache import TOKEN_BYTES, FakeRequest
+from tests.web.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
 LOGBOOK = (STATIC / "demo_document.md").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser import ROOT, STATIC
+from tests.web.browser import ROOT, STATIC
 
 VENDOR = STATIC / "vendor"
 SITE_VENDOR = ROOT / "docs" / "vendor"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import WatchedPage, answers, ask, open_page, open_view, paste, send
-from tests.page.fake_cache import (
+from tests.web.browser import WatchedPage, answers, ask, open_page, open_view, paste, send
+from tests.web.fake_cache import (
     CHUNK_TOKENS,
     DRAFT_RETENTION,
     KV_HEADS,
@@ -23,8 +23,8 @@ from tests.page.fake_cache import (
     budgets_of,
     kept_of,
 )
-from tests.page.fake_server import FakeServer, run_fake_page
-from tests.page.painted import (
+from tests.web.fake_server import FakeServer, run_fake_page
+from tests.web.painted import (
     FILLS,
     SCRIPT,
     Box,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.page.requests import ShownCompletion
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import Codec
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
+from tangram.web.requests import ShownCompletion
 
 MOST_BYTES = 4  # of a character in UTF-8, each of which may be a token
 

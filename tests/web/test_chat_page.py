@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.browser import (
+from tests.web.browser import (
     WatchedPage,
     answers,
     ask,
@@ -19,7 +19,7 @@ from tests.page.browser import (
     questions,
     send,
 )
-from tests.page.fake_server import FakeServer, run_fake_page
+from tests.web.fake_server import FakeServer, run_fake_page
 
 pytestmark = pytest.mark.browser
 WORDS = " ".join(f"line{at}" for at in range(400))

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from tangram.metrics import EngineStats
-from tangram.page.questions import AnswerTimes
 from tangram.serve.body import Json
+from tangram.web.questions import AnswerTimes
 
 STEP_S = 10
 MOST_S = 3600

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.page.browser import ROOT, open_page, paste, send
-from tests.page.fake_server import run_fake_page
-from tests.page.painted import SCRIPT
+from tests.web.browser import ROOT, open_page, paste, send
+from tests.web.fake_server import run_fake_page
+from tests.web.painted import SCRIPT
 from tests.wire.conftest import run_real_server
 
 pytestmark = [pytest.mark.browser, pytest.mark.serial]

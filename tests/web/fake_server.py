@@ -18,9 +18,10 @@ import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tangram.page.files import FILES
 from tangram.types import SamplingValues
-from tests.page.fake_cache import (
+from tangram.web.files import FILES
+from tests.running import run_app
+from tests.web.fake_cache import (
     CHUNK_TOKENS,
     DEFAULT_RETENTION,
     DRAFT_RETENTION,
@@ -34,7 +35,6 @@ from tests.page.fake_cache import (
     kept_of,
     tokens_of,
 )
-from tests.running import run_app
 
 MODEL = "fake-model"
 SAMPLING = SamplingValues(temperature=0.2, top_p=0.9)

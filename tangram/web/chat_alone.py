@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from tangram.page.files import FILES
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.record import Generation, Record
+from tangram.web.files import FILES
 
 
 class ChatPage:

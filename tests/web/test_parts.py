@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.page.fake_cache import encode
-from tests.page.fake_server import FakeServer
+from tests.web.fake_cache import encode
+from tests.web.fake_server import FakeServer
 
 pytestmark = pytest.mark.browser
 

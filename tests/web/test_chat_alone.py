@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 
 from tangram.link.linked_engine import LinkedEngine
-from tangram.page.chat_alone import ChatPage
 from tangram.serve.guard import Protection
 from tangram.serve.http import build_app
-from tests.page.browser import ask, open_page, open_view
+from tangram.web.chat_alone import ChatPage
+from tests.web.browser import ask, open_page, open_view
 from tests.wire.conftest import free_port, wait_until
 from tests.wire.fake_engine import FakeEngine
 

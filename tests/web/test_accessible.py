@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser import PHONE, ask, faults, open_compare, open_page, open_view, paste
-from tests.page.fake_server import FakeServer
+from tests.web.browser import PHONE, ask, faults, open_compare, open_page, open_view, paste
+from tests.web.fake_server import FakeServer
 
 pytestmark = pytest.mark.browser
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tangram.page.requests import Requests, ShownCompletion
-from tangram.page.watchers import frame
 from tangram.serve.body import Json
 from tangram.types import Int32, Int64, UInt8
 from tangram.watch import News, PageState, PoolReading, Readings, SequenceChange, StepDone
+from tangram.web.requests import Requests, ShownCompletion
+from tangram.web.watchers import frame
 
 MOST_STEPS = 400
 # The pool is read at most ten times a second, and for at most a hundredth of the time.

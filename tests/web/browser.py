@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "tangram" / "page" / "static"
+STATIC = ROOT / "tangram" / "web" / "static"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NO_CHROMIUM = "there is no Chromium here: apt-get install chromium runs these tests"
 

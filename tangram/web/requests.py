@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tangram.page.questions import Announcement
 from tangram.watch import SequenceChange, SequenceReading, SequenceState
+from tangram.web.questions import Announcement
 
 # Ended requests are remembered up to these bounds.
 MOST_REQUESTS, MOST_TOKENS = 1024, 4_000_000

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from tangram.page.watchers import Watcher
+from tangram.web.watchers import Watcher
 
 
 class ModelQuestion(Struct, frozen=True, array_like=True, tag=0):
