@@ -82,6 +82,7 @@ pages: $(DEV_READY)
 	$(BIN)/python -m tools.options_page
 	$(BIN)/python -m tools.vllm_page
 	$(BIN)/python -m tools.learn_page
+	$(BIN)/python -m tools.structure_page
 	$(BIN)/python -m tests.public_names
 	$(BIN)/python -m tests.families
 
@@ -89,7 +90,7 @@ pages: $(DEV_READY)
 site: $(DEV_READY)
 	$(BIN)/python -m mkdocs build --strict
 
-# A few minutes: the cost of compression in answers, within bounds (docs/accuracy-method.md).
+# A few minutes: the cost of compression in answers, within bounds (docs/accuracy.md).
 eval-quick: $(DEV_READY)
 	$(BIN)/python -m bench.eval_quick
 

@@ -1,8 +1,8 @@
 """Measures the sentences of README, CONTRIBUTING, CHANGELOG, docs and docstrings.
 
-`python -m tools.prose` prints the mean of each file and the long sentences. Code, tables, headings
-and the parts that a command writes are left out; so are doctest lines and indented blocks of a
-docstring.
+`python -m tools.prose` prints the mean of each file and the long sentences, and how many words each
+page has. Code, tables, headings and the parts that a command writes are left out of sentences; so
+are doctest lines and indented blocks of a docstring.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _NO_PROSE = ("|", "#", "![", "    ")
 _CODE_LINE = re.compile(r"^(?:    |>>> |\.\.\. ).*$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _MARKS = re.compile(r"\*\*|^(?:[-*]|\d+\.)\s+")
+_CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9`\"(ρα])|(?<=[.!?]\))\s+(?=[A-Z`])")
 
 
@@ -43,6 +45,21 @@ def sentences(text: str) -> list[str]:
     plain = [_MARKS.sub("", _LINK.sub(r"\1", " ".join(block.split()))) for block in prose]
     found = [one for block in plain for one in _END.split(block)]
     return [one for one in found if len(one.split()) > 2]
+
+
+def count_words(text: str) -> tuple[int, int]:
+    """The words of a page's prose, rendered parts included, and those of its tables.
+
+    A word has a letter or a digit. Code blocks and comments have none.
+    """
+    lines = _CODE_BLOCK.sub("", _COMMENT.sub("", text)).splitlines()
+    tables = [line.replace("|", " ") for line in lines if line.lstrip().startswith("|")]
+    prose = [line for line in lines if not line.lstrip().startswith("|")]
+    return _count(prose), _count(tables)
+
+
+def _count(lines: list[str]) -> int:
+    return sum(any(map(str.isalnum, word)) for line in lines for word in line.split())
 
 
 def docstrings(source: str) -> list[str]:
@@ -84,6 +101,8 @@ def _report(kind: str, paths: tuple[Path, ...]) -> None:
         if not words:
             continue
         print(f"{path.relative_to(ROOT)}: {_summary(words)}")
+        if path.suffix == ".md":
+            print("  {:,} words of prose, {:,} of tables".format(*count_words(path.read_text())))
         for one in sentences_of(path):
             if len(one.split()) > LONG:
                 print(f"  {len(one.split())}: {one[:100]}")

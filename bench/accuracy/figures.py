@@ -11,12 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.accuracy.evidence_file import RecallFile
 from bench.accuracy.kvpress_file import Control
 from bench.accuracy.thin import Thin
 from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
 from tangram.config import EngineConfig
-from tangram_lab.accuracy.locomo import CATEGORIES
 from tangram_lab.accuracy.methods import WITH_PROFILE, Method, MethodName
 from tangram_lab.accuracy.results import AnyCell, Cell, Score, Setting
 from tangram_lab.accuracy.score_report import difference
@@ -53,12 +51,6 @@ def control(results: Path) -> Control | None:
     return Control.load(path) if path.exists() else None
 
 
-def evidence(results: Path) -> RecallFile | None:
-    """The kept recall of evidence, if it was measured."""
-    path = results / EVIDENCE
-    return RecallFile.load(path) if path.exists() else None
-
-
 def whole_suites(cells: Iterable[AnyCell]) -> list[AnyCell]:
     """The cells with all tasks of a suite."""
     return [cell for cell in cells if not _of_needles(cell)]
@@ -72,14 +64,6 @@ def needles_alone(cells: Iterable[AnyCell]) -> list[AnyCell]:
 def _of_needles(cell: AnyCell) -> bool:
     suite = cell.setting.suite
     return isinstance(cell, Cell) and suite in NEEDLES and set(cell.by_task) == NEEDLES[suite][1]
-
-
-def windows(cells: Iterable[AnyCell]) -> list[tuple[int | None, int | None]]:
-    """The sinks and windows that static budgets were measured with; None is the default window."""
-    methods = (cell.method for cell in cells if cell.method.name == "static")
-    kept = {(method.sink_tokens, method.window_tokens) for method in methods}
-    order = sorted(kept, key=lambda one: (-(one[0] or 0), -1 if one[1] is None else one[1]))
-    return order if len(kept) > 1 else []
 
 
 def mean_score(cells: Sequence[Cell]) -> Score:
@@ -100,15 +84,6 @@ def _average(scores: Sequence[Score]) -> Score:
         stderr=math.sqrt(sum(error * error for error in errors)) / len(scores) if known else None,
         samples=sum(one.samples for one in scores),
     )
-
-
-def _average_answerable(cell: Cell, *, adversarial: bool) -> Score:
-    """The mean over the samples with such questions, of their means."""
-    kept = [
-        [one.score for one in sample.answers if (one.category == CATEGORIES[5]) == adversarial]
-        for sample in cell.samples
-    ]
-    return Score.of([fmean(scores) for scores in kept if scores])
 
 
 class Comparison:
@@ -193,19 +168,6 @@ class Comparison:
         """At every ρ a figure of the first suite."""
         found = [self.of(method) for method in self._methods(name, scorer)]
         return [getattr(own[0], figure) if own else None for own in found]
-
-    def answers(self, name: MethodName, scorer: str, *, adversarial: bool) -> Scores:
-        """At every ρ, for LoCoMo: questions that the conversation answers, or the others."""
-        found = [self._answering(method) for method in self._methods(name, scorer)]
-        return [
-            _average_answerable(own[0], adversarial=adversarial) if own else None for own in found
-        ]
-
-    def list_held_shares(self, name: MethodName, scorer: str, **changes: Any) -> list[float | None]:
-        """At every ρ the share of KV bytes held, raw ends and replies included."""
-        found = [self._answering(method) for method in self._methods(name, scorer, **changes)]
-        shares = [[one.footprint for one in own if one.footprint is not None] for own in found]
-        return [fmean(own) if own else None for own in shares]
 
     def full_and_static(self, retention: float) -> list[Cell]:
         """From the first suite: full and every scorer's static budgets; empty without full."""

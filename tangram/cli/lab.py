@@ -36,8 +36,17 @@ class LabCommand(TyperCommand):
         return app.commands[self.name]  # type: ignore[attr-defined]
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
-        """The context of the lab's command, which is the one that is run."""
-        return self.inner.make_context(*arguments, **extra)
+        """The context of the lab's command, which is the one that is run.
+
+        Without the lab a shell that completes a line is given nothing.
+        """
+        try:
+            command = self.inner
+        except ConfigError:
+            if not extra.get("resilient_parsing"):
+                raise
+            return super().make_context(*arguments, **extra)
+        return command.make_context(*arguments, **extra)
 
 
 def evaluate() -> None:

@@ -1,0 +1,1 @@
+"""How many entries each head keeps, and which."""

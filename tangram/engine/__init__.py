@@ -1,0 +1,1 @@
+"""The engine: requests in, steps, tokens out."""

@@ -1,0 +1,1 @@
+"""Gates of the scorer `fastkvzip` that ship."""

@@ -1,0 +1,1 @@
+"""Changes of the prefix cache as vLLM publishes them, for routers of others."""

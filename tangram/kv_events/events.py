@@ -1,4 +1,4 @@
-"""KV events as vLLM 0.24 writes them (`vllm/distributed/kv_events.py`), encoded with msgspec.
+"""KV events as vLLM 0.24 writes them, encoded with msgspec.
 
 A batch is an array, its events are maps that have their name under `type`. Fields and their order
 are vLLM's.

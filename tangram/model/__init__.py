@@ -1,0 +1,1 @@
+"""Models of Transformers, with attention and sealing of our own."""

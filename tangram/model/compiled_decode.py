@@ -193,13 +193,12 @@ class _CalledProduct(nn.Module):
 
     def __init__(self, part: PackedLinear | Int8Linear) -> None:
         super().__init__()
-        self.part, self.product = part, Uncompiled(part)
+        self.part, self.product = part, Uncompiled(part.forward)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _multiply(x, self.product, self.part.out_features)  # type: ignore[no-any-return]
-        product: Tensor = self.part(x)
-        return product
+        return self.part.forward(x)
 
 
 @torch.inference_mode()

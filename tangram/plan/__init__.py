@@ -1,0 +1,1 @@
+"""Plans of decode attention: which task reads which entries for which rows."""

@@ -1,0 +1,1 @@
+"""The OpenAI API over one engine."""

@@ -135,6 +135,19 @@ def test_without_the_lab_a_command_says_what_to_install(
     assert not list(tmp_path.iterdir())
 
 
+def test_without_the_lab_a_shell_completes_no_option_of_its_commands(
+    site: Path, tmp_path: Path
+) -> None:
+    """What is written on standard error would stand in the middle of the line."""
+    told = {"_TANGRAM_COMPLETE": "complete_bash", "COMP_WORDS": "tangram eval --s"}
+    script = "import sys; from tangram.cli import main; sys.argv[0] = 'tangram'; main()"
+    variables = {**os.environ, **told, "COMP_CWORD": "2", "PYTHONPATH": str(site)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert (ended.stdout.strip(), ended.stderr) == ("", "")
+
+
 def test_with_the_wheel_of_the_lab_its_commands_are_there(
     site: Path, lab_site: Path, tmp_path: Path
 ) -> None:

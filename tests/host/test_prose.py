@@ -7,7 +7,17 @@ from statistics import fmean
 
 import pytest
 
-from tools.prose import LONG, MODULES, PAGES, docstrings, lengths, sentences, share_of_long
+from tools.prose import (
+    LONG,
+    MODULES,
+    PAGES,
+    ROOT,
+    count_words,
+    docstrings,
+    lengths,
+    sentences,
+    share_of_long,
+)
 
 CHANGES = tuple(page for page in PAGES if page.name == "CHANGELOG.md")
 
@@ -24,6 +34,20 @@ def test_every_page_is_measured() -> None:
         page.name for page in PAGES
     }
     assert all(lengths((page,)) for page in PAGES)
+
+
+def test_the_pages_are_few_words() -> None:
+    """A page that is read beats many that are not."""
+    docs = [count_words(page.read_text()) for page in PAGES if page.parent == ROOT / "docs"]
+    prose, tables = (sum(words) for words in zip(*docs, strict=True))
+    assert prose <= 28_000 and prose + tables <= 45_000, "run python -m tools.prose"
+    (changes,) = CHANGES
+    assert sum(count_words(changes.read_text())) <= 600
+
+
+def test_words_of_tables_stand_apart_and_code_has_none() -> None:
+    text = "One · 2 – [three](four.md).\n\n```\nno word\n```\n<!-- none -->\n| a | b 1 |\n|---|\n"
+    assert count_words(text) == (3, 3)
 
 
 def test_every_package_is_measured() -> None:

@@ -16,12 +16,8 @@ from bench.speculation.figures import paired_times_as_fast
 from tools import torch_build
 
 PREFILL = {"case": "prefill", "parts": ["run"], "figure": "prompt_tokens_per_s"}
-TTFT = {"case": "short-turns", "parts": ["turns"], "figure": "ttft_s p50"}
-TPOT = {"case": "short-turns", "parts": ["turns"], "figure": "tpot_ms p50"}
-ALONE_TTFT = {"case": "alone-8k", "parts": ["run"], "figure": "ttft_s p50"}
 ALONE = {"case": "alone-8k", "parts": ["run"], "figure": "tpot_ms p50"}
 STREAMS_256 = {"case": "streams-256", "parts": ["run"], "figure": "requests_per_s"}
-BATCH_128 = {"case": "batch-128", "parts": ["run"], "figure": "requests_per_s"}
 TURN_3 = {"case": "sessions-40", "parts": ["turn 3"], "figure": "requests_per_s"}
 SHARED = {"case": "shared", "parts": ["run"], "figure": "tpot_ms p50"}
 # What a measured figure looks like in a sentence: a number with its unit or of what it is a share.
@@ -59,30 +55,20 @@ def changelog_sentences() -> list[str]:
     """The sentences of the changelog that have figures, with those of the raw files."""
     one, two = "ranks-1_tangram-1", "ranks-2_tangram-1"
     fits = raw(two)["options"]["fits_tokens"] / raw(one)["options"]["fits_tokens"]
-    ours, peer = "serving-8_tangram-1", "serving-8_vllm"
+    ours, peer, gpt = "serving-8_tangram-1", "serving-8_vllm", "gpt-oss-20b-2"
     fp8 = sorted(decode_over_fp8(case) for case in ("decode-64x16k", "decode-4x128k"))
-    gpt = {card: f"gpt-oss-20b-{card}" for card in (2, 3)}
     http, inside = "over-http/served_tangram-0.25", "over-http/serving-9_tangram-0.25"
     return [
         f"a server makes {256e-3 * at(http, STREAMS_256):.1f} K tokens/s, "
         f"{over(http, inside, STREAMS_256):.2f} of what the engine makes alone.",
-        f"On an H200 256 × (128 in, 128 out) make {128e-3 * at(inside, BATCH_128):.1f} K tokens/s "
-        "inside the process.",
         f"Two H100 hold {'twice' if 1.95 < fits < 2.05 else fits} as many tokens as one and "
         f"prefill {over(two, one, PREFILL):.2f} times as fast; rows that share a prefix decode "
         f"{over(one, two, SHARED):.2f} times as fast.",
         f"Decode from an FP8 cache on a GPU is {fp8[0]:.2f} to {fp8[1]:.2f} times as fast",
-        f"GPT-OSS-20B answers 8,000 tokens after {at(gpt[3] + '_tangram-1', ALONE_TTFT):.2f} s, "
-        f"and not after {at('one-chunk-a-step_tangram-1', ALONE_TTFT):.2f}",
-        f"the first token after {1e3 * at(ours, TTFT):.1f} ms instead of "
-        f"{1e3 * at(peer, TTFT):.1f}, {at(ours, TPOT):.2f} ms a token instead of "
-        f"{at(peer, TPOT):.2f}. Prefill has {over(ours, peer, PREFILL):.2f} of its speed, "
-        f"the third turn of 40 sessions {over(ours, peer, TURN_3):.2f}, one row of GPT-OSS-20B "
-        f"{over(gpt[2] + '_vllm', gpt[2] + '_tangram-1', ALONE):.2f}. On one H100 GPT-OSS-20B "
-        f"prefills {over(gpt[3] + '_tangram-1', gpt[3] + '_vllm', PREFILL):.2f} times as fast, "
-        f"and one row has {over(gpt[3] + '_vllm', gpt[3] + '_tangram-1', ALONE):.2f} of the speed",
+        f"prefill has {over(ours, peer, PREFILL):.2f} of its speed, the third turn of 40 sessions "
+        f"{over(ours, peer, TURN_3):.2f}, one row of GPT-OSS-20B "
+        f"{over(gpt + '_vllm', gpt + '_tangram-1', ALONE):.2f}",
         f"they have {drafts_of_64():.2f} × the speed without drafts",
-        f"with 24 conversations of 8,000 tokens in {1e3 * at('parity_tangram-1', TTFT):.0f} ms",
     ]
 
 

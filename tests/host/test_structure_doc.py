@@ -1,4 +1,4 @@
-"""docs/structure.md names what there is."""
+"""docs/structure.md names what there is, and lists every module as its docstring says."""
 
 from __future__ import annotations
 
@@ -7,45 +7,49 @@ from pathlib import Path
 
 import pytest
 
+from tools.structure_page import HEADING, PAGE, first_words, render, replace_list
+
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/structure.md").read_text()
-PACKAGES = (
-    *("cache", "plan", "compress", "kernels", "model", "engine", "serve"),
-    *("calibrate", "cli", "speculate", "web", "ray", "routing", "kv_events"),
-)
+TEXT = PAGE.read_text()
 
 
-def section(package: str) -> str:
-    """What the page says under the heading that names `package`."""
-    (found,) = re.findall(
-        rf"^### [^\n]*\b{package}\b(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL
+def test_the_list_is_what_the_docstrings_say() -> None:
+    assert replace_list(TEXT) == TEXT, "run make pages"
+
+
+def test_every_module_and_package_is_listed() -> None:
+    rows = re.findall(r"^\| `([\w./]+)` \| \S", render(), re.MULTILINE)
+    assert len(rows) > 200 and {"manager.py", "scorers/", "types.py", "profiles/"} <= set(rows)
+    packages = {path.parent.name for path in (ROOT / "tangram").glob("*/__init__.py")}
+    assert {"cache", "engine"} <= packages
+    assert all(f"### `{name}`\n" in TEXT or f"| `{name}/` |" in TEXT for name in packages)
+
+
+def test_a_module_is_described_by_its_first_words(tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text('"""The whole. More of it."""\n')
+    (package / "inner" / "__init__.py").write_text('"""What is inside."""\n')
+    (package / "inner" / "part.py").write_text('"""One of a | b, e.g. this: more. And more."""\n')
+    assert render(package, package / "inner").startswith(
+        HEADING + "\n### `inner`\n\nWhat is inside.\n\n"
+        "| | |\n|---|---|\n| `part.py` | One of a \\| b, e.g. this. |\n"
+        "\n### Modules of the package itself\n\nThe whole.\n\n| | |\n|---|---|\n"
     )
-    return str(found)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_is_named(package: str) -> None:
-    modules = {path.name for path in (ROOT / "tangram" / package).glob("*.py")} - {"__init__.py"}
-    missing = {name for name in modules if f"{name}`" not in section(package)}
-    assert not missing
-
-
-def test_every_folder_of_the_lab_is_named() -> None:
-    lab = ROOT / "lab/tangram_lab"
-    folders = {f"{path.parent.name}/" for path in lab.glob("*/__init__.py")}
-    names = folders | {path.name for path in lab.glob("*.py")} - {"__init__.py"}
-    missing = {name for name in names if f"`{name}`" not in section("lab")}
-    assert not missing
+    (package / "inner" / "part.py").write_text("PART = 1\n")
+    with pytest.raises(ValueError, match=r"part\.py has no docstring"):
+        first_words(package / "inner" / "part.py")
 
 
 def test_every_file_that_is_named_exists() -> None:
-    folders = (ROOT / part for part in ("tangram", "lab", "bench", "tests"))
+    folders = (ROOT / part for part in ("tangram", "bench", "tests", "lab"))
     files = {path.name for folder in folders for path in folder.rglob("*.py")}
-    assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE)) <= files
+    assert set(re.findall(r"`(?:\w+/)*(\w+\.py)`", TEXT)) <= files
 
 
 def test_every_class_that_is_named_exists() -> None:
-    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w*)`", PAGE))
+    written, _, listed = TEXT.partition(HEADING)
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w*)`", written))
     source = "".join(path.read_text() for path in (ROOT / "tangram").rglob("*.py"))
-    assert {"Scheduler", "CacheManager"} <= named
+    assert listed and {"Scheduler", "CacheManager"} <= named
     assert named <= set(re.findall(r"^class (\w+)", source, re.MULTILINE))

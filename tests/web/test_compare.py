@@ -34,7 +34,7 @@ def url(python: Sequence[str]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def page(browser: Any, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     document = tmp_path_factory.mktemp("compare") / "document.md"
-    document.write_text((ROOT / "docs" / "compression.md").read_text()[:2600])
+    document.write_text((ROOT / "docs" / "kv-cache.md").read_text()[:2600])
     with open_page(browser, url) as watched:
         page = watched.page
         page.context.set_default_timeout(120_000)

@@ -24,7 +24,7 @@ from tests.wire.conftest import run_real_server
 pytestmark = [pytest.mark.browser, pytest.mark.serial]
 DOCUMENT_TOKENS = 8000
 # Some 7,300 tokens of the embedded model, which leave space for an answer.
-TEXT = "".join((ROOT / "docs" / name).read_text() for name in ("compression.md", "architecture.md"))
+TEXT = "".join((ROOT / "docs" / name).read_text() for name in ("kv-cache.md", "architecture.md"))
 CHARACTERS = 27_000
 MEASURED_S = 5
 MOST_MEASUREMENTS = 8

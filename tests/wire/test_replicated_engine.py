@@ -153,7 +153,7 @@ def test_chains_are_the_keys_that_the_engine_holds(replica: EngineReplica) -> No
         client.post(COMPLETIONS, json=body())
         client.post(COMPLETIONS, json=body(cache_salt="other"))
     plain, salted = (sent.chain for sent in handle.sent)
-    assert len(plain) == (len(handle.sent[0].tokens) - 1) // CHUNK_TOKENS > 0
+    assert len(plain) == (len(handle.sent[0].message.prompt) - 1) // CHUNK_TOKENS > 0
     assert set(plain).isdisjoint(salted)
     _, report = read_routing_stats(replica.record_routing_stats()) or (0, None)
     assert report is not None

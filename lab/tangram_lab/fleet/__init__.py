@@ -1,0 +1,1 @@
+"""Routing over simulated replicas, on recorded traces."""

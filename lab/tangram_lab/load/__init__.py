@@ -1,0 +1,1 @@
+"""Engines under load, and where the time of a step goes."""

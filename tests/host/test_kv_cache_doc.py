@@ -1,4 +1,4 @@
-"""docs/kv-layout.md is one Python session: what it prints is what the code prints."""
+"""The examples of docs/kv-cache.md print what the code prints: they are one Python session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import doctest
 import re
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "kv-layout.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "kv-cache.md"
 
 
 def test_the_examples_of_the_layout_document_hold() -> None:
