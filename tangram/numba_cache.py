@@ -80,8 +80,9 @@ class _ForgivingCache(FunctionCache):
 
 @functools.cache
 def _hash_sources(file: Path) -> str:
-    """A hash of `file` and of the CPU kernels beside it."""
-    sources = (path.read_bytes() for path in sorted({file, *file.parent.glob("cpu_*.py")}))
+    """A hash of `file`, of the CPU kernels beside it, and of what both take from planners."""
+    plans = (Path(__file__).parent / "plan" / name for name in ("loops.py", "records.py"))
+    sources = (path.read_bytes() for path in sorted({file, *plans, *file.parent.glob("cpu_*.py")}))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

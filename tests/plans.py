@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tangram.errors import ConfigError
 from tangram.plan.form import TILE_MULTIPLE, Bool, WorkPlan
-from tangram.types import Int32, Int64
-
-# The place of each field in the records of a plan.
-COLUMNS = {
-    name: (records, column)
-    for records, names in {
-        "tasks": "table length_index column head kind a b row_begin row_end",
-        "entries": "rows direct slot",
-        "segments": "merge_row merge_head first_slot end_slot",
-    }.items()
-    for column, name in enumerate(names.split())
-}
+from tangram.plan.records import ENTRY, SEGMENT, TASK, Records
+from tangram.types import Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,20 +53,28 @@ def assemble(tasks: TaskList, layers: int, kv_heads: int, tile_tokens: int) -> W
     layer, head, kind, a = (x[order] for x in (tasks.layer, tasks.head, tasks.kind, tasks.a))
     task = np.repeat(np.arange(len(order)), count)
     out = _outputs(layer[task], rows, head[task], kind[task], a[task], layers)
-    entries = np.stack([rows, out.direct, out.slot, np.zeros_like(rows)], axis=1).astype(np.int32)
+    entries = gather_records(ENTRY, (rows, out.direct, out.slot, np.zeros_like(rows)))
     ranges = (x[order] for x in (tasks.table, tasks.length_index, tasks.column))
     fields = *ranges, head, kind, a, tasks.b[order], row_end - count, row_end
-    records = np.concatenate([np.stack(fields, axis=1), entries[row_end - count]], axis=1)
+    records = gather_records(TASK, (*fields, entries[row_end - count]))
     return WorkPlan(
         kv_heads=kv_heads,
         tile_tokens=tile_tokens,
         layer_indptr=_indptr(layer, layers),
-        tasks=records.astype(np.int32),
+        tasks=records,
         entries=entries,
         merge_indptr=out.merge_indptr,
         segments=out.segments,
         partial_slots=out.partial_slots,
     )
+
+
+def gather_records(record: np.dtype[np.void], fields: Sequence[np.ndarray]) -> Records:
+    """Records of which the fields are given in their order."""
+    gathered = np.empty(len(fields[0]), record)
+    for name, values in zip(record.names or (), fields, strict=True):
+        gathered[name] = values
+    return gathered
 
 
 def _indptr(layer: Int64, layers: int) -> Int64:
@@ -90,7 +89,7 @@ class _Outputs:
     direct: Bool
     slot: Int64
     merge_indptr: Int64
-    segments: Int32
+    segments: Records
     partial_slots: int
 
 
@@ -114,31 +113,22 @@ def _outputs(layer: Int64, row: Int64, head: Int64, kind: Int64, a: Int64, layer
     slot[order[partial]] = part_slot
     merged, parts = cells[starts[sizes > 1]], sizes[sizes > 1]
     first = part_slot[np.cumsum(parts) - parts]
-    segments = np.concatenate([merged[:, 1:], np.stack([first, first + parts], axis=1)], axis=1)
+    segments = gather_records(SEGMENT, (merged[:, 1], merged[:, 2], first, first + parts))
     return _Outputs(
-        direct,
-        slot,
-        _indptr(merged[:, 0], layers),
-        segments.astype(np.int32),
-        int(layer_slots.max(initial=0)),
+        direct, slot, _indptr(merged[:, 0], layers), segments, int(layer_slots.max(initial=0))
     )
 
 
 def change_plan(
     plan: WorkPlan, field: str, values: Int64 | int, index: int | None = None
 ) -> WorkPlan:
-    """`plan` with `values` in `field`, everywhere or at `index`. Tasks still repeat their entries,
-    where they have some.
+    """`plan` with `values` in `field`, as "tasks.kind", everywhere or at `index`. Tasks still
+    repeat their entries, where they have some.
     """
-    tasks, entries, segments = plan.tasks.copy(), plan.entries.copy(), plan.segments.copy()
-    changed = replace(plan, tasks=tasks, entries=entries, segments=segments)
-    column = COLUMNS.get(field)
-    if column is None:
-        array = getattr(plan, field).copy()
-        changed = replace(changed, **{field: array})
-    else:
-        array = vars(changed)[column[0]][:, column[1]]
-    array[slice(None) if index is None else index] = values
-    if column is not None and column[0] == "entries":
-        tasks[:, 9:] = entries[tasks[:, 7]]
-    return changed
+    array, _, word = field.partition(".")
+    changed = {name: getattr(plan, name).copy() for name in {array, "tasks"}}
+    target = changed[array][word] if word else changed[array]
+    target[slice(None) if index is None else index] = values
+    if array == "entries":
+        changed["tasks"]["first"] = changed["entries"][changed["tasks"]["row_begin"]]
+    return replace(plan, **changed)

@@ -495,7 +495,7 @@ def _balance() -> Iterator[Case]:
         budget = np.array(entries, np.float64).reshape(zeros.shape)
         rows = DecodeRows.of(zeros, zeros, zeros, budget, (None,), 16)
         plan = plan_aot(rows, workers, tasks_per_worker=tasks, tile_tokens=16, min_tokens=least)
-        counts = np.bincount(plan.head, minlength=len(entries))
+        counts = np.bincount(plan.tasks["head"], minlength=len(entries))
         yield [entries, workers, tasks, least], counts.tolist()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
 from tangram.kernels.card import INTERPRETED
+from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram_lab.baselines.compared_schedules import KernelVariant
@@ -44,7 +45,7 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
         for variant in map(KernelVariant.parse, entry.only or options.planners):
             where = f"{entry.name}, {variant.text}"
             plan = variant.schedule.plan(workload.case.decoding, MULTIPROCESSORS, cost)
-            plan.check(workload.case.rows, workload.case.lengths, workload.case.tables)
+            check_plan(plan, workload.case.rows, workload.case.lengths, workload.case.tables)
             _compare(f"{where}, reference", _by_reference(workload, plan), answer)
             if interpreter:
                 _compare(f"{where}, kernels", _by_kernels(variant, workload, cost), answer)

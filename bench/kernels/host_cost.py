@@ -37,11 +37,12 @@ from tangram.kernels.card import Card
 from tangram.kernels.interface import KvPool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.plan.aot import plan_aot
+from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import plan_packing
-from tangram.plan.plain import plan_plain
+from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
 from tangram_lab.baselines.uniform import plan_uniform_splits
@@ -127,7 +128,8 @@ def row_of(name: str, call: Callable[[], Any], batch: PlannedRows, repeats: int)
     sizes = {}
     if isinstance(result, WorkPlan):
         for grown_tokens in (0, 300):
-            result.check(batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
+            lengths = batch.lengths + np.int32(grown_tokens)
+            check_plan(result, batch.rows, lengths, batch.tables)
         sizes = {
             "tasks": len(result.tasks),
             "entries": len(result.entries),

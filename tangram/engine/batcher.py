@@ -24,6 +24,7 @@ from tangram.kernels.interface import (
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
+from tangram.plan.records import ADDRESS
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
@@ -184,7 +185,7 @@ class Batcher:
         slots, start = np.array([(row.slot, row.start) for row in rows]).T
         first = self.retentions[0].layout
         layers, heads = first.head_group.shape
-        address = np.empty((layers, len(rows), heads, 3), np.int32)
+        address = np.empty((layers, len(rows), heads), ADDRESS)
         budget = np.empty((len(rows), layers, heads), np.int32)
         retentions = [row.retention for row in rows]
         for retention in set(retentions):
@@ -192,7 +193,8 @@ class Batcher:
             layout, slot = retention.layout, slots[own]
             table, index = (slot * x.shape[1] for x in (self._cache.tables, self._cache.lengths))
             entries = _estimate_entries(layout, start[own])
-            address_rows(layout.head_address, own, table, index, entries, address, budget)
+            first_slot = layout.head_address.view(ADDRESS)[..., 0]
+            address_rows(first_slot, own, table, index, entries, address, budget)
         return DecodeRows(address, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:

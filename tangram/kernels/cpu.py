@@ -33,7 +33,8 @@ from tangram.kernels.cpu_products import TILE_ROWS
 from tangram.kernels.cpu_tasks import DecodeTokens, LayerTasks, Pages, step
 from tangram.kernels.narrow import as_entries
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.plain import plan_plain
+from tangram.plan.records import Records
+from tangram.plan.split import plan_plain
 from tangram.types import Int32, Int64
 
 
@@ -62,12 +63,12 @@ COMPILED = {
 class CpuPlan:
     """A work plan for the compiled kernel. Build it with `CpuPlan.build`.
 
-    `address` [L, R, H, 3] is that of `DecodeRows`.
+    `address` [L, R, H] is that of `DecodeRows`.
     """
 
     plan: WorkPlan
     threads: int
-    address: Int32
+    address: Records
 
     @classmethod
     def build(cls, plan: WorkPlan, rows: DecodeRows, threads: int | None = None) -> CpuPlan:
@@ -220,8 +221,9 @@ def decode_step(
         own.run(q, k, v, out, plan, layer, scaling=scaling, softcap=softcap, sinks=sinks)
         return out
     counts = np.diff(first).astype(np.int32)
-    table, column, index = np.moveaxis(plan.address[layer], -1, 0)
-    reference.append(k, v, pool, tables, lengths, table, column, index, counts)
+    own = plan.address[layer]
+    place = own["table"], own["column"], own["length_index"]
+    reference.append(k, v, pool, tables, lengths, *place, counts)
     decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
     return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1])
 

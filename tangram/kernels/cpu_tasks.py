@@ -17,6 +17,8 @@ import numpy as np
 from numba import prange
 
 from tangram.numba_cache import compile_kept
+from tangram.plan.loops import resolve
+from tangram.plan.records import RangeKind
 
 if platform.machine() in ("x86_64", "AMD64"):
     from tangram.kernels.cpu_entries import KEYS, add_values, dot_keys
@@ -39,7 +41,6 @@ SERIAL_ELEMENTS = 1 << 17
 # Sums may be reordered and fused, which vectorises them; infinities and NaN keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 NOTICE = "compiling the CPU kernels, once on this machine: takes about 20 s"
-KIND_ABS, KIND_OPEN, KIND_FRAC, KIND_WINDOW = 0, 1, 2, 3
 
 
 class DecodeTokens(NamedTuple):
@@ -120,19 +121,6 @@ def exp_negative(x: Any) -> Any:
 
 
 @compile_kept()
-def resolve_one(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int, int]:
-    """`plan.form.resolve` for one task."""
-    if kind == KIND_ABS:
-        return a, b
-    if kind == KIND_OPEN:
-        return min(a, length), length
-    if kind == KIND_FRAC:
-        tiles = (length + tile - 1) // tile
-        return a * tiles // b * tile, min((a + 1) * tiles // b * tile, length)
-    return max(length - a, 0), length
-
-
-@compile_kept()
 def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # type: ignore[no-untyped-def]
     """`threads`, or 1 where tasks [first, last) read too little to share.
 
@@ -140,9 +128,8 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
     """
     tokens = 0
     for task in range(first, last):
-        begin, end = resolve_one(
-            tasks[task, 4], tasks[task, 5], tasks[task, 6], lengths[tasks[task, 1]], tile
-        )
+        one = tasks[task]
+        begin, end = resolve(one.kind, one.a, one.b, lengths[one.length_index], tile)
         tokens += end - begin
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
@@ -152,17 +139,18 @@ def append_rows(k, v, pages, lengths, first, address):  # type: ignore[no-untype
     """Write k, v [T, H, D] so that the last token of a row is at index length − 1.
 
     They have the dtype of the pool; latents are keys and values. Row r has the tokens first[r] to
-    first[r + 1]. `address` [R, H, 3] holds table offset, column and length index.
+    first[r + 1]. `address` [R, H] are records of `ADDRESS`.
     """
     blocks, heads_per_page, tables = pages
     page_tokens = blocks.shape[2]
     for row in range(address.shape[0]):
         for head in range(k.shape[1]):
-            end = lengths[address[row, head, 2]] - first[row + 1]
+            own = address[row, head]
+            end = lengths[own.length_index] - first[row + 1]
             for token in range(first[row], first[row + 1]):
                 index = end + token
-                page = tables[address[row, head, 0] + index // page_tokens]
-                block, place = page * heads_per_page + address[row, head, 1], index % page_tokens
+                page = tables[own.table + index // page_tokens]
+                block, place = page * heads_per_page + own.column, index % page_tokens
                 blocks[block, 0, place, :] = k[token, head]
                 if blocks.shape[1] == 2:
                     blocks[block, 1, place, :] = v[token, head]
@@ -323,11 +311,11 @@ def gather_queries(rows, entries, head):  # type: ignore[no-untyped-def]
     first, group = rows.first, rows.queries.shape[2]
     count = 0
     for entry in entries:
-        count += first[entry[0] + 1] - first[entry[0]]
+        count += first[entry.row + 1] - first[entry.row]
     query = np.empty((count * group, rows.queries.shape[3]), np.float32)
     at = 0
     for entry in entries:
-        for token in range(first[entry[0]], first[entry[0] + 1]):
+        for token in range(first[entry.row], first[entry.row + 1]):
             query[at : at + group] = rows.queries[token, head] * rows.scaling
             at += group
     return query
@@ -338,24 +326,25 @@ def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type
     """Write the results of a task, out [M, V] and lse [M], to where its `entries` say."""
     first, group = rows.first, rows.queries.shape[2]
     at = 0
-    for row, direct, slot, _ in entries:
-        for token in range(first[row], first[row + 1]):
+    for entry in entries:
+        for token in range(first[entry.row], first[entry.row + 1]):
             part, part_lse = out[at : at + group], lse[at : at + group]
             at += group
-            if direct:
+            if entry.direct:
                 finish(part, part_lse, rows.sinks[head], rows.out[token, head])
             else:
-                number = token - first[row]
-                partial_out[slot, number], partial_lse[slot, number] = part, part_lse
+                number = token - first[entry.row]
+                partial_out[entry.slot, number] = part
+                partial_lse[entry.slot, number] = part_lse
 
 
 @compile_kept()
 def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignore[no-untyped-def]
     """One task: its attention, and where its results go."""
-    table, length_index, column, head, kind, a, b, row_begin, row_end = tasks.tasks[task, :9]
-    length, entries = rows.lengths[length_index], tasks.entries[row_begin:row_end]
-    begin, end = resolve_one(kind, a, b, length, tasks.tile)
-    query, group = gather_queries(rows, entries, head), rows.queries.shape[2]
+    one = tasks.tasks[task]
+    length, entries = rows.lengths[one.length_index], tasks.entries[one.row_begin : one.row_end]
+    begin, end = resolve(one.kind, one.a, one.b, length, tasks.tile)
+    query, group = gather_queries(rows, entries, one.head), rows.queries.shape[2]
     # What several rows share is older than the tokens of any of them.
     drafts = query.shape[0] // group - 1 if len(entries) == 1 else 0
     bounds = query.shape[0] if drafts else 0
@@ -364,13 +353,14 @@ def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignor
         end = min(end, length)
     for m in range(bounds):
         newest[m] = length - 1 - drafts + m // group
-    if kind == KIND_WINDOW and drafts:
+    if one.kind == RangeKind.WINDOW and drafts:
         begin = max(begin - drafts, 0)
-        oldest[:] = np.maximum(newest + 1 - a, 0)
+        oldest[:] = np.maximum(newest + 1 - one.a, 0)
     out = np.empty((query.shape[0], rows.out.shape[3]), np.float32)
     lse = np.empty(query.shape[0], np.float32)
-    attend(query, oldest, newest, pages, table, column, begin, end, rows.softcap, out, lse)
-    keep_parts(rows, entries, head, out, lse, partial_out, partial_lse)
+    place = one.table, one.column
+    attend(query, oldest, newest, pages, *place, begin, end, rows.softcap, out, lse)
+    keep_parts(rows, entries, one.head, out, lse, partial_out, partial_lse)
 
 
 @compile_kept()
@@ -388,7 +378,7 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
     """One layer: append k, v, run its tasks, then merge its segments.
 
     `rows` are `DecodeTokens`, `pages` `Pages`, `tasks` `LayerTasks`; `layer` has the ends of the
-    layer's tasks and segments, `address` [R, H, 3] is as in `append_rows`.
+    layer's tasks and segments, `address` [R, H] is as in `append_rows`.
     """
     task_begin, task_end, segment_begin, segment_end = layer
     first, group, width = rows.first, rows.queries.shape[2], rows.out.shape[3]
@@ -410,14 +400,14 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
         for worker in prange(workers):
             run_tasks(rows, pages, tasks, task_end, partials, counters, worker, workers)
     for segment in range(segment_begin, segment_end):
-        row, head, begin, end = tasks.segments[segment]
-        for number in range(first[row + 1] - first[row]):
+        one = tasks.segments[segment]
+        for number in range(first[one.row + 1] - first[one.row]):
             merge(
-                begin,
-                end,
+                one.first_slot,
+                one.end_slot,
                 number,
                 partials[0],
                 partials[1],
-                rows.sinks[head],
-                rows.out[first[row] + number, head],
+                rows.sinks[one.head],
+                rows.out[first[one.row] + number, one.head],
             )

@@ -21,15 +21,19 @@ import triton.language as tl
 
 from tangram.kernels.e4m3 import to_half, widen_pairs, words
 from tangram.kernels.tiles import (
+    ENTRY,
     LOG2E,
     OPEN,
+    TASK,
     WINDOW,
     let_next_start,
     multiply,
     resolve_range,
+    size,
     soft_cap,
     take_part,
     wait_for_tasks,
+    word,
 )
 
 
@@ -441,10 +445,10 @@ def decode_tasks(
     and heads, out [T, H*G, V]; pool, tables, lengths as in `kernels/reference.py`. With NQ > 1 row
     r has the tokens first_tokens[r] to first_tokens[r + 1], at most NQ of them. Each sees the
     entries up to its own. Otherwise row and token are the same.
-    `task_indptr` [L, KINDS + 1] bounds the tasks [N, 13] of each layer and kind. `entries` [M, 4]:
-    row, direct, slot, parts to finish. `scales` [L, H, 2] multiply keys and values of an
-    FP8 pool. part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in
-    float32 (base 2). SHORT needs NQ = 1.
+    `task_indptr` [L, KINDS + 1] bounds the `tasks` of each layer and kind. `tasks` and `entries`
+    are records of `plan/records.py`. `scales` [L, H, 2] multiply keys and values of an FP8 pool.
+    part_out [slots, NQ * G, V] is in any floating dtype, part_lse [slots, NQ * G] in float32 (base
+    2). SHORT needs NQ = 1.
     """
     GT: tl.constexpr = NQ * G
     TASK_AXIS: tl.constexpr = 1 if BLOCK_R else 0
@@ -458,11 +462,11 @@ def decode_tasks(
     begin_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND)
     end_task = tl.load(task_indptr + layer * (KINDS + 1) + KIND + 1)
     for task in range(begin_task + tl.program_id(TASK_AXIS), end_task, tl.num_programs(TASK_AXIS)):
-        record = tasks + task * 13
-        table = tl.load(record)
-        length_place = lengths + tl.load(record + 1)
-        column = tl.load(record + 2)
-        head = tl.load(record + 3)
+        record = tasks + task * size(TASK)
+        table = tl.load(record + word(TASK, "table"))
+        length_place = lengths + tl.load(record + word(TASK, "length_index"))
+        column = tl.load(record + word(TASK, "column"))
+        head = tl.load(record + word(TASK, "head"))
         m = tl.program_id(1 - TASK_AXIS) * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         group = m % GT
@@ -473,15 +477,19 @@ def decode_tasks(
             # One row, named in the record itself: fewer dependent loads, which dominate short
             # tasks.
             serves = m < GT
-            row = tl.load(record + 9).to(tl.int64) + tl.zeros([BLOCK_M], tl.int64)
-            final = (tl.load(record + 10) + tl.zeros([BLOCK_M], tl.int32)) == 1
-            slot = tl.load(record + 11).to(tl.int64) * GT + group
+            row = tl.load(record + word(TASK, "first.row")).to(tl.int64)
+            row = row + tl.zeros([BLOCK_M], tl.int64)
+            final = tl.load(record + word(TASK, "first.direct")) + tl.zeros([BLOCK_M], tl.int32)
+            final = final == 1
+            slot = tl.load(record + word(TASK, "first.slot")).to(tl.int64) * GT + group
         else:
-            entry = tl.load(record + 7) + m // GT
-            serves = entry < tl.load(record + 8)
-            row = tl.load(entries + entry * 4, mask=serves, other=0).to(tl.int64)
-            final = tl.load(entries + entry * 4 + 1, mask=serves, other=1) == 1
-            slot = tl.load(entries + entry * 4 + 2, mask=serves, other=0).to(tl.int64) * GT + group
+            entry = tl.load(record + word(TASK, "row_begin")) + m // GT
+            serves = entry < tl.load(record + word(TASK, "row_end"))
+            line = entries + entry * size(ENTRY)
+            row = tl.load(line + word(ENTRY, "row"), mask=serves, other=0).to(tl.int64)
+            final = tl.load(line + word(ENTRY, "direct"), mask=serves, other=1) == 1
+            slot = tl.load(line + word(ENTRY, "slot"), mask=serves, other=0).to(tl.int64)
+            slot = slot * GT + group
         token = row
         if NQ > 1:
             token = tl.load(first_tokens + row, mask=serves, other=0).to(tl.int64)
@@ -516,11 +524,11 @@ def decode_tasks(
         total = tl.zeros([BLOCK_M], tl.float32)
         if SHORT and not BLOCK_R:
             # The first pages do not wait for the length: only entries below it are used.
-            begin = tl.load(record + 5)
+            begin = tl.load(record + word(TASK, "a"))
             n = begin + tl.arange(0, BLOCK_N)
             page = tl.load(tables + tl.minimum(table + n // P, table_entries - 1))
-            end = tl.load(record + 6)
-            if tl.load(record + 4) == OPEN:
+            end = tl.load(record + word(TASK, "b"))
+            if tl.load(record + word(TASK, "kind")) == OPEN:
                 end = tl.load(length_place)
             acc, peak, total = _take(
                 acc,
@@ -549,17 +557,22 @@ def decode_tasks(
             whole = begin + BLOCK_N
         else:
             begin, end = resolve_range(
-                tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), length_place, TILE
+                tl.load(record + word(TASK, "kind")),
+                tl.load(record + word(TASK, "a")),
+                tl.load(record + word(TASK, "b")),
+                length_place,
+                TILE,
             )
             visible_end = end
             if NQ > 1:
                 # What several rows share is older than the tokens of any of them.
-                alone = tl.load(record + 8) - tl.load(record + 7) == 1
+                row_end = tl.load(record + word(TASK, "row_end"))
+                alone = row_end - tl.load(record + word(TASK, "row_begin")) == 1
                 length = tl.load(length_place)
                 drafts = tl.where(alone, tl.max(tl.where(serves, count, 1), 0) - 1, 0)
                 high = tl.where(alone, length - drafts + query_number, 2147483647)
-                if tl.load(record + 4) == WINDOW:
-                    low = tl.maximum(high - tl.load(record + 5), 0)
+                if tl.load(record + word(TASK, "kind")) == WINDOW:
+                    low = tl.maximum(high - tl.load(record + word(TASK, "a")), 0)
                     begin = tl.maximum(begin - drafts, 0)
                     visible_end = begin
                 elif alone:
@@ -662,9 +675,9 @@ def decode_tasks(
             acc = acc * tl.load(scales + (layer * H + head) * 2 + 1)
         if FINISH:
             if SHORT:
-                before = tl.where(serves, tl.load(record + 12), 0)
+                before = tl.where(serves, tl.load(record + word(TASK, "first.before")), 0)
             else:
-                before = tl.load(entries + entry * 4 + 3, mask=serves, other=0)
+                before = tl.load(line + word(ENTRY, "before"), mask=serves, other=0)
             if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(

@@ -15,6 +15,7 @@ from tangram.kernels.interface import DecodedRows, KvPool
 from tangram.kernels.packed import Capacity, DecodeOptions, pack
 from tangram.kernels.transfer import stage
 from tangram.plan.form import DecodeRows
+from tangram.plan.records import ADDRESS, as_words
 from tangram.types import Int32
 
 
@@ -123,7 +124,7 @@ class DecodeBuffers:
         )
 
     def _load_address(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
-        """[L, width, H, 3]: table offset, column and length of each head.
+        """[L, width, H, 3]: the words of `ADDRESS` of each head.
 
         Rows beyond the batch have length 0.
         """
@@ -131,13 +132,14 @@ class DecodeBuffers:
         if known is not None and known[0] is rows:
             return known[1]
         count, layers, heads = rows.shape
-        address = rows.address
+        words = as_words(rows.address)
         if width > count:
-            address = np.zeros((layers, width, heads, 3), np.int32)
-            address[:, :count] = rows.address
-            address[:, count:, :, 2] = nowhere
-        target = self._make(address.shape) if known is None else known[1]
-        self._addresses[width] = rows, self._copy(address, target)
+            padded = np.zeros((layers, width, heads), ADDRESS)
+            padded[:, count:]["length_index"] = nowhere
+            as_words(padded)[:, :count] = words
+            words = as_words(padded)
+        target = self._make(words.shape) if known is None else known[1]
+        self._addresses[width] = rows, self._copy(words, target)
         return target
 
     def _load_lengths(self, lengths: Int32) -> Tensor:

@@ -148,7 +148,7 @@ class GpuDecode:
 
     def _upload(self, packed: PackedPlan, whole: Tensor) -> None:
         """Copy the arrays of `packed`, which lie end to end in `whole`, to their places."""
-        sizes = {name: array.size for name, array in packed.arrays.items()}
+        sizes = packed.sizes
         # Sizes of bounds are fixed, so bounds and tasks lie end to end on both sides.
         first = sum(sizes.pop(name) for name in (*FIXED, "tasks"))
         self._device_plan[:first].copy_(whole[:first], non_blocking=True)

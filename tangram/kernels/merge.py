@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tangram.kernels.tiles import LOG2E, wait_for_tasks
+from tangram.kernels.tiles import LOG2E, SEGMENT, size, wait_for_tasks, word
 
 
 @triton.jit(
@@ -34,11 +34,11 @@ def merge_segments(
     CHAINED: tl.constexpr,
     NQ: tl.constexpr,
 ):
-    """Merge the segments [S, 4] of one layer by online softmax, BLOCK_PARTS at a time.
+    """Merge the segments of one layer by online softmax, BLOCK_PARTS at a time.
 
-    A segment is (row, head, slots from, to). `merge_indptr` [L + 1] bounds a layer's segments;
-    slots count from the layer's first. The grid is (segments, ceil(NQ * G / BLOCK_G)). Rows have
-    tokens as in `decode_tasks`. CHAINED: this launch overlaps the end of the tasks' launch.
+    `merge_indptr` [L + 1] bounds a layer's segments; slots count from the layer's first. The grid
+    is (segments, ceil(NQ * G / BLOCK_G)). Rows have tokens as in `decode_tasks`. CHAINED: this
+    launch overlaps the end of the tasks' launch.
     """
     GT: tl.constexpr = NQ * G
     begin = tl.load(merge_indptr + layer)
@@ -48,16 +48,17 @@ def merge_segments(
     if CHAINED:
         wait_for_tasks()
     for segment in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        row = tl.load(segments + segment * 4).to(tl.int64)
-        head = tl.load(segments + segment * 4 + 1)
+        record = segments + segment * size(SEGMENT)
+        row = tl.load(record + word(SEGMENT, "row")).to(tl.int64)
+        head = tl.load(record + word(SEGMENT, "head"))
         token = row + tl.zeros([BLOCK_G], tl.int64)
         merged = g < GT
         if NQ > 1:
             token = tl.load(first_tokens + row) + (g // G).to(tl.int64)
             merged = merged & (token < tl.load(first_tokens + row + 1))
         place = token * H + head
-        first = tl.load(segments + segment * 4 + 2)
-        stop = tl.load(segments + segment * 4 + 3)
+        first = tl.load(record + word(SEGMENT, "first_slot"))
+        stop = tl.load(record + word(SEGMENT, "end_slot"))
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)

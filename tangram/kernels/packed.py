@@ -5,10 +5,8 @@ int32 arrays, tasks sorted by tile, static capacities.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -19,10 +17,12 @@ from tangram.kernels.interface import MOST_QUERIES
 from tangram.kernels.sorted_tasks import find_finishers, find_kinds, sort_by_kind
 from tangram.kernels.tiling import Tile
 from tangram.plan.form import Bool, WorkPlan
+from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
+WORD_BYTES = 4
 FIXED = ("task_indptr", "merge_indptr")  # arrays whose sizes do not depend on the plan
 
 # Fastest on an H100: a tile of 8 rows takes half the registers of one of 16. Queries are rows x G.
@@ -85,15 +85,20 @@ class DecodeOptions:
 class PackedPlan:
     """A plan's arrays, and counts per layer and kind, [L, kinds].
 
-    `arrays` have the records of a `WorkPlan`, the tasks of each layer sorted by kind: `task_indptr`
-    [L, kinds + 1], `merge_indptr` [L + 1], `tasks`, `entries` and `segments`. Where a task merges
-    other parts of a row, its entry is `direct` and ends with their number. `counts` are the tasks,
-    `finishes` the entries that finish a row.
+    `arrays` have the records of a `WorkPlan`, the tasks of each layer sorted by kind: int32
+    `task_indptr` [L, kinds + 1], `merge_indptr` [L + 1], `tasks`, `entries` and `segments`. Where a
+    task merges other parts of a row, its entry is `direct` and says how many are `before`. `counts`
+    are the tasks, `finishes` the entries that finish a row.
     """
 
-    arrays: dict[str, Int32]
+    arrays: dict[str, npt.NDArray[Any]]
     counts: Int64
     finishes: Int64
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many int32 words each of the arrays has."""
+        return {name: array.nbytes // WORD_BYTES for name, array in self.arrays.items()}
 
 
 def pack(
@@ -111,19 +116,15 @@ def pack(
     `PackedPlan`. Raises `ConfigError` if a task serves more queries than the largest tile holds.
     """
     kind, kinds = _kinds(plan, group, options, lengths), len(options.kinds)
-    shapes = _shapes(plan, options)
-    ends = list(accumulate(map(math.prod, shapes.values())))
-    whole = np.empty(ends[-1], np.int32) if into is None else into
-    arrays = {
-        name: part.reshape(shape)
-        for part, (name, shape) in zip(
-            np.split(whole[: ends[-1]], ends[:-1]), shapes.items(), strict=True
-        )
-    }
+    whole = np.empty(count_words(plan, options), np.int32) if into is None else into
+    arrays, end = dict[str, npt.NDArray[Any]](), 0
+    for name, array in _forms(plan, options).items():
+        begin, end = end, end + array.nbytes // WORD_BYTES
+        arrays[name] = whole[begin:end].view(array.dtype).reshape(array.shape)
     counts, finishes = np.zeros((2, plan.layers, kinds), np.int64)
     tasks, task_indptr = arrays["tasks"], arrays["task_indptr"]
     sort_by_kind(plan.tasks, kind, plan.layer_indptr, tasks, task_indptr, counts)
-    arrays["entries"][:] = plan.entries
+    as_words(arrays["entries"])[:] = as_words(plan.entries)
     merges, segments = arrays["merge_indptr"], arrays["segments"]
     merges[:] = plan.merge_indptr
     if options.merge == "tails" and len(segments):
@@ -141,7 +142,7 @@ def pack(
         )
         arrays["segments"] = segments[:left]
     else:
-        segments[:] = plan.segments
+        as_words(segments)[:] = as_words(plan.segments)
     return PackedPlan(arrays, counts, finishes)
 
 
@@ -153,17 +154,17 @@ def rehearse_packing() -> None:
 
 def count_words(plan: WorkPlan, options: DecodeOptions) -> int:
     """The most int32 numbers that `pack` makes of `plan`."""
-    return sum(math.prod(shape) for shape in _shapes(plan, options).values())
+    return sum(array.nbytes for array in _forms(plan, options).values()) // WORD_BYTES
 
 
-def _shapes(plan: WorkPlan, options: DecodeOptions) -> dict[str, tuple[int, ...]]:
-    """The shapes of `PackedPlan.arrays`, whatever tasks finish."""
+def _forms(plan: WorkPlan, options: DecodeOptions) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of the dtypes and shapes of `PackedPlan.arrays`, whatever tasks finish."""
     return {
-        "task_indptr": (plan.layers, len(options.kinds) + 1),
-        "merge_indptr": (plan.layers + 1,),
-        "tasks": plan.tasks.shape,
-        "entries": plan.entries.shape,
-        "segments": plan.segments.shape,
+        "task_indptr": np.empty((plan.layers, len(options.kinds) + 1), np.int32),
+        "merge_indptr": np.empty(plan.layers + 1, np.int32),
+        "tasks": plan.tasks,
+        "entries": plan.entries,
+        "segments": plan.segments,
     }
 
 
@@ -262,12 +263,9 @@ class Capacity:
 
     def misfit(self, plan: WorkPlan, packed: PackedPlan) -> str | None:
         """Which part of the plan is too large, with the limit; None if it fits."""
-        for name, size in self.sizes.items():
-            if packed.arrays[name].size > size:
-                return (
-                    f"the plan has {packed.arrays[name].size} values in {name}, the buffers hold "
-                    f"{size}"
-                )
+        for name, size in packed.sizes.items():
+            if size > self.sizes[name]:
+                return f"the plan has {size} values in {name}, the buffers hold {self.sizes[name]}"
         for kind, (count, most) in enumerate(
             zip(packed.counts.max(axis=0).tolist(), self.tasks, strict=True)
         ):
@@ -282,16 +280,14 @@ class Capacity:
     def of(cls, plans: Sequence[WorkPlan], packed: Sequence[PackedPlan]) -> Capacity:
         """The smallest capacity that holds each of `plans`, which are `packed`."""
         return cls(
-            sizes={
-                name: max(1, *(one.arrays[name].size for one in packed))
-                for name in packed[0].arrays
-            },
+            sizes={name: max(1, *(one.sizes[name] for one in packed)) for name in packed[0].arrays},
             slots=max(plan.partial_slots for plan in plans),
             tasks=tuple(np.max([one.counts.max(axis=0) for one in packed], axis=0).tolist()),
             finishes=tuple(np.any([one.finishes.any(axis=0) for one in packed], axis=0).tolist()),
             segments=max(int(np.diff(one.arrays["merge_indptr"]).max(initial=0)) for one in packed),
             segment_parts=max(
-                int(np.diff(one.arrays["segments"][:, 2:]).max(initial=0)) for one in packed
+                int(np.subtract(own["end_slot"], own["first_slot"]).max(initial=0))
+                for own in (one.arrays["segments"] for one in packed)
             ),
         )
 

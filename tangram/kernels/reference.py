@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.kernels.narrow import as_entries, as_numbers
-from tangram.plan.form import RangeKind, WorkPlan
+from tangram.plan.form import WorkPlan
+from tangram.plan.records import RangeKind
 
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
@@ -163,35 +164,33 @@ def _run_tasks(
     """
     final: dict[tuple[int, int], Part] = {}
     parts: dict[int, Part] = {}
-    tasks = plan.of_layer(layer)
-    host = lengths.cpu().numpy()
-    spans = plan.table[tasks], plan.column[tasks], *plan.spans(host, tasks)
-    entries = plan.head[tasks], plan.row_begin[tasks], plan.row_end[tasks]
-    ranges = host[plan.length_index[tasks]], plan.kind[tasks], plan.a[tasks]
-    for table, column, begin, end, head, row_begin, row_end, length, kind, window in np.stack(
-        [*spans, *entries, *ranges], axis=1
-    ).tolist():
-        own = rows[int(plan.rows[row_begin])]
-        drafts = own.stop - own.start - 1 if row_end - row_begin == 1 else 0
-        sliding = kind == RangeKind.WINDOW
-        if row_end - row_begin == 1:  # refused drafts may have made it shorter than it was
-            end = min(end, length)
-        begin = max(begin - drafts, 0) if sliding else begin
-        keys, values = gather(pool, tables, table, column, begin, max(begin, end))
+    host, inside = lengths.cpu().numpy(), plan.of_layer(layer)
+    spans = (bounds.tolist() for bounds in plan.spans(host, inside))
+    for task, begin, end in zip(plan.tasks[inside], *spans, strict=True):
+        served = plan.entries[task["row_begin"] : task["row_end"]].tolist()
+        head, length = int(task["head"]), int(host[task["length_index"]])
+        window = int(task["a"]) if task["kind"] == RangeKind.WINDOW else None
+        drafts = 0
+        if len(served) == 1:
+            own = rows[served[0][0]]
+            drafts = own.stop - own.start - 1
+            end = min(end, length)  # refused drafts may have made it shorter than it was
+        begin = begin if window is None else max(begin - drafts, 0)
+        place = int(task["table"]), int(task["column"])
+        keys, values = gather(pool, tables, *place, begin, max(begin, end))
         bias = None
         if drafts:
-            bias = _visible(begin, max(begin, end), length, drafts, window if sliding else None)
+            bias = _visible(begin, max(begin, end), length, drafts, window)
             bias = bias.to(queries.device).repeat_interleave(queries.shape[2], 0)
-        for entry in range(row_begin, row_end):
-            row = int(plan.rows[entry])
+        for row, direct, slot, _ in served:
             asked = queries[rows[row], head].flatten(0, 1)
             found = softmax_part(asked, keys, values[:, :value_dim], bias, scaling, softcap)
             group = queries.shape[2]
             part = found[0].view(-1, group, value_dim), found[1].view(-1, group)
-            if plan.direct[entry]:
+            if direct:
                 final[row, head] = part
             else:
-                parts[int(plan.slot[entry])] = part
+                parts[slot] = part
     return final, parts
 
 

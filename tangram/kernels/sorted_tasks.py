@@ -10,34 +10,35 @@ from __future__ import annotations
 import numpy as np
 
 from tangram.numba_cache import compile_kept
-
-ABS, OPEN = 0, 1  # of `RangeKind`
+from tangram.plan.records import RangeKind
 
 
 @compile_kept(error_model="numpy")
 def find_kinds(tasks, lengths, limits, group, short_tokens, kind):  # type: ignore[no-untyped-def]
-    """Write `kind` [N] of `tasks` [N, 13]: 1 + the first of `limits` that holds its queries.
+    """Write `kind` [N] of `tasks` [N]: 1 + the first of `limits` that holds its queries.
 
     Each row has `group` queries. It is 0 for a task that serves one row and has at most
     `short_tokens` entries at `lengths`. Returns the most queries of a task.
     """
     most = 0
     for task in range(len(tasks)):
-        queries = (tasks[task, 8] - tasks[task, 7]) * group
+        one = tasks[task]
+        queries = (one.row_end - one.row_begin) * group
         most, found = max(most, queries), 0
         while found < len(limits) and limits[found] < queries:
             found += 1
         kind[task] = found + 1
-        if queries == group and short_tokens and tasks[task, 4] <= OPEN:
-            end = tasks[task, 6] if tasks[task, 4] == ABS else lengths[tasks[task, 1]]
-            if end - tasks[task, 5] <= short_tokens:
+        if queries == group and short_tokens:
+            if one.kind == RangeKind.ABS and one.b - one.a <= short_tokens:
+                kind[task] = 0
+            if one.kind == RangeKind.OPEN and lengths[one.length_index] - one.a <= short_tokens:
                 kind[task] = 0
     return most
 
 
 @compile_kept(error_model="numpy")
 def sort_by_kind(tasks, kind, layer_indptr, placed, task_indptr, counts):  # type: ignore[no-untyped-def]
-    """Write `placed` [N, 13]: each layer's `tasks` by `kind` [N], in their order within a kind.
+    """Write `placed` [N]: each layer's `tasks` by `kind` [N], in their order within a kind.
 
     Writes `counts` [L, kinds] (zeros before) and `task_indptr` [L, kinds + 1], too.
     """
@@ -58,8 +59,7 @@ def sort_by_kind(tasks, kind, layer_indptr, placed, task_indptr, counts):  # typ
         for task in range(begin, end):
             at = place[kind[task]]
             place[kind[task]] += 1
-            for word in range(tasks.shape[1]):
-                placed[at, word] = tasks[task, word]
+            placed[at] = tasks[task]
 
 
 @compile_kept(error_model="numpy")
@@ -74,30 +74,29 @@ def find_finishers(  # type: ignore[no-untyped-def]
     """
     slots = 0
     for segment in range(len(segments)):
-        slots = max(slots, segments[segment, 3])
+        slots = max(slots, segments[segment].end_slot)
     entry, task_of = np.empty(slots, np.int32), np.empty(slots, np.int32)
     of_part, count = np.empty(slots, np.int32), 0
     for layer in range(len(finishes)):
         for kind in range(finishes.shape[1]):
             for task in range(task_indptr[layer, kind], task_indptr[layer, kind + 1]):
-                for number in range(tasks[task, 7], tasks[task, 8]):
-                    if not entries[number, 1]:
-                        slot = entries[number, 2]
+                for number in range(tasks[task].row_begin, tasks[task].row_end):
+                    if not entries[number].direct:
+                        slot = entries[number].slot
                         entry[slot], task_of[slot], of_part[slot] = number, task, kind
         for segment in range(merge_indptr[layer], merge_indptr[layer + 1]):
-            begin, last = segments[segment, 2], segments[segment, 3] - 1
+            begin, last = segments[segment].first_slot, segments[segment].end_slot - 1
             least, alone = of_part[last], may[of_part[last]]
             for part in range(begin, last):
                 alone = alone and of_part[part] > least
             if alone:
                 number, task = entry[last], task_of[last]
-                entries[number, 1], entries[number, 3] = 1, last - begin
-                if tasks[task, 7] == number:
-                    tasks[task, 10], tasks[task, 12] = 1, last - begin
+                entries[number].direct, entries[number].before = 1, last - begin
+                if tasks[task].row_begin == number:
+                    tasks[task].first = entries[number]
                 finishes[layer, least] += 1
             else:
-                for word in range(segments.shape[1]):
-                    left[count, word] = segments[segment, word]
+                left[count] = segments[segment]
                 count += 1
         left_indptr[layer + 1] = count
     return count

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tangram.kernels.e4m3 import to_e4m3
+from tangram.kernels.tiles import ADDRESS, size, word
 from tangram.types import FP8_MAX
 
 
@@ -57,17 +58,20 @@ def append_entries(
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    record = address + ((layer.to(tl.int64) * tl.num_programs(0) + row) * H + head) * 3
-    index = tl.load(lengths + tl.load(record + 2)) - 1
+    cell = (layer.to(tl.int64) * tl.num_programs(0) + row) * H + head
+    record = address + cell * size(ADDRESS)
+    index = tl.load(lengths + tl.load(record + word(ADDRESS, "length_index"))) - 1
     token = row
     if NQ > 1:
         token = tl.load(first_tokens + row).to(tl.int64) + tl.program_id(2)
         behind = tl.load(first_tokens + row + 1) - 1 - token.to(tl.int32)
         index = tl.where(behind >= 0, index - behind, -1)
-    page = tl.load(tables + tl.load(record) + tl.maximum(index, 0) // P).to(tl.int64)
+    table = tl.load(record + word(ADDRESS, "table"))
+    page = tl.load(tables + table + tl.maximum(index, 0) // P).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     here = d < tl.where(index >= 0, D, 0)
-    place = pool + (page * HP + tl.load(record + 1)) * (S * P * D) + (index % P) * D + d
+    column = tl.load(record + word(ADDRESS, "column"))
+    place = pool + (page * HP + column) * (S * P * D) + (index % P) * D + d
     k_scale = 1.0
     v_scale = 1.0
     if SCALED:
@@ -295,7 +299,7 @@ def append(
 ) -> None:
     """`reference.append` for one layer: k, v [T, H, D].
 
-    `address` int32 [L, R, H, 3]: table, column, length index. Row r has the tokens
+    `address` int32 [L, R, H, 3] are the words of `ADDRESS`. Row r has the tokens
     first_tokens[r] to first_tokens[r + 1], up to `queries`; None means the token r.
     """
     (_, heads, dim), rows = k.shape, address.shape[1]

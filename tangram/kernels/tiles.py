@@ -1,18 +1,36 @@
-"""Shared by the tiled kernels: products, ranges of tasks, soft-capped scores (Triton)."""
+"""Shared by the tiled kernels: products, records, ranges of tasks, soft-capped scores (Triton)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tangram.plan.form import RangeKind
+from tangram.plan import records
+from tangram.plan.records import RangeKind, list_words
 
 _ABS = tl.constexpr(int(RangeKind.ABS))
 OPEN = tl.constexpr(int(RangeKind.OPEN))
 _FRAC = tl.constexpr(int(RangeKind.FRAC))
 WINDOW = tl.constexpr(int(RangeKind.WINDOW))
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# The words of each record, for `word` and `size`.
+ADDRESS = tl.constexpr(" ".join(list_words(records.ADDRESS)))
+TASK = tl.constexpr(" ".join(list_words(records.TASK)))
+ENTRY = tl.constexpr(" ".join(list_words(records.ENTRY)))
+SEGMENT = tl.constexpr(" ".join(list_words(records.SEGMENT)))
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.constexpr_function
+def word(record, name):
+    """The place of the word `name` in a record."""
+    return record.split().index(name)
+
+
+@triton.constexpr_function
+def size(record):
+    """How many words a record has."""
+    return len(record.split())
 
 
 @triton.jit
@@ -40,7 +58,7 @@ def wait_for_tasks():
 
 @triton.jit
 def resolve_range(kind, a, b, length_place, TILE: tl.constexpr):
-    """Begin and end of a task's range: `plan.form.resolve`, one task at a time."""
+    """Begin and end of a task's range: `plan.loops.resolve`, one task at a time."""
     begin = a
     end = b
     if kind != _ABS:  # an immutable span does not wait for its row's length

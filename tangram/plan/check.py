@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tangram.errors import IntegrityError
+from tangram.plan.form import Bool, DecodeRows, WorkPlan
+from tangram.plan.records import RangeKind
 from tangram.types import Int32, Int64
 
-if TYPE_CHECKING:
-    from tangram.plan.form import Bool, DecodeRows, WorkPlan
 
+def check_plan(
+    plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 | None = None
+) -> None:
+    """Raise `IntegrityError` unless each visible entry of each (row, layer, head) is read once.
 
-def check_plan(plan: WorkPlan, rows: DecodeRows, lengths: Int32, tables: Int32 | None) -> None:
-    """See `WorkPlan.check`."""
+    The check is at `lengths`, flat. Parts and merge segments must agree, too. Where a task serves
+    several rows whose page entries lie at different offsets, `tables` (the flat block tables) must
+    show that they name the same pages.
+    """
     _check_structure(plan, rows, len(lengths))
-    task = np.repeat(np.arange(len(plan.head)), plan.row_end - plan.row_begin)
-    where = plan.rows, plan.task_layer[task], plan.head[task]
+    task = np.repeat(np.arange(len(plan.tasks)), plan.rows_served)
+    where = plan.entries["row"], plan.task_layer[task], plan.tasks["head"][task]
     begin, end = plan.spans(lengths)
     _check_sources(plan, rows, task, where, begin[task], end[task], tables)
     cell = np.ravel_multi_index(where, rows.shape)
@@ -42,11 +46,13 @@ def _names(cell: np.int64, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
     """Records are well formed and within bounds, so that the other checks may use them."""
     count, layers, heads = rows.shape
-    n, m, s = len(plan.tasks), len(plan.entries), len(plan.segments)
+    tasks, entries, segments = plan.tasks, plan.entries, plan.segments
+    n, m, s = len(tasks), len(entries), len(segments)
+    runs = np.append(tasks["row_begin"], m)
     for name, indptr, size, parts in (
         ("layer_indptr", plan.layer_indptr, n, layers),
         ("merge_indptr", plan.merge_indptr, s, layers),
-        ("row_begin and row_end", np.append(plan.row_begin, m), m, n),
+        ("row_begin and row_end", runs, m, n),
     ):
         good = (
             len(indptr) == parts + 1
@@ -55,26 +61,25 @@ def _check_structure(plan: WorkPlan, rows: DecodeRows, lengths: int) -> None:
             and (np.diff(indptr) >= 0).all()
         )
         _demand(np.array([good]), f"{name} does not divide {size} entries into {parts} runs")
-    _demand(plan.row_end == np.append(plan.row_begin, m)[1:], "row_begin and row_end leave gaps")
-    first, last = plan.segments[:, 2], plan.segments[:, 3]
+    _demand(tasks["row_end"] == runs[1:], "row_begin and row_end leave gaps")
     for name, values, limit in (
-        ("rows", plan.rows, count),
-        ("head", plan.head, heads),
-        ("kind", plan.kind, 4),
-        ("length_index", plan.length_index, lengths),
-        ("merge_row", plan.merge_row, count),
-        ("merge_head", plan.merge_head, heads),
-        ("first slot", first, plan.partial_slots),
-        ("end of slots", last, plan.partial_slots + 1),
-        ("slot", plan.slot[~plan.direct], plan.partial_slots),
+        ("row", entries["row"], count),
+        ("head", tasks["head"], heads),
+        ("kind", tasks["kind"], len(RangeKind)),
+        ("length_index", tasks["length_index"], lengths),
+        ("row of a segment", segments["row"], count),
+        ("head of a segment", segments["head"], heads),
+        ("first_slot", segments["first_slot"], plan.partial_slots),
+        ("end_slot", segments["end_slot"], plan.partial_slots + 1),
+        ("slot", entries["slot"][~plan.direct], plan.partial_slots),
     ):
         _demand(
             (values >= 0) & (values < limit), f"{name} is out of range, it must lie in [0, {limit})"
         )
-    _demand(first < last, "a segment has no slots")
-    served = plan.row_begin < plan.row_end
-    repeated = (plan.tasks[:, 9:] == plan.entries[plan.row_begin % max(m, 1)]).all(axis=1)
-    _demand(served & repeated, "a task does not repeat its first entry")
+    _demand((tasks["kind"] != RangeKind.FRAC) | (tasks["b"] > 0), "a share is one of no shares")
+    _demand(segments["first_slot"] < segments["end_slot"], "a segment has no slots")
+    repeated = tasks["first"] == entries[tasks["row_begin"] % max(m, 1)]
+    _demand((plan.rows_served > 0) & repeated, "a task does not repeat its first entry")
 
 
 def _check_sources(
@@ -91,15 +96,15 @@ def _check_sources(
     Only immutable spans serve several rows.
     """
     cell, shape = np.ravel_multi_index(where, rows.shape), rows.shape
-    _demand(rows.column[where] == plan.column[task], "wrong column", cell, shape)
-    absolute = plan.kind[task] == 0
+    own = plan.tasks[task]
+    _demand(rows.column[where] == own["column"], "wrong column", cell, shape)
     _demand(
-        absolute | (rows.length_index[where] == plan.length_index[task]),
+        (own["kind"] == RangeKind.ABS) | (rows.length_index[where] == own["length_index"]),
         "wrong length_index",
         cell,
         shape,
     )
-    moved = np.flatnonzero(rows.table[where] != plan.table[task])
+    moved = np.flatnonzero(rows.table[where] != own["table"])
     if not len(moved):
         return
     _demand(
@@ -114,9 +119,7 @@ def _check_sources(
         - np.repeat(np.cumsum(pages) - pages, pages)
         + np.repeat(first, pages)
     )
-    ours, theirs = (
-        np.repeat(x[moved], pages) + step for x in (plan.table[task], rows.table[where])
-    )
+    ours, theirs = (np.repeat(x[moved], pages) + step for x in (own["table"], rows.table[where]))
     bounded = (np.maximum(ours, theirs) < len(tables)) & (np.minimum(ours, theirs) >= 0)
     _demand(bounded, "page entries lie outside the tables", np.repeat(cell[moved], pages), shape)
     _demand(
@@ -165,7 +168,8 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
     direct = np.bincount(cell[plan.direct], minlength=size)
     partial = np.bincount(cell[~plan.direct], minlength=size)
     segment_layer = np.repeat(np.arange(plan.layers), np.diff(plan.merge_indptr))
-    segment = np.ravel_multi_index((plan.merge_row, segment_layer, plan.merge_head), shape)
+    merged = plan.segments
+    segment = np.ravel_multi_index((merged["row"], segment_layer, merged["head"]), shape)
     segments = np.bincount(segment, minlength=size)
     every = np.arange(size)
     _demand(direct + segments == 1, "not exactly one writer of the output", every, shape)
@@ -175,7 +179,7 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
         every,
         shape,
     )
-    first, parts = plan.segments[:, 2], plan.segments[:, 3] - plan.segments[:, 2]
+    first, parts = merged["first_slot"], merged["end_slot"] - merged["first_slot"]
     before = np.cumsum(parts) - parts
     opens = plan.merge_indptr[segment_layer]
     _demand(
@@ -187,7 +191,7 @@ def _check_outputs(plan: WorkPlan, rows: DecodeRows, cell: Int64, layer: Int64) 
     part_segment = np.repeat(np.arange(len(segment)), parts)
     slot = np.arange(len(part_segment)) - np.repeat(before - first, parts)
     listed = np.stack([segment_layer[part_segment], slot, segment[part_segment]], axis=1)
-    written = np.stack([layer, plan.slot, cell], axis=1)[~plan.direct]
+    written = np.stack([layer, plan.entries["slot"], cell], axis=1)[~plan.direct]
     unique = len(np.unique(written[:, :2], axis=0)) == len(written)
     _demand(np.array([unique]), "two parts of a layer write one slot")
     same = len(listed) == len(written) and (_sort(listed) == _sort(written)).all()

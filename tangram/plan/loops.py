@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tangram.numba_cache import compile_kept
+from tangram.plan.records import ENTRY, SEGMENT, TASK, RangeKind
 
-ABS, OPEN, FRAC, WINDOW = range(4)  # the values of `RangeKind`
-TASK_FIELDS, ENTRY_FIELDS, SEGMENT_FIELDS = 13, 4, 4  # words of the records of a `WorkPlan`
 NOTICE = "compiling the planners, once on this machine: takes about 20 s"
 FITTING_ROUNDS = 8
 ORDER_STEPS = 65535  # sizes are ranked to 16 bits, which two passes of 8 bits sort
@@ -50,6 +49,34 @@ class Ranges(NamedTuple):
     end: Any
     shared: Any
     tile: Any
+
+
+@compile_kept()
+def resolve(kind: int, a: int, b: int, length: int, tile: int) -> tuple[int, int]:
+    """Begin and end of a range at `length`, equal where EMPTY.
+
+    FRAC divides ceil(length / tile) tiles into b shares, as evenly as whole tiles allow. The last
+    tile may be partial.
+    """
+    if kind == RangeKind.ABS:
+        return a, b
+    if kind == RangeKind.OPEN:
+        return min(a, length), length
+    if kind == RangeKind.FRAC:
+        tiles = (length + tile - 1) // tile
+        return a * tiles // b * tile, min((a + 1) * tiles // b * tile, length)
+    return max(length - a, 0), length
+
+
+@compile_kept()
+def resolve_tasks(tasks, lengths, tile):  # type: ignore[no-untyped-def]
+    """int64 [N], [N]: `resolve` of `tasks` [N] at flat `lengths`."""
+    begin, end = np.empty(len(tasks), np.int64), np.empty(len(tasks), np.int64)
+    for task in range(len(tasks)):
+        one = tasks[task]
+        length = lengths[one.length_index]
+        begin[task], end[task] = resolve(one.kind, one.a, one.b, length, tile)
+    return begin, end
 
 
 @compile_kept(error_model="numpy")
@@ -161,30 +188,30 @@ def sort_longest(size, key, spare, order):  # type: ignore[no-untyped-def]
 
 @compile_kept(error_model="numpy")
 def address_rows(heads, rows, table, index, entries, address, budget):  # type: ignore[no-untyped-def]
-    """Write `address` [L, R, H, 3] and `budget` [R, L, H] of the `rows` [n].
+    """Write `address` [L, R, H] and `budget` [R, L, H] of the `rows` [n].
 
-    `heads` [L, H, 3] are the numbers of a row whose tables and lengths begin at 0. Those of the
-    rows begin at `table` and `index` [n]. `entries` [n, groups] are the budgets of their lengths.
+    `heads` [L, H] are the addresses of a row whose tables and lengths begin at 0. Those of the rows
+    begin at `table` and `index` [n]. `entries` [n, groups] are the budgets of their lengths.
     """
     for layer in range(len(heads)):
         for at in range(len(rows)):
             for head in range(heads.shape[1]):
-                row = rows[at]
-                address[layer, row, head, 0] = heads[layer, head, 0] + table[at]
-                address[layer, row, head, 1] = heads[layer, head, 1]
-                address[layer, row, head, 2] = heads[layer, head, 2] + index[at]
-                budget[row, layer, head] = entries[at, heads[layer, head, 2]]
+                row, first = rows[at], heads[layer, head]
+                one = address[layer, row, head]
+                one.table, one.column = first.table + table[at], first.column
+                one.length_index = first.length_index + index[at]
+                budget[row, layer, head] = entries[at, first.length_index]
 
 
 @compile_kept(error_model="numpy")
 def gather_lengths(address, lengths, end):  # type: ignore[no-untyped-def]
     """Write the last R sources of `end` [L, S, H]: the lengths of the rows of `address`."""
-    layers, rows, heads, _ = address.shape
+    layers, rows, heads = address.shape
     before = end.shape[1] - rows
     for layer in range(layers):
         for row in range(rows):
             for head in range(heads):
-                end[layer, before + row, head] = lengths[address[layer, row, head, 2]]
+                end[layer, before + row, head] = lengths[address[layer, row, head].length_index]
 
 
 @compile_kept(error_model="numpy")
@@ -225,8 +252,8 @@ def number_slots(layer, count, readers, first, segments, segment):  # type: igno
                 for at in range(begin, end):
                     first[entry[at], head] = -1
             else:
-                segments[segment, 0], segments[segment, 1] = row, head
-                segments[segment, 2], segments[segment, 3] = before, slot
+                one = segments[segment]
+                one.row, one.head, one.first_slot, one.end_slot = row, head, before, slot
                 segment += 1
     return segment, slot
 
@@ -242,17 +269,19 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
     for cell in order:
         source, head = cells[cell, 0], cells[cell, 1]
         parts, a = count[layer, source, head], np.int64(ranges.begin[layer, source, head])
+        tails = source >= shared
         if parts == 1 or window >= 0:
             for _ in range(parts):
-                tails = source >= shared
-                tasks[task, 4] = OPEN if tails else ABS
-                tasks[task, 5], tasks[task, 6] = a, 0 if tails else ranges.end[layer, source, head]
+                one = tasks[task]
+                one.kind = RangeKind.OPEN if tails else RangeKind.ABS
+                one.a, one.b = a, 0 if tails else ranges.end[layer, source, head]
                 if window >= 0:
-                    tasks[task, 4], tasks[task, 5] = WINDOW, window
+                    one.kind, one.a = RangeKind.WINDOW, window
                 task += 1
         elif tile == 0:
             for part in range(parts):
-                tasks[task, 4], tasks[task, 5], tasks[task, 6] = FRAC, part, parts
+                one = tasks[task]
+                one.kind, one.a, one.b = RangeKind.FRAC, part, parts
                 task += 1
         else:
             end = np.int64(ranges.end[layer, source, head])
@@ -260,13 +289,15 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
             base = int(tiles / max(parts, 1))  # exact, and far faster than integer division
             short = parts - (tiles - base * parts)
             for part in range(parts):
-                tasks[task, 4], tasks[task, 5] = ABS, a
+                one = tasks[task]
+                one.kind, one.a = RangeKind.ABS, a
                 a += (base + (part >= short)) * tile
-                tasks[task, 6] = a
+                one.b = a
                 task += 1
             if parts:
-                tasks[task - 1, 4] = OPEN if source >= shared else ABS
-                tasks[task - 1, 6] = 0 if source >= shared else end
+                last = tasks[task - 1]
+                last.kind = RangeKind.OPEN if tails else RangeKind.ABS
+                last.b = 0 if tails else end
 
 
 @compile_kept(error_model="numpy")
@@ -279,21 +310,21 @@ def write_entries(layer, order, cells, count, readers, address, first, tasks, ta
     for cell in order:
         source, head = cells[cell, 0], cells[cell, 1]
         begin, end, row = indptr[source], indptr[source + np.uint32(1)], owner[source]
-        table, column = address[layer, row, head, 0], address[layer, row, head, 1]
-        length_index = address[layer, row, head, 2]
+        place = address[layer, row, head]
+        table, length_index, column = place.table, place.length_index, place.column
         for part in range(count[layer, source, head]):
-            tasks[task, 0], tasks[task, 1], tasks[task, 2] = table, length_index, column
-            tasks[task, 3], tasks[task, 7] = head, entry
-            for place in range(begin, end):
-                slot = first[place, head]
-                direct = np.int32(slot < 0)
-                entries[entry, 0], entries[entry, 1] = reader[place], direct
-                entries[entry, 2], entries[entry, 3] = 0 if direct else slot + part, 0
+            one = tasks[task]
+            one.table, one.length_index, one.column = table, length_index, column
+            one.head, one.row_begin = head, entry
+            for at in range(begin, end):
+                slot, served = first[at, head], entries[entry]
+                served.row, served.direct = reader[at], np.int32(slot < 0)
+                served.slot, served.before = 0 if slot < 0 else slot + part, 0
                 entry += 1
-            tasks[task, 8] = entry
-            slot = first[begin, head]
-            tasks[task, 9], tasks[task, 10] = reader[begin], np.int32(slot < 0)
-            tasks[task, 11], tasks[task, 12] = 0 if slot < 0 else slot + part, 0
+            one.row_end = entry
+            slot, repeated = first[begin, head], one.first
+            repeated.row, repeated.direct = reader[begin], np.int32(slot < 0)
+            repeated.slot, repeated.before = 0 if slot < 0 else slot + part, 0
             task += 1
     return task, entry
 
@@ -314,10 +345,10 @@ def lay_out(count, size, ranges, readers, address, window):  # type: ignore[no-u
             for head in range(heads):
                 total += count[layer, source, head]
                 total_entries += rows * count[layer, source, head]
-    tasks = np.empty((total, TASK_FIELDS), np.int32)
-    entries = np.empty((total_entries, ENTRY_FIELDS), np.int32)
+    tasks = np.empty(total, TASK)
+    entries = np.empty(total_entries, ENTRY)
     outputs = min(layers * heads * (len(readers.row_indptr) - 1), total_entries)
-    segments = np.empty((outputs, SEGMENT_FIELDS), np.int32)
+    segments = np.empty(outputs, SEGMENT)
     layer_indptr, merge_indptr = np.zeros(layers + 1, np.int64), np.zeros(layers + 1, np.int64)
     key, spare = np.empty(sources * heads, np.uint16), np.empty(sources * heads, np.uint32)
     order, first = np.empty_like(spare), np.empty((len(readers.reader), heads), np.int32)

@@ -10,6 +10,7 @@ from tangram.plan.forest import build_forest
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
 from tangram.plan.packing import plan_packing
+from tangram.plan.records import ADDRESS
 from tangram.types import Int32
 
 SHARED_TOKENS = 1 << 14
@@ -17,9 +18,9 @@ SHARED_TOKENS = 1 << 14
 
 def rehearse_planning() -> tuple[WorkPlan, Int32]:
     """A plan of two rows that share a chunk, and their lengths; all loops have run then."""
-    address = np.empty((1, 2, 1, 3), np.int32)
+    address = np.empty((1, 2, 1), ADDRESS)
     rows, budget = np.arange(2), np.empty((2, 1, 1), np.int32)
-    heads, entries = np.zeros((1, 1, 3), np.int32), np.ones((2, 1), np.int32)
+    heads, entries = np.zeros((1, 1), ADDRESS), np.ones((2, 1), np.int32)
     address_rows(heads, rows, np.zeros_like(rows), rows, entries, address, budget)
     batch = DecodeRows(address, budget, (None,), 16)
     plan_aot(batch, 1)

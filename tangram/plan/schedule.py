@@ -20,8 +20,8 @@ from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import MAX_QUERY_ROWS, plan_packing
-from tangram.plan.plain import plan_plain
 from tangram.plan.profit import PACKING_RULES, PackingRule
+from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
 

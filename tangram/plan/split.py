@@ -115,6 +115,15 @@ def split_evenly(
     return finish(rows, own, count, np.ascontiguousarray(work), None, tile_tokens)
 
 
+def plan_plain(rows: DecodeRows) -> WorkPlan:
+    """The planner that does not split, with which every other is compared: no partial results.
+
+    Worked example: 2 rows, 1 full layer, 2 KV heads give 4 tasks `OPEN [0, length)`. In a layer
+    with a window of 128 tokens the same tasks read `WINDOW 128`.
+    """
+    return split_evenly(rows, np.ones(rows.shape, np.int64), TILE_MULTIPLE)
+
+
 def finish(
     rows: DecodeRows,
     sources: Sources,

@@ -5,14 +5,14 @@ A field that is described there is in the bodies, and in the document of the API
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from functools import reduce
+from operator import or_
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-import pydantic
 from msgspec import Meta
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
 from tangram.limits import TOKEN_COUNT, Biases, Bounds, Texts, Tokens
 from tangram.serve.body import Body, Json, Label, Text
@@ -43,66 +43,56 @@ MaxTokens = Annotated[int, WithJsonSchema({"type": "integer"} | range_of(TOKEN_C
 def _describe_fields(described: type, *names: str) -> dict[str, Any]:
     """The fields of a dataclass, or those of `names`, as `create_model` takes them."""
     hints = get_type_hints(described, include_extras=True)
-    found = {entry.name: entry for entry in fields(described)}
-    return {name: _describe(hints[name], found[name]) for name in names or found}
+    defaults = {
+        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
+        for entry in fields(described)
+    }
+    return {name: (_spell(hints[name]), defaults[name]) for name in names or defaults}
 
 
-def _describe(hint: Any, entry: Field[Any]) -> tuple[Any, Any]:
-    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    texts = [mark.description for mark in marks if isinstance(mark, Meta) and mark.description]
-    value = entry.default if entry.default_factory is MISSING else entry.default_factory()
-    return _spell(hint), pydantic.Field(default=value, description=texts[0] if texts else None)
-
-
-def _spell(kind: Any, marks: Sequence[Any] = ()) -> Any:
-    """The type in JSON of a field of this type, whose annotations are `marks`."""
-    if get_origin(kind) is Annotated:
-        kind, *own = get_args(kind)
-        return _spell(kind, [*own, *marks])
-    for mark in marks:
-        match mark:
-            case Texts(most, most_characters):
-                text = {"type": "string", "minLength": 1, "maxLength": most_characters}
-                form = {"anyOf": [text, list_of(text, 0, most)]}
-                return Annotated[_list(list[Text], most, form), BeforeValidator(_as_list)]
-            case Tokens(most):
-                return _list(list[int], most, list_of(TOKEN, 0, most))
-            case Biases():
-                return _spell_biases(mark)
-    if get_origin(kind) in (Union, UnionType):  # of a type and None
-        return _spell(get_args(kind)[0], marks) | None
+def _spell(kind: Any) -> Any:
+    """The type in JSON of a field of this type."""
     if kind is str:
-        lengths = [mark.max_length for mark in marks if isinstance(mark, Meta)]
-        return Annotated[Text, pydantic.Field(max_length=next(filter(None, lengths), None))]
-    ranges = [range_of(mark) for mark in marks if isinstance(mark, Bounds)]
-    if ranges:
-        named = {"type": "integer" if kind is int else "number"}
-        return Annotated[kind, WithJsonSchema(named | ranges[0])]
-    return kind
+        return Text
+    if get_origin(kind) in (Union, UnionType):
+        return reduce(or_, map(_spell, get_args(kind)))
+    if get_origin(kind) is not Annotated:
+        return kind
+    plain, *marks = get_args(kind)
+    return reduce(_apply, marks, _spell(plain))
 
 
-def _list(kind: Any, most: int, form: Json) -> Any:
-    # The first error is enough; many would take much memory.
-    return Annotated[kind, pydantic.Field(max_length=most, fail_fast=True), WithJsonSchema(form)]
+def _apply(kind: Any, mark: Any) -> Any:
+    """`kind` with what a `mark` of its annotation says. Of lists, the first error is enough."""
+    match mark:
+        case Meta():
+            return Annotated[kind, Field(max_length=mark.max_length, description=mark.description)]
+        case Bounds():
+            named = {"type": "integer" if int in (kind, *get_args(kind)) else "number"}
+            return Annotated[kind, WithJsonSchema(named | range_of(mark))]
+        case Texts(most, most_characters):
+            text = {"type": "string", "minLength": 1, "maxLength": most_characters}
+            form = WithJsonSchema({"anyOf": [text, list_of(text, 0, most)]})
+            few = Field(max_length=most, fail_fast=True)
+            return Annotated[list[Text], few, BeforeValidator(_as_list), form]
+        case Tokens(most):
+            few = Field(max_length=most, fail_fast=True)
+            return Annotated[list[int], few, WithJsonSchema(list_of(TOKEN, 0, most))]
+        case Biases(most, bounds):
+            form = WithJsonSchema(
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": f"^[0-9]{{1,{_MAX_TOKEN_DIGITS}}}$"},
+                    "additionalProperties": {"type": "number"} | range_of(bounds),
+                    "maxProperties": most,
+                }
+            )
+            few = Field(max_length=most)
+            return Annotated[dict[str, float], few, AfterValidator(_by_token), form]
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _spell_biases(limit: Biases) -> Any:
-    form = {
-        "type": "object",
-        "propertyNames": {"pattern": f"^[0-9]{{1,{_MAX_TOKEN_DIGITS}}}$"},
-        "additionalProperties": {"type": "number"} | range_of(limit.bounds),
-        "maxProperties": limit.most,
-    }
-    return Annotated[
-        dict[str, float],
-        pydantic.Field(max_length=limit.most),
-        AfterValidator(_by_token),
-        WithJsonSchema(form),
-    ]
 
 
 def _by_token(bias: dict[str, float]) -> dict[int, float]:

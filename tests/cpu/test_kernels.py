@@ -19,8 +19,9 @@ from tangram.kernels import cpu, cpu_tasks, reference
 from tangram.kernels.cpu_widen import widen
 from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
+from tangram.plan.check import check_plan
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.plain import plan_plain
+from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tests.examples import examples
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
@@ -89,7 +90,7 @@ def test_decode_equals_dense_attention(
     batch = make_batch(r, h, g, d, page=page)
     sinks = batch.sinks if use_sinks else None
     for plan in plans(batch.rows):
-        plan.check(batch.rows, batch.lengths.numpy())
+        check_plan(plan, batch.rows, batch.lengths.numpy())
         for layer in (0, 1):
             out = run(batch.copy(), plan, layer, softcap=softcap, sinks=sinks)
             expected = dense_decode(batch, layer, softcap=softcap, sinks=sinks)

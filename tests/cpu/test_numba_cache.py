@@ -13,8 +13,8 @@ import pytest
 
 # Each of them prints what the first compiled function gives: entries [1, 2).
 PLAIN = """
-from tangram.kernels.cpu_tasks import largest, resolve_one
-print(resolve_one(0, 1, 2, 3, 4))
+from tangram.plan.loops import find_largest, resolve
+print(resolve(0, 1, 2, 3, 4))
 """
 FULL_DISK = (
     """
@@ -27,7 +27,7 @@ TWO_FUNCTIONS = (
     FULL_DISK
     + """
 import numpy as np
-largest(np.zeros(3, np.float32), 3)
+find_largest(np.zeros(3))
 """
 )
 
@@ -48,7 +48,7 @@ def said(code: str, **variables: str) -> str:
 
 def test_code_is_kept_where_it_can_be(tmp_path: Path) -> None:
     assert said(PLAIN, NUMBA_CACHE_DIR=str(tmp_path)) == ""
-    (kept,) = tmp_path.rglob("*resolve_one*.nbc")
+    (kept,) = tmp_path.rglob("*resolve*.nbc")
     written_ns = kept.stat().st_mtime_ns
     assert said(PLAIN, NUMBA_CACHE_DIR=str(tmp_path)) == ""
     assert kept.stat().st_mtime_ns == written_ns
@@ -75,6 +75,6 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["nbc", "nbi"])
 def test_a_damaged_file_costs_the_cache_only(tmp_path: Path, suffix: str) -> None:
     said(PLAIN, NUMBA_CACHE_DIR=str(tmp_path))
-    (kept,) = tmp_path.rglob(f"*resolve_one*.{suffix}")
+    (kept,) = tmp_path.rglob(f"*resolve*.{suffix}")
     kept.write_bytes(b"")
     assert "a damaged file" in said(PLAIN, NUMBA_CACHE_DIR=str(tmp_path))

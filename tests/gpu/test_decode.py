@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.plan.aot import plan_aot
+from tangram.plan.check import check_plan
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.plain import plan_plain
+from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram_lab.baselines.uniform import plan_uniform_splits
 from tests.interpreter import interpreter_few
@@ -368,7 +369,7 @@ def test_one_task_serves_rows_that_share_a_prefix(
     """12, 32, 64, 120 and 15 queries: every tile size."""
     batch, plan = shared_batch(rows, group, prefix=64)
     batch = narrow(batch) if fp8 else batch
-    plan.check(batch.rows, batch.lengths.numpy(), batch.tables.numpy())
+    check_plan(plan, batch.rows, batch.lengths.numpy(), batch.tables.numpy())
     last = [batch.kv[r][0][h][:, -1] for r in range(rows) for h in range(2)]
     kv = torch.stack(last).view(rows, 2, 2, 64)
     batch = replace(batch, k=kv[:, :, 0], v=kv[:, :, 1])
@@ -384,11 +385,11 @@ def test_a_short_tail_finishes_its_row() -> None:
 
     batch, plan = shared_batch(8, 4, prefix=64)
     packed = pack(plan, 4, options("tails"), batch.lengths.numpy())
-    assert packed.finishes.sum() == len(plan.merge_row) == 8 * 2 * 2
+    assert packed.finishes.sum() == len(plan.segments) == 8 * 2 * 2
     assert not packed.arrays["segments"].size
     apart = pack(plan, 4, options("kernel"), batch.lengths.numpy())
     assert not apart.finishes.any()
-    assert len(apart.arrays["segments"]) == len(plan.merge_row)
+    assert len(apart.arrays["segments"]) == len(plan.segments)
 
 
 def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device) -> None:

@@ -7,7 +7,8 @@ from math import ceil, floor
 
 import numpy as np
 
-from tangram.plan.form import DecodeRows, RangeKind
+from tangram.plan.form import DecodeRows
+from tangram.plan.records import RangeKind
 from tangram.plan.split import Sources
 from tangram.plan.workqueue import FINER, LONG_TOKENS, Grain
 from tangram.types import Float64, Int32

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
+from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
-from tangram.plan.form import RangeKind, WorkPlan
+from tangram.plan.form import WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.profit import THRIFT
+from tangram.plan.records import RangeKind
 from tangram.types import Int32
 from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
 from tests.host.planning import PAGE, SharedBatch, shared_batch, shared_batches
@@ -46,10 +48,8 @@ def pack(batch: SharedBatch, rule: str = "naive", workers: int = 4, **options: o
 def tasks(plan: WorkPlan) -> set[tuple[tuple[int, ...], int, int, int]]:
     """(rows, kind, a, b) of every task."""
     return {
-        (tuple(sorted(plan.rows[begin:end].tolist())), int(kind), int(a), int(b))
-        for begin, end, kind, a, b in zip(
-            plan.row_begin, plan.row_end, plan.kind, plan.a, plan.b, strict=True
-        )
+        (tuple(sorted(plan.entries["row"][begin:end].tolist())), kind, a, b)
+        for _, _, _, _, kind, a, b, begin, end, _ in plan.tasks.tolist()
     }
 
 
@@ -74,28 +74,29 @@ def test_every_rule_covers_every_entry_once_and_survives_growth(
             min_tokens=least,
         )
         for grown_tokens in (0, 1, 300):
-            plan.check(batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
-        assert (plan.row_end - plan.row_begin).max() <= max_query_rows // 4
+            check_plan(plan, batch.rows, batch.lengths + np.int32(grown_tokens), batch.tables)
+        assert plan.rows_served.max() <= max_query_rows // 4
 
 
 @given(shared_batches(windows=False))
 def test_the_check_sees_rows_served_with_pages_of_others(batch: SharedBatch) -> None:
     plan = pack(batch)
-    several = np.flatnonzero(plan.row_end - plan.row_begin > 1)
+    several = np.flatnonzero(plan.rows_served > 1)
     if not len(several):
         return
     task = several[0]
-    layer, row, head = plan.task_layer[task], plan.rows[plan.row_begin[task]], plan.head[task]
+    layer, one = plan.task_layer[task], plan.tasks[task]
     tables = batch.tables.copy()
-    tables[batch.rows.table[row, layer, head] + plan.a[task] // PAGE] += 10_000
+    table = batch.rows.table[one["first"]["row"], layer, one["head"]]
+    tables[table + one["a"] // PAGE] += 10_000
     with pytest.raises(IntegrityError, match="another row's pages"):
-        plan.check(batch.rows, batch.lengths, tables)
+        check_plan(plan, batch.rows, batch.lengths, tables)
 
 
 def plan_us(cost: CostModel, plan: WorkPlan, lengths: Int32, group: int) -> float:
     """All layers of a plan at `lengths`: entries read, task starts and partial results."""
     begin, end = plan.spans(lengths)
-    readers = plan.row_end - plan.row_begin
+    readers = plan.rows_served
     reading = float(((end - begin) * cost.token_us(readers * group)).sum())
     partials = int((~plan.direct).sum()) * cost.partial_us(group)
     return reading + len(readers) * cost.start_us + partials
@@ -214,8 +215,8 @@ def test_off_packs_nothing() -> None:
 def test_rows_beyond_the_largest_tile_are_served_by_further_tasks() -> None:
     batch = shared_batch([(1,)] * 5, [1] * 5, [10] * 5, KEPT)
     plan = pack(batch, max_query_rows=8, min_tokens=WHOLE)
-    assert sorted(plan.row_end - plan.row_begin)[-3:] == [1, 2, 2]
-    assert (plan.kind == RangeKind.ABS).sum() == 3
+    assert sorted(plan.rows_served)[-3:] == [1, 2, 2]
+    assert (plan.tasks["kind"] == RangeKind.ABS).sum() == 3
 
 
 # A root of 64 entries with 2 + 20 rows below: node (1, 2) of 2 rows, node (1, 3) of 20 rows.
@@ -255,8 +256,8 @@ def test_sliding_window_layers_are_read_row_by_row() -> None:
     batch = shared_batch([(1, 2)] * 3, [1] * 3, [10] * 3, np.full((2, 1), 4), (None, 50))
     plan = pack(batch)
     inside = plan.of_layer(1)
-    assert (plan.kind[inside] == RangeKind.WINDOW).all() and len(plan.kind[inside]) == 3
-    assert (plan.row_end - plan.row_begin)[plan.of_layer(0)].max() == 3
+    assert plan.tasks["kind"][inside].tolist() == [RangeKind.WINDOW] * 3
+    assert plan.rows_served[plan.of_layer(0)].max() == 3
 
 
 def test_long_prefixes_and_tails_are_cut_so_that_tasks_are_alike() -> None:
@@ -278,7 +279,7 @@ def test_a_span_is_cut_by_what_its_rows_make_of_it() -> None:
     cost = CostModel(flops_per_us=1e6)
     plan = pack(batch, cost=cost, workers=8, tasks_per_worker=16, tile_tokens=16, min_tokens=16)
     begin, end = plan.spans(batch.lengths)
-    several = plan.row_end - plan.row_begin > 1
+    several = plan.rows_served > 1
     assert (end - begin)[~several].mean() == pytest.approx(
         2 * (end - begin)[several].mean(), rel=0.1
     )

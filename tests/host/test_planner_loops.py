@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.loops import ABS, FRAC, OPEN, WINDOW, sort_longest
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.loops import sort_longest
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.split import Sources, fit_parts
 from tangram.plan.workqueue import Grain, cut
@@ -88,7 +88,7 @@ def test_tasks_entries_and_merges_are_those_of_plain_loops(one: Cut) -> None:
     given_to = one.rows, one.sources, one.begin, one.end, one.weight, one.grain
     plan = cut(*given_to)
     assert list_layers(plan) == cut_plainly(*given_to)
-    assert (plan.tasks[:, 9:] == plan.entries[plan.row_begin]).all()
+    assert (plan.tasks["first"] == plan.entries[plan.tasks["row_begin"]]).all()
     most = max((end for *_, end in plan.segments.tolist()), default=0)
     assert plan.partial_slots == most
 
@@ -114,12 +114,8 @@ def test_cells_are_sorted_as_in_plain_loops(size: list[float]) -> None:
     assert order.tolist() == order_plainly(size)
 
 
-def test_loops_know_the_kinds_of_ranges() -> None:
-    assert list(RangeKind) == [ABS, OPEN, FRAC, WINDOW]
-
-
 def test_a_rehearsal_shares_splits_and_merges() -> None:
     """So whoever has packed its plan has compiled every loop."""
     plan, _ = rehearse_planning()
-    assert (plan.row_end - plan.row_begin).max() == 2
+    assert plan.rows_served.max() == 2
     assert len(plan.segments)

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
 from tangram.plan.aot import plan_aot
-from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
-from tangram.plan.plain import plan_plain
+from tangram.plan.check import check_plan
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.records import RangeKind
+from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
@@ -63,7 +65,7 @@ def test_a_plan_covers_every_entry_once_and_survives_growth(
     rows, lengths = batch
     for plan in every_plan(rows, lengths, workers, tile_tokens):
         for grown_tokens in (0, 1, 300):
-            plan.check(rows, lengths + np.int32(grown_tokens))
+            check_plan(plan, rows, lengths + np.int32(grown_tokens))
 
 
 @given(batches(), st.sampled_from([1, 7, 132]))
@@ -85,27 +87,29 @@ def test_a_layer_is_planned_alone_as_it_is_among_others(
         alone = plan_workqueue(rows.layer(layer), lengths, workers, tile_tokens=16, min_tokens=16)
         inside = whole.of_layer(layer)
         for name in ("table", "length_index", "column", "head", "kind", "a", "b"):
-            assert getattr(alone, name).tolist() == getattr(whole, name)[inside].tolist()
+            assert alone.tasks[name].tolist() == whole.tasks[name][inside].tolist()
 
 
 def covered_once(plan: WorkPlan, rows: DecodeRows, lengths: Int32) -> bool:
     """The law of the check, entry by entry and in plain loops."""
     length = lengths[rows.length_index]
     seen = np.zeros((*rows.table.shape, 2000), np.int64)
-    for task, layer in enumerate(plan.task_layer):
-        source = (plan.table[task], plan.column[task], plan.length_index[task])
-        for row in plan.rows[plan.row_begin[task] : plan.row_end[task]]:
-            cell = (row, layer, plan.head[task])
+    for task, layer in zip(plan.tasks, plan.task_layer, strict=True):
+        source = (task["table"], task["column"], task["length_index"])
+        for row in plan.entries["row"][task["row_begin"] : task["row_end"]]:
+            cell = (row, layer, task["head"])
             if source != (rows.table[cell], rows.column[cell], rows.length_index[cell]):
                 return False
-            n, a, b = int(length[cell]), int(plan.a[task]), int(plan.b[task])
+            n, a, b = int(length[cell]), int(task["a"]), int(task["b"])
             tile = plan.tile_tokens
             tiles = -(-n // tile)
-            match plan.kind[task]:
+            match task["kind"]:
                 case RangeKind.ABS:
                     span = range(a, b)
                 case RangeKind.OPEN:
                     span = range(min(a, n), n)
+                case RangeKind.FRAC if b == 0:
+                    return False  # a share of no shares means nothing
                 case RangeKind.FRAC:
                     span = range(tiles * a // b * tile, min(n, tiles * (a + 1) // b * tile))
                 case _:
@@ -129,20 +133,12 @@ def test_the_check_agrees_with_counting_entries_one_by_one(
 ) -> None:
     rows, lengths = batch
     plan = plan_aot(rows, 6, tile_tokens=16)
-    values = getattr(plan, field).copy()
+    values = plan.tasks[field].copy()
     index = data.draw(st.integers(0, len(values) - 1))
     values[index] = data.draw(st.integers(0, 3 if field == "kind" else 130))
-    if (
-        field in ("kind", "b")
-        and plan.kind[index] != RangeKind.FRAC
-        and values[index] == RangeKind.FRAC
-    ):
-        return  # a share of 0 shares means nothing
-    if field == "b" and plan.kind[index] == RangeKind.FRAC and values[index] == 0:
-        return
-    broken = change_plan(plan, field, values)
+    broken = change_plan(plan, f"tasks.{field}", values)
     try:
-        broken.check(rows, lengths)
+        check_plan(broken, rows, lengths)
     except IntegrityError:
         assert not covered_once(broken, rows, lengths)
     else:
@@ -157,32 +153,33 @@ LENGTHS = np.array([400, 40, 200, 40], np.int32)
 @pytest.mark.parametrize(
     ("field", "index", "value"),
     [
-        ("rows", 0, 1),  # another row's query
-        ("rows", 0, 99),
-        ("head", 0, 1),
-        ("head", 0, -1),
-        ("slot", 0, 1),  # two parts in one slot
-        ("slot", 0, 99),
-        ("direct", 0, 1),  # a part that overwrites the output
-        ("direct", -1, 0),  # a whole result that nobody merges
-        ("first_slot", 0, 1),  # a part merged never
-        ("end_slot", 0, 1),
-        ("end_slot", 0, 99),
-        ("merge_row", 0, 1),
-        ("merge_head", 0, 1),
-        ("row_end", 0, 0),
-        ("row_begin", 1, 0),
-        ("kind", 0, 4),
+        ("entries.row", 0, 1),  # another row's query
+        ("entries.row", 0, 99),
+        ("tasks.head", 0, 1),
+        ("tasks.head", 0, -1),
+        ("entries.slot", 0, 1),  # two parts in one slot
+        ("entries.slot", 0, 99),
+        ("entries.direct", 0, 1),  # a part that overwrites the output
+        ("entries.direct", -1, 0),  # a whole result that nobody merges
+        ("segments.first_slot", 0, 1),  # a part merged never
+        ("segments.end_slot", 0, 1),
+        ("segments.end_slot", 0, 99),
+        ("segments.row", 0, 1),
+        ("segments.head", 0, 1),
+        ("tasks.row_end", 0, 0),
+        ("tasks.row_begin", 1, 0),
+        ("tasks.kind", 0, 4),
+        ("tasks.b", 0, 0),  # a share of no shares
         ("layer_indptr", 1, 3),
         ("merge_indptr", 1, 0),
     ],
 )
 def test_the_check_names_outputs_that_do_not_add_up(field: str, index: int, value: int) -> None:
     plan = plan_aot(UNEVEN, 2, tasks_per_worker=4, tile_tokens=16)
-    plan.check(UNEVEN, LENGTHS)
+    check_plan(plan, UNEVEN, LENGTHS)
     assert not plan.direct[0] and plan.direct[-1]
     with pytest.raises(IntegrityError, match="work plan"):
-        change_plan(plan, field, value, index).check(UNEVEN, LENGTHS)
+        check_plan(change_plan(plan, field, value, index), UNEVEN, LENGTHS)
 
 
 def test_a_missing_task_is_caught() -> None:
@@ -191,7 +188,7 @@ def test_a_missing_task_is_caught() -> None:
         plan, tasks=plan.tasks[:3], entries=plan.entries[:3], layer_indptr=np.array([0, 3])
     )
     with pytest.raises(IntegrityError):
-        short.check(UNEVEN, LENGTHS)
+        check_plan(short, UNEVEN, LENGTHS)
 
 
 def shared_prefix_plan() -> WorkPlan:
@@ -220,23 +217,24 @@ def shared_prefix_plan() -> WorkPlan:
 
 def test_a_span_may_serve_several_rows_only_if_they_share_its_pages() -> None:
     address = UNEVEN.address.copy()
-    address[..., 1] = 0
+    address["column"] = 0
     rows = replace(UNEVEN, address=address)
-    plan = change_plan(shared_prefix_plan(), "column", 0)
+    plan = change_plan(shared_prefix_plan(), "tasks.column", 0)
     tables = np.arange(400, dtype=np.int32)
     with pytest.raises(IntegrityError, match="pass tables"):
-        plan.check(rows, LENGTHS)
+        check_plan(plan, rows, LENGTHS)
     with pytest.raises(IntegrityError, match="another row's pages"):
-        plan.check(rows, LENGTHS, tables)
+        check_plan(plan, rows, LENGTHS, tables)
     tables[200:202] = tables[0:2]
-    plan.check(rows, LENGTHS, tables)
-    plan.check(rows, LENGTHS + np.int32(300), tables)
+    check_plan(plan, rows, LENGTHS, tables)
+    check_plan(plan, rows, LENGTHS + np.int32(300), tables)
     with pytest.raises(IntegrityError, match="wrong column"):
-        plan.check(UNEVEN, LENGTHS, tables)
+        check_plan(plan, UNEVEN, LENGTHS, tables)
 
 
 def parts_of(plan: WorkPlan, rows: DecodeRows) -> np.ndarray:
-    cell = np.ravel_multi_index((plan.rows, plan.task_layer, plan.head), rows.table.shape)
+    where = plan.entries["row"], plan.task_layer, plan.tasks["head"]
+    cell = np.ravel_multi_index(where, rows.table.shape)
     return np.bincount(cell, minlength=rows.table.size).reshape(rows.table.shape)
 
 
@@ -244,7 +242,7 @@ def test_aot_follows_the_papers_formula() -> None:
     rows = make_rows(np.array([[[800.0, 300.0, 100.0]]]))
     plan = plan_aot(rows, 2, tasks_per_worker=4)
     assert parts_of(plan, rows).tolist() == [[[5, 2, 1]]]
-    assert plan.head.tolist() == [0, 0, 0, 0, 0, 1, 1, 2]  # the largest share starts first
+    assert plan.tasks["head"].tolist() == [0, 0, 0, 0, 0, 1, 1, 2]  # the largest share starts first
 
 
 def test_no_part_of_an_aot_plan_is_smaller_than_asked_for() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import ConfigError
-from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.records import RangeKind
 from tangram.plan.workqueue import plan_workqueue
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits, splits_for
 
@@ -31,7 +32,8 @@ def sizes(plan: WorkPlan, lengths: np.ndarray, layer: int = 0) -> np.ndarray:
 
 def parts(plan: WorkPlan, rows: DecodeRows) -> list[int]:
     """The number of tasks of each (row, layer, head), in flat order."""
-    cell = np.ravel_multi_index((plan.rows, plan.task_layer, plan.head), rows.table.shape)
+    where = plan.entries["row"], plan.task_layer, plan.tasks["head"]
+    cell = np.ravel_multi_index(where, rows.table.shape)
     return np.bincount(cell, minlength=rows.table.size).tolist()
 
 
@@ -40,9 +42,11 @@ def test_the_work_queues_worked_example() -> None:
     plan = plan_workqueue(
         rows_of(2, 1, 1), lengths, 2, tasks_per_worker=2, tile_tokens=128, min_tokens=256
     )
-    assert plan.rows.tolist() == [0, 0, 0, 1]
-    assert plan.kind.tolist() == [RangeKind.ABS, RangeKind.ABS, RangeKind.OPEN, RangeKind.OPEN]
-    assert plan.a.tolist() == [0, 256, 640, 0] and plan.b[:2].tolist() == [256, 640]
+    assert plan.entries["row"].tolist() == [0, 0, 0, 1]
+    kinds = [RangeKind.ABS, RangeKind.ABS, RangeKind.OPEN, RangeKind.OPEN]
+    assert plan.tasks["kind"].tolist() == kinds
+    assert plan.tasks["a"].tolist() == [0, 256, 640, 0]
+    assert plan.tasks["b"][:2].tolist() == [256, 640]
 
 
 lengths_of_layers = st.lists(st.integers(0, 60_000), min_size=12, max_size=12).map(
@@ -127,7 +131,7 @@ def test_uniform_splits_are_one_number_for_all_heads_from_the_longest() -> None:
     rows, lengths = rows_of(2, 1, 8), np.full(16, 10, np.int32)
     lengths[3] = 4096
     plan = plan_uniform_splits(rows, lengths, 132)
-    assert set(parts(plan, rows)) == {7} and (plan.kind == RangeKind.FRAC).all()
+    assert set(parts(plan, rows)) == {7} and (plan.tasks["kind"] == RangeKind.FRAC).all()
 
 
 def test_exact_buckets_split_heads_of_equal_length_alike_as_if_alone() -> None:
@@ -147,8 +151,8 @@ def test_padded_buckets_leave_splits_beyond_the_true_length_empty() -> None:
     split = public_heuristic(2, 16, 64)
     assert parts(plan, rows) == [split, split] and split > 2
     size = sizes(plan, lengths)
-    assert (size[plan.rows == 1] > 0).all()
-    assert (size[plan.rows == 0] == 0).sum() == split - (4096 // (8192 // split) + 1)
+    assert (size[plan.entries["row"] == 1] > 0).all()
+    assert (size[plan.entries["row"] == 0] == 0).sum() == split - (4096 // (8192 // split) + 1)
 
 
 @pytest.mark.parametrize(

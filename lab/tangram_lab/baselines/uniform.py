@@ -17,7 +17,8 @@ from typing import Literal
 import numpy as np
 
 from tangram.errors import ConfigError
-from tangram.plan.form import DecodeRows, RangeKind, WorkPlan
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.records import RangeKind
 from tangram.plan.split import require_positive, split_evenly
 from tangram.types import Int32, Int64
 
@@ -101,15 +102,15 @@ def _pad(
     The part that holds the last entry is OPEN, those after it are EMPTY.
     """
     plan = split_evenly(rows, splits, tile_tokens, bucket)
-    cell = plan.rows, plan.task_layer, plan.head
+    cell = plan.entries["row"], plan.task_layer, plan.tasks["head"]
     full = ~rows.windowed[plan.task_layer]
     parts = np.where(full, splits[cell], 1)
-    number = np.where(plan.kind == RangeKind.FRAC, plan.a, 0)
+    number = np.where(plan.tasks["kind"] == RangeKind.FRAC, plan.tasks["a"], 0)
     width = -(-bucket[cell] // (parts * tile_tokens)) * tile_tokens
     a, entries = number * width, length[cell]
     holds = (a < entries) | (number == 0)
     opens = holds & ((a + width >= entries) | (number + 1 == parts))
-    kind = np.where(opens, int(RangeKind.OPEN), int(RangeKind.ABS))
-    b = np.where(opens, 0, np.where(holds, a + width, a))
-    plan.tasks[full, 4:7] = np.stack([kind, a, b], axis=1)[full]
+    plan.tasks["kind"][full] = np.where(opens, RangeKind.OPEN, RangeKind.ABS)[full]
+    plan.tasks["a"][full] = a[full]
+    plan.tasks["b"][full] = np.where(opens, 0, np.where(holds, a + width, a))[full]
     return plan

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs
+from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding
@@ -38,7 +39,7 @@ class Ours:
         self._programs = count_programs(workload.pool, workload.case.geometry.group, card)
         plans, batches = self._plan(), self._batches()
         for plan, batch in zip(plans, batches, strict=True):
-            plan.check(batch.rows, batch.lengths, workload.case.tables)
+            check_plan(plan, batch.rows, batch.lengths, workload.case.tables)
         self.counters = WorkCounters.of(plans, workload.case, card.processors, variant.options())
         self._decoders = [self._decoder(plan) for plan in plans]
         layers = [range(batch.rows.table.shape[1]) for batch in batches]

@@ -22,7 +22,7 @@ from bench.kernels import (
 )
 from tangram.kernels import reference
 from tangram.plan.form import WorkPlan
-from tangram.plan.plain import plan_plain
+from tangram.plan.split import plan_plain
 from tangram_lab.kernel_benchmarks import workloads
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case, tree_case
 from tangram_lab.kernel_benchmarks.tree import Tree

@@ -17,9 +17,10 @@ from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_
 from bench.kernels.fragmentation import GROUPINGS, count_reclaimed, scale_budgets
 from tangram.errors import ConfigError
 from tangram.kernels.packed import DecodeOptions
+from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
-from tangram.plan.plain import plan_plain
 from tangram.plan.schedule import Schedule
+from tangram.plan.split import plan_plain
 from tangram_lab.baselines.compared_schedules import KernelVariant, parse_schedule
 from tangram_lab.kernel_benchmarks.case import (
     BatchGeometry,
@@ -200,7 +201,7 @@ def test_a_variant_changes_how_the_kernels_run_and_not_the_plan() -> None:
 def test_packing_reads_shared_nodes_once_and_counters_say_so(rule: str) -> None:
     case = tree_case(Tree((1, 4), (4096, 512)), BatchGeometry.of_heads("8/2", 32), seed=0)
     plan = parse_schedule(f"packing:{rule}+ctas=4+tasks=2").plan(case.decoding, 4, CostModel())
-    plan.check(case.rows, case.lengths, case.tables)
+    check_plan(plan, case.rows, case.lengths, case.tables)
     counters = WorkCounters.of([plan], case, 4)
     assert counters.task_kv_bytes == (case.read_bytes if rule == "off" else case.unique_bytes)
     assert counters.tasks > 16
