@@ -10,7 +10,7 @@ Shape letters used everywhere:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Protocol
 
@@ -394,6 +394,7 @@ class Request(RequestOptions):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     on_event: Callable[[Event], None] = ignore_event
+    _: KW_ONLY
     grammar: Grammar | None = None
     marks: Marks = field(default_factory=Marks)
 

@@ -232,7 +232,7 @@ def keys_of_the_first_chunk(
         talk.prompt(QUESTIONS[0]),
         two,
         lambda event: read(event) if not keys else None,
-        kv_retention,
+        kv_retention=kv_retention,
     )
     engine.submit(request)
     while engine.busy:
