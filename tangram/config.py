@@ -252,6 +252,13 @@ class EngineConfig:
         unset="not measured",
         served_alone=True,
     )
+    save_failed_passes: str | None = _expert(
+        None,
+        "folder for passes that fail or give NaN, which `tangram replay` computes again; each step "
+        "then waits for its logits",
+        unset="not saved",
+        served_alone=True,
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -317,6 +324,10 @@ class EngineConfig:
             "load_format": (
                 None if self.load_format == "auto" else self.load_format,
                 "random weights are made on one device; save them as a checkpoint",
+            ),
+            "save_failed_passes": (
+                self.save_failed_passes,
+                "what a pass reads lies on several devices",
             ),
             "overflow_every": (
                 self.overflow_every,

@@ -45,7 +45,8 @@ class _WatchedKernels(TorchKernels):
 
     def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
         own = super().launch(addresses, tables)
-        return _WatchedLaunch(own.pool, own.addresses, own.tables, own.decoding, self._kept)
+        parts = own.pool, own.addresses, own.tables, own.decoding, own.compiled
+        return _WatchedLaunch(*parts, self._kept)
 
 
 @dataclass(frozen=True, eq=False)

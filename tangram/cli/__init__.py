@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tangram.cli import calibrate, chat, deploy, generate, lab, serve, size
+from tangram.cli import calibrate, chat, deploy, generate, lab, replay, serve, size
 from tangram.cli.command import Command, CommandGroup, rename_options
 from tangram.version import __version__
 
@@ -29,6 +29,7 @@ app.command(cls=Command, context_settings=rename_options(samples="calibration-sa
 app.command("eval", cls=lab.LabCommand)(lab.evaluate)
 app.command(cls=Command, context_settings=rename_options(context="context-tokens"))(size.size)
 app.command("bench", cls=lab.LabCommand)(lab.bench)
+app.command(cls=Command)(replay.replay)
 
 
 def _print_version(asked: bool) -> None:

@@ -119,6 +119,7 @@ _SERVED_PARAMETERS = (
         "max_queue", engine_option("max_queue", unset=str(SERVED_QUEUE), panel=Panel.server)
     ).replace(default=SERVED_QUEUE),
     _parameter("overflow_every"),
+    _parameter("save_failed_passes"),
 )
 _CALIBRATED = {
     "scorer": engine_option("scorer", unset=SERVED_SCORER),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.part_tables import PartTables
@@ -13,6 +18,8 @@ from tangram.engine.meters import Meters
 from tangram.engine.passes import Passes
 from tangram.engine.rank_runner import RankRunner
 from tangram.engine.runner import Runner, RunnerSettings
+from tangram.engine.saved_pass import PassSaver
+from tangram.foreign_files import expand_home
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel
@@ -61,6 +68,7 @@ def build_runner(
         queries=query_counts(drafted),
         meters=meters or Meters(Stopwatch(loaded.device), overflow),
         records=config.max_num_batched_tokens // config.chunk_tokens if records else 0,
+        saver=_saver(blueprint, cache),
     )
     if blueprint.shares is None:
         runner = Runner(loaded, served.retentions, served.scorers, cache, settings)
@@ -71,6 +79,18 @@ def build_runner(
         runner = RankRunner(loaded, own, served.scorers, tables, settings)
     _prepare_runner(runner, config, drafted)
     return runner
+
+
+def _saver(blueprint: Blueprint, cache: CacheManager) -> Callable[[Tensor], PassSaver] | None:
+    """What saves the failed passes of a pool; None if they are not saved."""
+    config, served = blueprint.config, blueprint.served
+    if config.save_failed_passes is None:
+        return None
+    # Another device may choose another dtype.
+    chosen: dict[str, Any] = {"dtype": str(blueprint.loaded.dtype).removeprefix("torch.")}
+    known = replace(config, **chosen)
+    folder = expand_home(config.save_failed_passes)
+    return partial(PassSaver, folder, known, served.retentions, cache)
 
 
 def _count_drafted(config: EngineConfig) -> int:

@@ -21,6 +21,7 @@ from tangram.engine.meters import Meters
 from tangram.engine.passes import Carry, Passes, carry_nothing
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
+from tangram.engine.saved_pass import PassSaver
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
@@ -42,7 +43,7 @@ class RunnerSettings:
     in `form`. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA graphs.
     `queries` are the numbers of tokens that a decode row may have. `meters` measure: those given,
     or new ones. `observer` is told the scores of chunks. With `records`, kept positions of up to so
-    many chunks of a pass are noted (`recorder`).
+    many chunks of a pass are noted (`recorder`). `saver` of the pool saves passes that fail.
     """
 
     pages: int
@@ -55,6 +56,7 @@ class RunnerSettings:
     meters: Meters | None = None
     observer: ScoreObserver | None = None
     records: int = 0
+    saver: Callable[[Tensor], PassSaver] | None = None
 
 
 class Runner:
@@ -109,6 +111,7 @@ class Runner:
             form=form,
             graphs=settings.graphs,
         )
+        self._saver = None if settings.saver is None else settings.saver(self.pool)
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing
 
@@ -133,7 +136,8 @@ class Runner:
         for rows, replayed in passes:
             work = self.passes.batcher.build(rows, step.epoch, padded=replayed)
             carry = self._carry(work, drafted)
-            logits = self.passes.begin(work, carry, replayed=replayed).logits()
+            begun = self.passes.begin(work, carry, replayed=replayed)
+            logits = begun.logits() if self._saver is None else self._saver.logits(begun)
             if self.recorder is not None:
                 self.recorder.note(rows)
             found.append(logits if len(passes) == 1 else logits.clone())

@@ -17,7 +17,7 @@ import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -220,12 +220,9 @@ def decode_step(
         own = DecodePass(pool, tables, lengths, first)
         own.run(q, k, v, out, plan, layer, scaling=scaling, softcap=softcap, sinks=sinks)
         return out
-    counts = np.diff(first).astype(np.int32)
-    own = plan.address[layer]
-    place = own["table"], own["column"], own["length_index"]
-    reference.append(k, v, pool, tables, lengths, *place, counts)
-    decode = partial(reference.decode, scaling=scaling, softcap=softcap, sinks=sinks)
-    return decode(q, pool, tables, lengths, plan.plan, layer, counts=counts, value_dim=v.shape[-1])
+    rule = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    where = pool, tables, lengths, plan.plan, plan.address, layer, first
+    return reference.decode_step(q, k, v, *where, **rule)  # type: ignore[arg-type]
 
 
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.kernels.narrow import as_entries, as_numbers
 from tangram.plan.form import WorkPlan
-from tangram.plan.records import RangeKind
+from tangram.plan.records import RangeKind, Records
+from tangram.types import Int64
 
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
@@ -233,6 +234,44 @@ def append(
         behind = each.cumsum(0)[row] - 1 - torch.arange(len(row), device=pool.device)
         offset, col, last = offset[row], col[row], last[row] - behind[:, None]
     _write(k, v, pool, tables, offset, col, last)
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    plan: WorkPlan,
+    address: Records,
+    layer: int,
+    first_tokens: Int64,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`append`, then `decode`, for one layer: q [T, Q, D] → [T, Q, V].
+
+    `address` is that of `DecodeRows`; the tokens of each row begin at `first_tokens` [R + 1].
+    """
+    counts, own = np.diff(first_tokens).astype(np.int32), address[layer]
+    place = own["table"], own["column"], own["length_index"]
+    append(k, v, pool, tables, lengths, *place, counts)
+    return decode(
+        q,
+        pool,
+        tables,
+        lengths,
+        plan,
+        layer,
+        scaling=scaling,
+        counts=counts,
+        softcap=softcap,
+        sinks=sinks,
+        value_dim=v.shape[-1],
+    )
 
 
 def store(

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels import cpu, latents, reference
-from tangram.kernels.interface import AttentionRule, Expansion, KvPool, PassAddresses, Ranking
+from tangram.kernels.interface import (
+    AttentionRule,
+    DecodedRows,
+    Expansion,
+    KvPool,
+    PassAddresses,
+    Ranking,
+)
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
@@ -40,16 +47,19 @@ class TorchKernels:
     """`PoolKernels` for any device and dtype.
 
     Every batch is decoded by `schedule`. None splits by budgets, and where rows share pages, packs
-    them. Raises `ConfigError` if the schedule has options that only the GPU's kernels support.
+    them. Without `compiled` everything runs as `reference.py` specifies, on a CPU, too. Raises
+    `ConfigError` if the schedule has options that only the GPU's kernels support.
     """
 
     fused_scores = NOTHING_FUSED
     fused_gate = None
 
-    def __init__(self, pool: KvPool, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, pool: KvPool, schedule: Schedule | None = None, *, compiled: bool = True
+    ) -> None:
         self._pool, self._schedule, self._waiting = pool, schedule, WaitPolicy()
         # By queries of a row: the last plan, and what compiled code reads of it.
-        self._compiled: dict[int, tuple[WorkPlan, cpu.CpuPlan]] = {}
+        self._plans: dict[int, tuple[WorkPlan, cpu.CpuPlan]] = {}
         given = set() if schedule is None else set(schedule.numbers)
         if schedule is not None and schedule.one_tile:
             given.add(ONE_TILE)
@@ -59,7 +69,8 @@ class TorchKernels:
                 f"the GPU's kernels, leave it out on {pool.entries.device.type}"
             )
         rehearse_planning()
-        if cpu.runs_compiled(pool.entries):
+        self._compiled = compiled and cpu.runs_compiled(pool.entries)
+        if self._compiled:
             cpu.warm_up(pool.entries.dtype)
 
     def width(self, tokens: int, queries: int) -> int:
@@ -76,7 +87,8 @@ class TorchKernels:
     def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
         """See `PoolKernels`. No pass is padded."""
         self._waiting.adjust()
-        return TorchLaunch(self._pool, addresses, tables, self._load(addresses, tables))
+        decoding = self._load(addresses, tables)
+        return TorchLaunch(self._pool, addresses, tables, decoding, self._compiled)
 
     def rehearse(self, addresses: PassAddresses, tables: Tensor) -> Iterator[TorchLaunch]:
         """See `PoolKernels`: nothing is compiled."""
@@ -86,28 +98,35 @@ class TorchKernels:
         decode = addresses.decode
         if decode is None:
             return None
-        queries = decode.batch.queries
-        known, plan = self._compiled.get(queries, (None, None))
-        if plan is None or known is not decode.plan:
-            plan = cpu.CpuPlan.build(decode.plan, decode.batch.rows)
-            self._compiled[queries] = decode.plan, plan
         first = np.append(0, np.cumsum(decode.counts, dtype=np.int64))
         entries = self._pool.entries
         lengths = torch.tensor(addresses.lengths, device=entries.device).view(-1)
-        if cpu.runs_compiled(entries):
-            own = cpu.DecodePass(entries, tables, lengths, first)
-            return partial(own.run, plan=plan)
-        return partial(_decode_by_reference, entries, tables, lengths, plan, first)
+        if not self._compiled:
+            return partial(_decode_by_reference, entries, tables, lengths, decode, first)
+        own = cpu.DecodePass(entries, tables, lengths, first)
+        return partial(own.run, plan=self._find_plan(decode))
+
+    def _find_plan(self, decode: DecodedRows) -> cpu.CpuPlan:
+        queries = decode.batch.queries
+        known, plan = self._plans.get(queries, (None, None))
+        if plan is None or known is not decode.plan:
+            plan = cpu.CpuPlan.build(decode.plan, decode.batch.rows)
+            self._plans[queries] = decode.plan, plan
+        return plan
 
 
 @dataclass(frozen=True, eq=False)
 class TorchLaunch:
-    """`Launch` of the pass at `addresses`; `decoding` computes its decode rows in one layer."""
+    """`Launch` of the pass at `addresses`; `decoding` computes its decode rows in one layer.
+
+    Prefill is `compiled` where it can be.
+    """
 
     pool: KvPool
     addresses: PassAddresses
     tables: Tensor
     decoding: LoadedDecode | None
+    compiled: bool
     padded_tokens = None
     captured = None
 
@@ -159,7 +178,7 @@ class TorchLaunch:
             "softcap": rule.softcap,
             "sinks": rule.sinks,
         }
-        compiled = expansion is None and cpu.prefills_compiled(q, pool)
+        compiled = self.compiled and expansion is None and cpu.prefills_compiled(q, pool)
         if compiled:
             asking = own.asking
             addresses = own.address[layer, asking]
@@ -259,7 +278,7 @@ def _decode_by_reference(
     entries: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    plan: cpu.CpuPlan,
+    decode: DecodedRows,
     first: Int64,
     q: Tensor,
     k: Tensor,
@@ -269,5 +288,5 @@ def _decode_by_reference(
     layer: int,
     **rule: Any,
 ) -> None:
-    where = entries, tables, lengths, plan, layer
-    out[:] = cpu.decode_step(q, k, v, *where, first_tokens=first, **rule)
+    where = entries, tables, lengths, decode.plan, decode.batch.rows.address, layer, first
+    out[:] = reference.decode_step(q, k, v, *where, **rule)

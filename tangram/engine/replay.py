@@ -1,0 +1,170 @@
+"""Replay a failed pass on the reference kernels: what is unsound, and in which layer first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.config import EngineConfig
+from tangram.engine.blueprint import for_one_device
+from tangram.engine.build import build_parts
+from tangram.engine.passes import carry_nothing
+from tangram.engine.runner import Runner
+from tangram.engine.saved_pass import SavedPass
+from tangram.errors import ConfigError
+from tangram.kernels.interface import AttentionRule, Expansion, Launch, Ranking
+from tangram.kernels.torch_kernels import TorchKernels
+from tangram.model.load import LoadedModel
+from tangram.speculative_config import CompressedKv
+
+
+@dataclass(frozen=True)
+class ReplayedRow:
+    """A row with its `kind`, and the token behind it; None if its logits are NaN."""
+
+    request_id: str
+    kind: str
+    start: int
+    tokens: int
+    next_token: int | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the reference computes of a saved pass: its `rows` that sample, and unsound layers.
+
+    `unsound` says for the first layer with numbers that are not finite which these are.
+    """
+
+    rows: list[ReplayedRow]
+    unsound: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedLaunch:
+    """A `Launch` that notes in `found` the first numbers that are not finite."""
+
+    launch: Launch
+    found: list[str] = field(default_factory=list)
+
+    @property
+    def padded_tokens(self) -> int | None:
+        """See `Launch`."""
+        return self.launch.padded_tokens
+
+    @property
+    def captured(self) -> object | None:
+        """See `Launch`."""
+        return self.launch.captured
+
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
+    ) -> None:
+        """See `Launch`."""
+        self._note(layer, "queries, keys or values", q, k, v)
+        self.launch.decode(layer, q, k, v, out, rule)
+
+    def prefill(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        rule: AttentionRule,
+        expansion: Expansion | None,
+    ) -> Tensor:
+        """See `Launch`."""
+        self._note(layer, "queries, keys or values", q, k, v)
+        attended = self.launch.prefill(layer, q, k, v, out, rule, expansion)
+        self._note(layer, "attention, which reads entries of the past", attended)
+        return attended
+
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """See `Launch`."""
+        self.launch.seal(layer, rows, ranking, k, v)
+
+    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
+        """See `Launch`."""
+        return self.launch.first_keys(layer, row, count)
+
+    def _note(self, layer: int, what: str, *tensors: Tensor) -> None:
+        if not self.found and not all(bool(x.isfinite().all()) for x in tensors):
+            self.found.append(f"layer {layer}: {what}")
+
+
+def replay_config(saved: SavedPass, **changes: Any) -> EngineConfig:
+    """The config of an engine that has room for `saved`, with `changes`.
+
+    Drafts are verified as other tokens are, so nothing drafts in it, but for compressed_kv, whose
+    retentions it has.
+    """
+    config = saved.config
+    drafts = config.speculation
+    return replace(
+        config,
+        tensor_parallel_size=1,
+        kv_offload_gib=0.0,
+        kv_offload_dtype="auto",
+        compile_decode=False,
+        save_failed_passes=None,
+        speculative_config=config.speculative_config if isinstance(drafts, CompressedKv) else None,
+        **changes,
+    )
+
+
+@torch.inference_mode()
+def replay(saved: SavedPass, config: EngineConfig, loaded: LoadedModel) -> Replay:
+    """Compute `saved` by the reference kernels, in an engine of `config` and `loaded`.
+
+    Raises `ConfigError` if the pass is that of another model or config.
+    """
+    parts = build_parts(for_one_device(config, loaded), partial(TorchKernels, compiled=False))
+    runner, cache = parts.runner, parts.scheduler.cache
+    retentions = runner.passes.batcher.retentions
+    _fit(saved, runner, cache.tables, cache.lengths)
+    rows = saved.as_rows(retentions)
+    work = runner.passes.batcher.build(rows, epoch=0)
+    begun = runner.passes.begin(work, carry_nothing)
+    watched = WatchedLaunch(begun.launch)
+    attention = runner.passes.attention(work, watched)
+    logits = runner.passes.forward(attention, *torch.split(begun.inputs, begun.sizes))
+    runner.passes.finish(work, attention)
+    behind = list(_name_rows(saved, work.ends, work.sampled, logits))
+    return Replay(behind, watched.found[0] if watched.found else None)
+
+
+def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:
+    """Write what the pass reads into the pool and the tables. Raises `ConfigError` for another."""
+    pool, pages = runner.pool, saved.pages
+    if pages.shape[1:] != pool.shape[1:] or pages.dtype != pool.dtype:
+        raise ConfigError(
+            f"the pages of the pass are {list(pages.shape[1:])} in {pages.dtype}, those of this "
+            f"model and config {list(pool.shape[1:])} in {pool.dtype}: give the model that failed"
+        )
+    if len(pages) > len(pool):
+        raise ConfigError(
+            f"the pass reads {len(pages)} pages, the pool has {len(pool)}: raise kv_cache_gib"
+        )
+    known = tables[saved.slots].shape == saved.tables.shape
+    if not known or lengths[saved.slots].shape != saved.lengths.shape:
+        raise ConfigError(
+            f"the block tables of the pass are {list(saved.tables.shape)}, those of this model and "
+            f"config {list(tables[saved.slots].shape)}: give the model and the config that failed"
+        )
+    pool[: len(pages)] = pages.to(pool.device)
+    tables[saved.slots], lengths[saved.slots] = saved.tables, saved.lengths
+
+
+def _name_rows(saved: SavedPass, ends: Any, sampled: Any, logits: Tensor) -> Iterator[ReplayedRow]:
+    for place, found in zip(sampled.tolist(), logits, strict=True):
+        row = saved.rows[int(np.searchsorted(ends, place))]
+        tokens = len(saved.tokens[int(np.searchsorted(ends, place))])
+        token = None if bool(found.isnan().any()) else int(found.argmax())
+        yield ReplayedRow(row["request_id"], row["kind"], row["start"], tokens, token)
