@@ -23,11 +23,13 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
 ENTRYPOINT ["tangram"]
 CMD ["serve", "smollm2", "--host", "0.0.0.0"]
 
-# Tangram alone. What it requires is in the stages below, which change with the pinned versions only.
+# Tangram and what measures it. What they require is in the stages below, which change with the pinned versions only.
 FROM base AS wheel
 COPY README.md LICENSE ./
 COPY tangram tangram
-RUN uv build --wheel --build-constraints constraints.txt --out-dir /wheel
+COPY lab lab
+RUN uv build --wheel --build-constraints constraints.txt --out-dir /wheel \
+    && uv build --wheel --build-constraints constraints.txt --out-dir /wheel lab
 
 FROM base AS cpu-packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -45,7 +45,7 @@ def count_cached_positions(prompt_tokens: int, tokens: int) -> int:
 
 def decode_naively(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> DecodingRun:
     """The `tokens` likeliest next tokens; each is computed from the whole sequence again."""
-    sequence = list(prompt)
+    sequence, serving = list(prompt), loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation("sdpa")
     try:
         with _counting(loaded) as count, torch.inference_mode():
@@ -56,7 +56,7 @@ def decode_naively(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> D
                 sequence.append(int(out.logits[0, -1].argmax()))
             seconds = time.perf_counter() - begin
     finally:
-        loaded.model.set_attn_implementation("tangram")
+        loaded.model.set_attn_implementation(serving)
     return DecodingRun(count.positions, seconds, sequence[len(prompt) :])
 
 

@@ -59,6 +59,7 @@ NONE = {
     ),
     "give a folder that holds the revision you want": "--revision --code-revision",
     "the model's own tokenizer is used": "--tokenizer* --skip-tokenizer-init",
+    "it made no engine faster, and is gone": "--scheduling --decode-policy",
     "edit the model's config.json instead": (
         "--hf-* --config-format --override-kv --rope-* --yarn-* --json-model-override-args"
     ),

@@ -1,4 +1,4 @@
-"""Commands and options that measure and compare: their code is in a package of its own."""
+"""Commands and options that measure and compare: their code is in the package tangram-lab."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ def find_in_lab(name: str, asked: str) -> Any:
     from importlib.metadata import entry_points  # 0.1 s that no other command pays
 
     for found in entry_points(group="tangram.commands", name=name):
-        return found.load()
+        try:
+            return found.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"{asked} is in tangram-lab, which does not fit this Tangram ({error}): install "
+                "both from one clone, pip install . ./lab"
+            ) from error
     raise ConfigError(
-        f"{asked} needs a package of its own: pip install tangram-lab, or pip install ./lab in a "
-        "clone"
+        f"{asked} needs tangram-lab, a package beside this one: pip install ./lab in a clone"
     )
 
 

@@ -1,6 +1,6 @@
 """Draft passes one behind the other: each computes what the one before has chosen.
 
-The host reads no token of them and sends nothing for them, so a GPU runs them without waiting.
+The host reads no token of them, so a GPU runs them without waiting.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Pass:
     those of the decode rows are padded to the width of `addresses`. `ends` [R] are the places of
     each row's last token. The model's token behind each of the places `sampled` [n] is chosen:
     behind all tokens of a DECODE row, behind the last one of another that samples. `seals` are the
-    chunks that end.
+    chunks that end. Nothing changes a pass, but the lengths that its plan was made of grow.
     """
 
     rows: tuple[Row, ...]

@@ -25,7 +25,10 @@ def serve_rank(pipe: Connection) -> None:
     engine or a step raises.
     """
     pipe.send("ready")
-    start, told = pipe.recv(), SimpleQueue[bytes]()
+    try:
+        start, told = pipe.recv(), SimpleQueue[bytes]()
+    except (EOFError, OSError):
+        os._exit(0)  # rank 0 has ended
     Thread(target=_read, args=(pipe, told), daemon=True).start()
     if not isinstance(start, RankStart):
         raise IntegrityError(f"a rank starts with {RankStart.__name__}, it was told {start!r}")

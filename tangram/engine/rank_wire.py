@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -52,6 +52,24 @@ class DraftOrder:
 Order = StepOrder | ClearOrder | MoveOrder | DraftOrder
 
 
+class _NumberingPickler(pickle.Pickler):
+    def __init__(self, target: BytesIO, numbers: Mapping[Retention, int]) -> None:
+        super().__init__(target, pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._numbers[value] if isinstance(value, Retention) else None
+
+
+class _NamingUnpickler(pickle.Unpickler):
+    def __init__(self, told: bytes, retentions: Sequence[Retention]) -> None:
+        super().__init__(BytesIO(told))
+        self._retentions = retentions
+
+    def persistent_load(self, number: int) -> Retention:
+        return self._retentions[number]
+
+
 class OrderCodec:
     """Orders as bytes, between processes that list the same `retentions` in one order."""
 
@@ -61,22 +79,11 @@ class OrderCodec:
 
     def encode(self, order: Order) -> bytes:
         """`order` for `decode`."""
-        numbers, target = self._numbers, BytesIO()
-
-        class Numbering(pickle.Pickler):
-            def persistent_id(self, value: Any) -> int | None:
-                return numbers[value] if isinstance(value, Retention) else None
-
-        Numbering(target, pickle.HIGHEST_PROTOCOL).dump(order)
+        target = BytesIO()
+        _NumberingPickler(target, self._numbers).dump(order)
         return target.getvalue()
 
     def decode(self, told: bytes) -> Order:
         """What this engine's rank 0 has encoded."""
-        retentions = self._retentions
-
-        class Naming(pickle.Unpickler):
-            def persistent_load(self, number: int) -> Retention:
-                return retentions[number]
-
-        order: Order = Naming(BytesIO(told)).load()
+        order: Order = _NamingUnpickler(told, self._retentions).load()
         return order

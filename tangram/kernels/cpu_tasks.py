@@ -129,7 +129,7 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
     tokens = 0
     for task in range(first, last):
         one = tasks[task]
-        begin, end = resolve(one.kind, one.a, one.b, lengths[one.length_index], tile)
+        begin, end = resolve(one["kind"], one["a"], one["b"], lengths[one["length_index"]], tile)
         tokens += end - begin
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
@@ -146,11 +146,11 @@ def append_rows(k, v, pages, lengths, first, address):  # type: ignore[no-untype
     for row in range(address.shape[0]):
         for head in range(k.shape[1]):
             own = address[row, head]
-            end = lengths[own.length_index] - first[row + 1]
+            end = lengths[own["length_index"]] - first[row + 1]
             for token in range(first[row], first[row + 1]):
                 index = end + token
-                page = tables[own.table + index // page_tokens]
-                block, place = page * heads_per_page + own.column, index % page_tokens
+                page = tables[own["table"] + index // page_tokens]
+                block, place = page * heads_per_page + own["column"], index % page_tokens
                 blocks[block, 0, place, :] = k[token, head]
                 if blocks.shape[1] == 2:
                     blocks[block, 1, place, :] = v[token, head]
@@ -311,11 +311,11 @@ def gather_queries(rows, entries, head):  # type: ignore[no-untyped-def]
     first, group = rows.first, rows.queries.shape[2]
     count = 0
     for entry in entries:
-        count += first[entry.row + 1] - first[entry.row]
+        count += first[entry["row"] + 1] - first[entry["row"]]
     query = np.empty((count * group, rows.queries.shape[3]), np.float32)
     at = 0
     for entry in entries:
-        for token in range(first[entry.row], first[entry.row + 1]):
+        for token in range(first[entry["row"]], first[entry["row"] + 1]):
             query[at : at + group] = rows.queries[token, head] * rows.scaling
             at += group
     return query
@@ -327,24 +327,27 @@ def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type
     first, group = rows.first, rows.queries.shape[2]
     at = 0
     for entry in entries:
-        for token in range(first[entry.row], first[entry.row + 1]):
+        for token in range(first[entry["row"]], first[entry["row"] + 1]):
             part, part_lse = out[at : at + group], lse[at : at + group]
             at += group
-            if entry.direct:
+            if entry["direct"]:
                 finish(part, part_lse, rows.sinks[head], rows.out[token, head])
             else:
-                number = token - first[entry.row]
-                partial_out[entry.slot, number] = part
-                partial_lse[entry.slot, number] = part_lse
+                number = token - first[entry["row"]]
+                partial_out[entry["slot"], number] = part
+                partial_lse[entry["slot"], number] = part_lse
 
 
 @compile_kept()
 def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignore[no-untyped-def]
     """One task: its attention, and where its results go."""
     one = tasks.tasks[task]
-    length, entries = rows.lengths[one.length_index], tasks.entries[one.row_begin : one.row_end]
-    begin, end = resolve(one.kind, one.a, one.b, length, tasks.tile)
-    query, group = gather_queries(rows, entries, one.head), rows.queries.shape[2]
+    length, entries = (
+        rows.lengths[one["length_index"]],
+        tasks.entries[one["row_begin"] : one["row_end"]],
+    )
+    begin, end = resolve(one["kind"], one["a"], one["b"], length, tasks.tile)
+    query, group = gather_queries(rows, entries, one["head"]), rows.queries.shape[2]
     # What several rows share is older than the tokens of any of them.
     drafts = query.shape[0] // group - 1 if len(entries) == 1 else 0
     bounds = query.shape[0] if drafts else 0
@@ -353,14 +356,14 @@ def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignor
         end = min(end, length)
     for m in range(bounds):
         newest[m] = length - 1 - drafts + m // group
-    if one.kind == RangeKind.WINDOW and drafts:
+    if one["kind"] == RangeKind.WINDOW and drafts:
         begin = max(begin - drafts, 0)
-        oldest[:] = np.maximum(newest + 1 - one.a, 0)
+        oldest[:] = np.maximum(newest + 1 - one["a"], 0)
     out = np.empty((query.shape[0], rows.out.shape[3]), np.float32)
     lse = np.empty(query.shape[0], np.float32)
-    place = one.table, one.column
+    place = one["table"], one["column"]
     attend(query, oldest, newest, pages, *place, begin, end, rows.softcap, out, lse)
-    keep_parts(rows, entries, one.head, out, lse, partial_out, partial_lse)
+    keep_parts(rows, entries, one["head"], out, lse, partial_out, partial_lse)
 
 
 @compile_kept()
@@ -401,13 +404,13 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
             run_tasks(rows, pages, tasks, task_end, partials, counters, worker, workers)
     for segment in range(segment_begin, segment_end):
         one = tasks.segments[segment]
-        for number in range(first[one.row + 1] - first[one.row]):
+        for number in range(first[one["row"] + 1] - first[one["row"]]):
             merge(
-                one.first_slot,
-                one.end_slot,
+                one["first_slot"],
+                one["end_slot"],
                 number,
                 partials[0],
                 partials[1],
-                rows.sinks[one.head],
-                rows.out[first[one.row] + number, one.head],
+                rows.sinks[one["head"]],
+                rows.out[first[one["row"]] + number, one["head"]],
             )

@@ -65,24 +65,25 @@ class DecodeBuffers:
         Each number of queries has its own kernels.
         """
         rows, plan, queries = _count_rows(decode), decode.plan, decode.batch.queries
-        place, flat = (rows, queries, plan.shares_rows), lengths.reshape(-1)
+        place = rows, queries, plan.shares_rows
         known = self._decoders.get(place)
-        if known is None or not known.takes(plan, flat):
+        if known is None or not known.takes(plan, decode.batch.lengths):
             least = None if known is None else known.capacity
             if plan.shares_rows and least is None:
-                least = self._sharing(decode, flat, rows)
-            known = self._decoders[place] = self._decoder(decode, flat, self._options, least)
-        return self._load(known, decode, flat)
+                least = self._sharing(decode, rows)
+            known = self._decoders[place] = self._decoder(decode, self._options, least)
+        return self._load(known, decode, lengths.reshape(-1))
 
     def rehearse(self, decode: DecodedRows, lengths: Int32) -> Iterator[LoadedRows]:
         """The rows of `decode`, by plans that together launch all decode kernels."""
-        flat, apart = lengths.reshape(-1), replace(self._options, merge="kernel")
+        apart = replace(self._options, merge="kernel")
         for options, parts in (
             (self._options, FEW_PARTS[0]),
             *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
         ):
-            needed = self._capacity(decode, flat, options).launching_all(options, parts)
-            yield self._load(self._decoder(decode, flat, options, needed), decode, flat)
+            needed = self._capacity(decode, options).launching_all(options, parts)
+            decoder = self._decoder(decode, options, needed)
+            yield self._load(decoder, decode, lengths.reshape(-1))
 
     def _load(self, decoder: GpuDecode, decode: DecodedRows, lengths: Int32) -> LoadedRows:
         rows, queries = _count_rows(decode), decode.batch.queries
@@ -90,30 +91,30 @@ class DecodeBuffers:
         first = self._load_first_tokens(decode.counts, rows) if queries > 1 else None
         return LoadedRows(decoder, address, self._load_lengths(lengths), first, queries)
 
-    def _capacity(self, decode: DecodedRows, lengths: Int32, options: DecodeOptions) -> Capacity:
+    def _capacity(self, decode: DecodedRows, options: DecodeOptions) -> Capacity:
         group = self._pool.group * decode.batch.queries
-        return Capacity.of([decode.plan], [pack(decode.plan, group, options, lengths)])
+        return Capacity.of([decode.plan], [pack(decode.plan, group, options, decode.batch.lengths)])
 
-    def _sharing(self, decode: DecodedRows, lengths: Int32, rows: int) -> Capacity:
+    def _sharing(self, decode: DecodedRows, rows: int) -> Capacity:
         """Capacity for plans of as many rows that share other prefixes: few need a new graph.
 
         In them other rows may have parts that only a merge finishes, so there is space for all.
         """
         queries = decode.batch.queries
         options = self._options.for_drafts if queries > 1 else self._options
-        needed = self._capacity(decode, lengths, replace(options, merge="kernel"))
+        needed = self._capacity(decode, replace(options, merge="kernel"))
         group = self._pool.group * queries
         return needed.doubled.doubled.sharing(options, group, rows, self._card.processors)
 
     def _decoder(
-        self, decode: DecodedRows, lengths: Int32, options: DecodeOptions, least: Capacity | None
+        self, decode: DecodedRows, options: DecodeOptions, least: Capacity | None
     ) -> GpuDecode:
         return GpuDecode(
             [decode.plan],
             group=self._pool.group,
             head_dim=self._pool.entries.shape[-1],
             pool=self._stored,
-            lengths=lengths,
+            lengths=decode.batch.lengths,
             options=options,
             scales=self._scales,
             least=least,

@@ -73,8 +73,9 @@ class PrefillRows:
 class DecodedRows:
     """The R decode rows of a pass: the `batch` that they are, and the `plan` made for it.
 
-    `counts` int32 [R] are their tokens, which lie end to end from the first of the flattened batch
-    on. These are padded to `width` tokens.
+    `batch.lengths` are what the plan and its launches are made for: those of the pass, or in a
+    rehearsal longer ones. `counts` int32 [R] are the tokens of the rows, which lie end to end from
+    the first of the flattened batch on. These are padded to `width` tokens.
     """
 
     batch: Decoding

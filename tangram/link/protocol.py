@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.metrics import EngineStats
@@ -34,14 +35,20 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     marks: Marks
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> RequestMessage:
-        """`request` without its callback. Raises `RequestError` for numbers that cannot travel."""
-        grammar = request.grammar
-        for field, tokens in (("prompt", request.prompt_token_ids), *request.sampling.named_tokens):
+    def of(
+        cls, request: Request, vocab_size: int, prompt: npt.NDArray[np.integer] | None = None
+    ) -> RequestMessage:
+        """`request` without its callback. Raises `RequestError` for numbers that cannot travel.
+
+        `prompt` are its tokens, if they are known to lie in the vocabulary.
+        """
+        grammar, given = request.grammar, request.prompt_token_ids
+        named = request.sampling.named_tokens
+        for field, tokens in named if prompt is not None else (("prompt", given), *named):
             _check_tokens(tokens, field, vocab_size)
         return cls(
             request.request_id,
-            np.asarray(request.prompt_token_ids, np.int32).tobytes(),
+            np.asarray(given if prompt is None else prompt, np.int32).tobytes(),
             request.sampling,
             request.options,
             None if grammar is None else (grammar.source, grammar.field),

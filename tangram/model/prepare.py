@@ -169,7 +169,7 @@ STEPS = (
         "hidden",
         Stage.LOAD,
         "any model",
-        "attention that keeps the input of its block, for gates that score it",
+        "attention that is given the input of its block, which gates score",
         lambda model, wanted: True,
         _show_hidden,
     ),

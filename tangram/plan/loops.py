@@ -74,8 +74,8 @@ def resolve_tasks(tasks, lengths, tile):  # type: ignore[no-untyped-def]
     begin, end = np.empty(len(tasks), np.int64), np.empty(len(tasks), np.int64)
     for task in range(len(tasks)):
         one = tasks[task]
-        length = lengths[one.length_index]
-        begin[task], end[task] = resolve(one.kind, one.a, one.b, length, tile)
+        length = lengths[one["length_index"]]
+        begin[task], end[task] = resolve(one["kind"], one["a"], one["b"], length, tile)
     return begin, end
 
 
@@ -198,9 +198,9 @@ def address_rows(heads, rows, table, index, entries, address, budget):  # type: 
             for head in range(heads.shape[1]):
                 row, first = rows[at], heads[layer, head]
                 one = address[layer, row, head]
-                one.table, one.column = first.table + table[at], first.column
-                one.length_index = first.length_index + index[at]
-                budget[row, layer, head] = entries[at, first.length_index]
+                one["table"], one["column"] = first["table"] + table[at], first["column"]
+                one["length_index"] = first["length_index"] + index[at]
+                budget[row, layer, head] = entries[at, first["length_index"]]
 
 
 @compile_kept(error_model="numpy")
@@ -211,7 +211,7 @@ def gather_lengths(address, lengths, end):  # type: ignore[no-untyped-def]
     for layer in range(layers):
         for row in range(rows):
             for head in range(heads):
-                end[layer, before + row, head] = lengths[address[layer, row, head].length_index]
+                end[layer, before + row, head] = lengths[address[layer, row, head]["length_index"]]
 
 
 @compile_kept(error_model="numpy")
@@ -253,7 +253,12 @@ def number_slots(layer, count, readers, first, segments, segment):  # type: igno
                     first[entry[at], head] = -1
             else:
                 one = segments[segment]
-                one.row, one.head, one.first_slot, one.end_slot = row, head, before, slot
+                one["row"], one["head"], one["first_slot"], one["end_slot"] = (
+                    row,
+                    head,
+                    before,
+                    slot,
+                )
                 segment += 1
     return segment, slot
 
@@ -273,15 +278,15 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
         if parts == 1 or window >= 0:
             for _ in range(parts):
                 one = tasks[task]
-                one.kind = RangeKind.OPEN if tails else RangeKind.ABS
-                one.a, one.b = a, 0 if tails else ranges.end[layer, source, head]
+                one["kind"] = RangeKind.OPEN if tails else RangeKind.ABS
+                one["a"], one["b"] = a, 0 if tails else ranges.end[layer, source, head]
                 if window >= 0:
-                    one.kind, one.a = RangeKind.WINDOW, window
+                    one["kind"], one["a"] = RangeKind.WINDOW, window
                 task += 1
         elif tile == 0:
             for part in range(parts):
                 one = tasks[task]
-                one.kind, one.a, one.b = RangeKind.FRAC, part, parts
+                one["kind"], one["a"], one["b"] = RangeKind.FRAC, part, parts
                 task += 1
         else:
             end = np.int64(ranges.end[layer, source, head])
@@ -290,14 +295,14 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
             short = parts - (tiles - base * parts)
             for part in range(parts):
                 one = tasks[task]
-                one.kind, one.a = RangeKind.ABS, a
+                one["kind"], one["a"] = RangeKind.ABS, a
                 a += (base + (part >= short)) * tile
-                one.b = a
+                one["b"] = a
                 task += 1
             if parts:
                 last = tasks[task - 1]
-                last.kind = RangeKind.OPEN if tails else RangeKind.ABS
-                last.b = 0 if tails else end
+                last["kind"] = RangeKind.OPEN if tails else RangeKind.ABS
+                last["b"] = 0 if tails else end
 
 
 @compile_kept(error_model="numpy")
@@ -311,20 +316,20 @@ def write_entries(layer, order, cells, count, readers, address, first, tasks, ta
         source, head = cells[cell, 0], cells[cell, 1]
         begin, end, row = indptr[source], indptr[source + np.uint32(1)], owner[source]
         place = address[layer, row, head]
-        table, length_index, column = place.table, place.length_index, place.column
+        table, length_index, column = place["table"], place["length_index"], place["column"]
         for part in range(count[layer, source, head]):
             one = tasks[task]
-            one.table, one.length_index, one.column = table, length_index, column
-            one.head, one.row_begin = head, entry
+            one["table"], one["length_index"], one["column"] = table, length_index, column
+            one["head"], one["row_begin"] = head, entry
             for at in range(begin, end):
                 slot, served = first[at, head], entries[entry]
-                served.row, served.direct = reader[at], np.int32(slot < 0)
-                served.slot, served.before = 0 if slot < 0 else slot + part, 0
+                served["row"], served["direct"] = reader[at], np.int32(slot < 0)
+                served["slot"], served["before"] = 0 if slot < 0 else slot + part, 0
                 entry += 1
-            one.row_end = entry
-            slot, repeated = first[begin, head], one.first
-            repeated.row, repeated.direct = reader[begin], np.int32(slot < 0)
-            repeated.slot, repeated.before = 0 if slot < 0 else slot + part, 0
+            one["row_end"] = entry
+            slot, repeated = first[begin, head], one["first"]
+            repeated["row"], repeated["direct"] = reader[begin], np.int32(slot < 0)
+            repeated["slot"], repeated["before"] = 0 if slot < 0 else slot + part, 0
             task += 1
     return task, entry
 

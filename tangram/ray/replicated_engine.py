@@ -156,7 +156,7 @@ class ReplicatedEngine:
         tokens = np.asarray(request.prompt_token_ids, np.int64)
         chunk_tokens = retention.layout.chunk_tokens
         keys = list_keys(retention.fingerprint, request.cache_salt, chunk_tokens, tokens)
-        message = RequestMessage.of(request, self._admission.vocab_size)
+        message = RequestMessage.of(request, self._admission.vocab_size, tokens)
         return SentRequest(self._origin, tuple(keys), message)
 
     async def _send(self, relay: _Relay, sent: SentRequest) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from reprlib import repr as shortened
 from typing import Any
@@ -177,42 +176,67 @@ class SchemaBounds:
 def requires_itself(schema: Any) -> bool:
     """Whether each value of `schema` needs another one inside, without end.
 
-    `$ref` within the schema and required parts are followed, not alternatives: False may be wrong.
+    A schema ends if of each of its needs one alternative does. `$ref` is followed within `schema`.
     """
-    graph, places = dict[int, list[int]](), [schema]
+    left, users, places = dict[int, int](), defaultdict[int, set[tuple[int, int]]](set), [schema]
+    ended: list[int] = []
     while places:
         place = places.pop()
-        if id(place) not in graph:
-            needed = [part for part in _list_needs(schema, place) if isinstance(part, dict)]
-            graph[id(place)] = [id(part) for part in needed]
-            places += needed
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError:
-        return True
-    return False
+        if id(place) in left:
+            continue
+        needs = [need for need in _list_needs(schema, place) if all(map(_is_object, need))]
+        left[id(place)] = len(needs)
+        for number, need in enumerate(needs):
+            for part in need:
+                users[id(part)].add((id(place), number))
+            places += need
+        if not needs:
+            ended.append(id(place))
+    met = set[tuple[int, int]]()
+    while ended:
+        for user in users[ended.pop()] - met:
+            met.add(user)
+            left[user[0]] -= 1
+            if not left[user[0]]:
+                ended.append(user[0])
+    return left[id(schema)] > 0
 
 
-def _list_needs(root: Any, schema: Any) -> Iterator[Any]:
-    """The schemas of the values that each value of `schema` holds, or that it satisfies, too."""
+def _is_object(schema: Any) -> bool:
+    """Whether `schema` may need anything: others are true, false, or absent."""
+    return isinstance(schema, dict)
+
+
+def _list_needs(root: Any, schema: Any) -> Iterator[list[Any]]:
+    """What each value of `schema` holds, or satisfies, too: one alternative of each list."""
     if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
         return
     parts, kind = defaultdict(tuple, schema), schema.get("type")
     if isinstance(parts["$ref"], str):
-        yield _target(root, parts["$ref"])
+        yield [_target(root, parts["$ref"])]
     if isinstance(parts["allOf"], list):
-        yield from parts["allOf"]
-    if kind in ("object", ["object"]) and isinstance(parts["required"], list):
-        properties = parts["properties"] if isinstance(parts["properties"], dict) else {}
-        for name in parts["required"]:
-            if isinstance(name, str):
-                yield properties.get(name, schema.get("additionalProperties"))
+        yield from ([part] for part in parts["allOf"])
+    yield from (own for name in ("anyOf", "oneOf") if isinstance(own := parts[name], list) and own)
+    if kind in ("object", ["object"]):
+        yield from _list_properties(parts)
     least, first = schema.get("minItems"), parts["prefixItems"]
     if kind in ("array", ["array"]) and isinstance(least, int | float) and least >= 1:
         first = first if isinstance(first, list) else []
-        yield from first[: int(min(least, len(first)))]
+        yield from ([part] for part in first[: int(min(least, len(first)))])
         if least > len(first):
-            yield schema.get("items")
+            yield [schema.get("items")]
+
+
+def _list_properties(parts: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """What each object of a schema with `parts` holds."""
+    known = parts["properties"] if isinstance(parts["properties"], dict) else {}
+    others, required = parts.get("additionalProperties"), parts["required"]
+    for name in required if isinstance(required, list) else ():
+        if isinstance(name, str):
+            yield [known.get(name, others)]
+    least, patterns = parts.get("minProperties"), parts.get("patternProperties") or {}
+    if isinstance(least, int | float) and least >= 1 and isinstance(patterns, dict):
+        yield [*known.values(), *patterns.values(), *([] if others is False else [others])]
 
 
 def _target(root: Any, reference: str) -> Any:

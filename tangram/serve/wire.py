@@ -101,6 +101,9 @@ class HttpProtocol(H11Protocol):
         if self._half_closed and self.conn.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY):
             self._hang_up()  # all is answered, and no more will come
             return
+        if self._half_closed and self.conn.their_state is h11.SEND_BODY:
+            self._refuse(400, "the connection ended before the request's body: send all of it")
+            return
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
             if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
                 self._hang_up()  # it sends on and on and has not read its answer
@@ -120,7 +123,7 @@ class HttpProtocol(H11Protocol):
     def write(self, part: bytes) -> None:
         """See `DirectBody`. This is what h11 makes of a part, without its checks: a token each."""
         if part and not self.cycle.disconnected:
-            in_chunks = self.conn.their_http_version != b"1.0"
+            in_chunks = (self.conn.their_http_version or b"") >= b"1.1"
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if in_chunks else part)
 
     def send_400_response(self, msg: str) -> None:
@@ -128,7 +131,9 @@ class HttpProtocol(H11Protocol):
         error = cast("h11.RemoteProtocolError", sys.exception())
         too_long = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer"
         status = error.error_status_hint
-        self._refuse(status, too_long if status == 431 else str(error))
+        # Without the bytes themselves, which may be a key.
+        reason = str(error).partition(": bytearray")[0]
+        self._refuse(status, too_long if status == 431 else reason)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer with an error and close; only close if an answer has begun or is sent."""

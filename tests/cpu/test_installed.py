@@ -131,7 +131,7 @@ def test_without_the_lab_a_command_says_what_to_install(
     )
     assert ended.returncode == 2 and not ended.stdout
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ") and "pip install tangram-lab" in line
+    assert line.startswith("error: ") and "pip install ./lab" in line
     assert not list(tmp_path.iterdir())
 
 

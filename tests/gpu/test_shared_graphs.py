@@ -5,14 +5,23 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.engine.batcher import _share_prefixes
-from tangram.kernels.interface import DecodedRows, KvPool
+from tangram.cache.layout import Layout
+from tangram.cache.manager import CacheManager
+from tangram.cache.retention import Retention
+from tangram.cache.step import Row, RowKind
+from tangram.engine.batcher import Batcher, _share_prefixes
+from tangram.engine.meters import Meters
+from tangram.errors import IntegrityError
+from tangram.kernels.interface import AttentionRule, DecodedRows, KvPool
+from tangram.kernels.stopwatch import Stopwatch
 from tangram.plan.forest import Forest, build_forest
 from tangram.plan.schedule import Decoding
+from tangram.types import Geometry
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, own_case
 from tests.gpu.cards import CARDS
 from tests.gpu.test_engine import pytestmark as pytestmark
@@ -66,3 +75,35 @@ def test_agents_that_come_and_go_need_no_new_buffers(
         build_forest(np.zeros((len(numbers), 0), np.int64), *np.zeros((2, len(numbers)), np.int64)),
     )
     assert load(apart) is not rehearsed, "rows that share nothing launch fewer kernels"
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_what_is_captured_before_serving_fits_what_is_served(width: int) -> None:
+    """Passes are captured over empty sequences, and planned as for long ones."""
+    from tangram.kernels.triton_kernels import TritonKernels
+
+    geometry = Geometry(2, 8, 32, 128, 1000, 32_768, (None,) * 2)
+    sizes = {"chunk_tokens": 512, "page_tokens": 16, "heads_per_page": 8, "max_tokens": 32_768}
+    layout = Layout.lay_out_uncompressed(geometry, **sizes)
+    retention, nothing = Retention(1.0, layout, "whole"), np.zeros(0, np.int64)
+    cache = CacheManager([retention], total_pages=8, max_sequences=128, prefix_caching=False)
+    pool = torch.empty(1, 8, 2, 16, 128, dtype=torch.bfloat16)
+    kernels = TritonKernels(KvPool(pool, 4, 2, 8), card=CARDS[90])
+    batcher = Batcher([retention], kernels, cache, Meters(Stopwatch(pool.device)))
+    tables = torch.from_numpy(cache.tables).view(-1)
+    rehearsed = kernels.launch(batcher.rehearsal(width).addresses, tables)
+    # No two rows begin with the same page.
+    cache.tables[:] = np.arange(cache.tables.size).reshape(cache.tables.shape)
+    starts = np.random.default_rng(1).integers(300, 6000, width).tolist()
+    for slot, start in enumerate(starts):
+        held = layout.lengths(*divmod(start, layout.chunk_tokens)) + 1
+        cache.lengths[slot, : len(layout.groups)] = held
+    rows = [
+        Row("", slot, retention, RowKind.DECODE, start, np.zeros(1, np.int64), nothing, True)
+        for slot, start in enumerate(starts)
+    ]
+    served = kernels.launch(batcher.build(rows, 1).addresses, tables)
+    assert rehearsed.rows is not None and served.rows is not None
+    assert served.rows.decoder is rehearsed.rows.decoder
+    with pytest.raises(IntegrityError, match="another pass has taken"):
+        rehearsed.decode(0, *torch.zeros(4, width, 8, 128), AttentionRule(1.0))

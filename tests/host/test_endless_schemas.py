@@ -33,6 +33,9 @@ def define(schema: dict[str, Any], **definitions: Any) -> dict[str, Any]:
         {"type": "array", "prefixItems": [{"type": "null"}, ROOT], "minItems": 2},
         {"type": "object", "additionalProperties": ROOT, "required": ["any"]},
         define(needs("x/y", {"$ref": "#/properties/x~1y"})),
+        {"type": "object", "minProperties": 1, "additionalProperties": ROOT},
+        define(A, a={"anyOf": [needs("b", A), needs("c", A)]}),
+        define(A, a={"oneOf": [needs("b", A), {"type": "array", "items": A, "minItems": 2}]}),
     ],
 )
 def test_what_always_asks_for_more_is_refused(schema: dict[str, Any]) -> None:

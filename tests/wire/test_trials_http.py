@@ -154,6 +154,11 @@ def test_who_sends_no_more_gets_all_answers(fake_server: EngineServer) -> None:
     assert (
         answers(fake_server, asked + asked[:50], ends=True).count(b'"finish_reason":"length"') == 1
     )
+    begin_s = time.monotonic()
+    cut = answers(fake_server, asked + asked[:-5], ends=True)
+    assert cut.count(b'"finish_reason":"length"') == 1
+    assert b"HTTP/1.1 400 " in cut and b"ended before the request's body" in cut
+    assert time.monotonic() - begin_s < 10, "it is not waited for what cannot come"
 
 
 @pytest.mark.parametrize("word", ["silent", "endless"])
