@@ -20,8 +20,8 @@ from tangram.compress.scorers import (
     explain_missing_retention,
     make_scorer,
     read_profiles,
+    takes_gate,
 )
-from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.config import EngineConfig, Scope
 from tangram.engine.observe import score_source
 from tangram.engine.startup import foretell_calibration
@@ -80,7 +80,7 @@ class Compression:
         scorers = {
             name: self._make_scorer(name, None)
             for name in self.scopes
-            if config.gate or name != FastKVzip.name
+            if config.gate or not takes_gate(name)
         }
         for profile in self.named:
             if (name := self._name_scorer(profile)) in scorers:
@@ -93,8 +93,8 @@ class Compression:
 
     def _make_scorer(self, name: str, model: ModelFingerprint | None) -> Scorer:
         # A gate that no scorer takes is refused by the default one.
-        takes_gate = name == FastKVzip.name or FastKVzip.name not in self.scopes
-        gate = Path(self.config.gate) if self.config.gate and takes_gate else None
+        is_taken = takes_gate(name) or not any(map(takes_gate, self.scopes))
+        gate = Path(self.config.gate) if self.config.gate and is_taken else None
         scorer = make_scorer(name, gate=gate, model=model)
         scorer.check_tokens(self.config.chunk_tokens)
         if model is not None:

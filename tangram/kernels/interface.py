@@ -195,11 +195,6 @@ class Expansion(Protocol):
         ...
 
 
-# Weights of a layer's gate by name, inputs of the attention module [N · C, hidden], N and the
-# epsilon of norms → scores float32 [N, H, C].
-GateKernel = Callable[[Mapping[str, Tensor], Tensor, int, float], Tensor]
-
-
 class Launch(Protocol):
     """The attention of one pass on the device, layer by layer: `decode`, `seal` and `prefill`.
 
@@ -266,16 +261,8 @@ class PoolKernels(Protocol):
     """The attention kernels of one `KvPool`."""
 
     @property
-    def fused_scores(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Faster implementations of scorers, by name, for N chunks at a time.
-
-        keys [N, H, C, D] → float32 [N, H, C].
-        """
-        ...
-
-    @property
-    def fused_gate(self) -> GateKernel | None:
-        """A faster implementation of a layer's gate, if there is one."""
+    def fused_scores(self) -> Mapping[str, Callable[..., Tensor]]:
+        """Faster implementations of scorers, by name: their `kernel_inputs` → float32 [N, H, C]."""
         ...
 
     def width(self, tokens: int, queries: int) -> int:

@@ -40,7 +40,7 @@ BY_BUDGETS = "aot+ctas=1+tasks=4+min=128+tile=128"
 SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 # Decodes q [T, Q, D], k and v into out [T, Q, V], all of the decode rows, in one `layer`.
 LoadedDecode = Callable[..., None]
-NOTHING_FUSED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+NOTHING_FUSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({})
 
 
 class TorchKernels:
@@ -52,7 +52,6 @@ class TorchKernels:
     """
 
     fused_scores = NOTHING_FUSED
-    fused_gate = None
 
     def __init__(
         self, pool: KvPool, schedule: Schedule | None = None, *, compiled: bool = True

@@ -39,14 +39,12 @@ from tangram.kernels.interface import (
 )
 from tangram.kernels.packed import DecodeOptions, rehearse_packing
 from tangram.kernels.padded import LoadedPrefill, RowBuffers, inputs_of
-from tangram.kernels.torch_kernels import NOTHING_FUSED
 from tangram.kernels.transfer import upload
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule
 
-FUSED_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"keydiff": keydiff.score}
-)
+FUSED_GATE: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"fastkvzip": gate.score})
+FUSED_SCORES = MappingProxyType({"keydiff": keydiff.score, **FUSED_GATE})
 # (most tokens, step): the width of a pass is rounded up to a multiple of the step.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
 # The same where rows have drafts, so that their number changes from step to step.
@@ -70,8 +68,7 @@ class TritonKernels:
         self.scales = pool.scales
         if self.scales is None and entries.dtype.itemsize == 1:
             self.scales = torch.ones(pool.layers, pool.heads, 2, device=entries.device)
-        self.fused_scores = NOTHING_FUSED if pool.latent else FUSED_SCORES
-        self.fused_gate = gate.score
+        self.fused_scores = FUSED_GATE if pool.latent else FUSED_SCORES
         self._schedule = schedule or Schedule.parse(SERVED)
         self._cost = estimate_cost(entries, pool.group, self.card)
         self._programs = count_programs(entries, pool.group, self.card)

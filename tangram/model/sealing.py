@@ -15,11 +15,9 @@ from torch import Tensor
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row
 from tangram.compress.scorers import ChunkView, Reconstruction, Scorer
-from tangram.compress.scorers.fastkvzip import FastKVzip
-from tangram.compress.scorers.gate import NORM_EPSILON
 from tangram.compress.select import order, protect
 from tangram.errors import IntegrityError
-from tangram.kernels.interface import GateKernel, Launch, PoolKernels, Ranking
+from tangram.kernels.interface import Launch, PoolKernels, Ranking
 from tangram.model.overflow import Overflow, ScoreReceiver
 from tangram.model.rotary import Rotary
 from tangram.types import Int32
@@ -46,23 +44,17 @@ def score_by_token(scorer: Scorer, chunks: ChunkView, count: int) -> Tensor:
     return torch.unflatten(scorer.score(chunks), 1, (count, -1)).transpose(0, 1).contiguous()
 
 
-def score_by_kernel(kernel: Callable[[Tensor], Tensor], chunks: ChunkView, count: int) -> Tensor:
-    """`GroupScores` of a kernel that takes the keys [N, H, C, D] of several chunks."""
-    return kernel(torch.unflatten(chunks.keys, 1, (count, -1)).transpose(0, 1))
-
-
-def score_by_gate(kernel: GateKernel, scorer: FastKVzip, chunks: ChunkView, count: int) -> Tensor:
-    """`GroupScores` of a kernel that computes the gate of a layer: [N, H, C]."""
-    weights, hidden = scorer.read(chunks)
-    return kernel(weights, hidden, count, NORM_EPSILON)
+def score_by_kernel(
+    kernel: Callable[..., Tensor], scorer: Scorer, chunks: ChunkView, count: int
+) -> Tensor:
+    """`GroupScores` of a kernel that computes what `scorer` does, for several chunks."""
+    return kernel(*scorer.kernel_inputs(chunks, count))
 
 
 def find_group_scores(scorer: Scorer, kernels: PoolKernels) -> GroupScores | None:
     """The fastest way to score several chunks together; None if each must be by itself."""
     if scorer.name in kernels.fused_scores:
-        return partial(score_by_kernel, kernels.fused_scores[scorer.name])
-    if isinstance(scorer, FastKVzip) and kernels.fused_gate is not None:
-        return partial(score_by_gate, kernels.fused_gate, scorer)
+        return partial(score_by_kernel, kernels.fused_scores[scorer.name], scorer)
     return partial(score_by_token, scorer) if scorer.by_token else None
 
 

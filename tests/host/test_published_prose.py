@@ -62,8 +62,8 @@ def changelog_sentences() -> list[str]:
         f"a server makes {256e-3 * at(http, STREAMS_256):.1f} K tokens/s, "
         f"{over(http, inside, STREAMS_256):.2f} of what the engine makes alone.",
         f"Two H100 hold {'twice' if 1.95 < fits < 2.05 else fits} as many tokens as one and "
-        f"prefill {over(two, one, PREFILL):.2f} times as fast, with steps twice as large; rows that "
-        f"share a prefix decode {over(one, two, SHARED):.2f} times as fast.",
+        f"prefill {over(two, one, PREFILL):.2f} times as fast, with steps twice as large; rows "
+        f"that share a prefix decode {over(one, two, SHARED):.2f} times as fast.",
         f"Decode from an FP8 cache on a GPU is {fp8[0]:.2f} to {fp8[1]:.2f} times as fast",
         f"prefill has {over(ours, peer, PREFILL):.2f} of its speed, the third turn of 40 sessions "
         f"{over(ours, peer, TURN_3):.2f}, one row of GPT-OSS-20B "

@@ -34,6 +34,7 @@ __all__ = [
     "choose_scorer",
     "make_scorer",
     "read_profiles",
+    "takes_gate",
 ]
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -120,6 +121,11 @@ def _find_leading_scorer(config: EngineConfig, profiles: Sequence[Profile]) -> s
     wanted = drafts.kv_retention if isinstance(drafts, CompressedKv) else config.kv_retention
     leading = [profile for profile in profiles if profile.kv_retention == wanted] or profiles
     return leading[0].scorer.name if leading else None
+
+
+def takes_gate(name: str) -> bool:
+    """Whether the scorer called `name` takes the file of a gate; False if there is none."""
+    return name in SCORERS and SCORERS[name].takes_gate
 
 
 def make_scorer(

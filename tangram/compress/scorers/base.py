@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
@@ -87,6 +88,8 @@ class Scorer(ABC):
     # Whether a token's score depends on its own activations alone, not on its position or on other
     # tokens: then the tokens of several chunks can be scored as if they were one.
     by_token: ClassVar[bool] = False
+    # Whether the method takes the file of a trained gate.
+    takes_gate: ClassVar[bool] = False
     # What the method reads of each head that latents do not have; None if it serves them.
     reads_of_heads: ClassVar[str | None] = None
 
@@ -138,6 +141,13 @@ class Scorer(ABC):
     @abstractmethod
     def score(self, chunk: ChunkView) -> Tensor:
         """Return [H, C] float32 scores, higher = keep. Must not change the chunk's tensors."""
+
+    def kernel_inputs(self, chunks: ChunkView, count: int) -> tuple[Any, ...]:
+        """What a kernel that scores `count` chunks (N) at a time is given of them: the keys here.
+
+        The kernel returns float32 [N, H, C]. `chunks` are as if they were one.
+        """
+        return (torch.unflatten(chunks.keys, 1, (count, -1)).transpose(0, 1),)
 
     def parameters(self) -> dict[str, float | int]:
         """Everything but the name that changes scores: it goes into the profile's fingerprint.

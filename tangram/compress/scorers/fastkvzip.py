@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Scorer, require
-from tangram.compress.scorers.gate import Gate, gate_scores, load_gate
+from tangram.compress.scorers.gate import NORM_EPSILON, Gate, gate_scores, load_gate
 from tangram.errors import ConfigError
 from tangram.types import Int64
 
@@ -28,6 +28,7 @@ class FastKVzip(Scorer):
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     replayable: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
+    takes_gate: ClassVar[bool] = True
 
     def __init__(self, gate: Path) -> None:
         self.path = gate
@@ -54,6 +55,10 @@ class FastKVzip(Scorer):
         """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""
         weights, hidden = self.read(chunk)
         return gate_scores(weights, self.gate.shape, hidden)
+
+    def kernel_inputs(self, chunks: ChunkView, count: int) -> tuple[Any, ...]:
+        """See `Scorer`: the gate of the layer, its input [N · C, hidden], N, the norms' epsilon."""
+        return *self.read(chunks), count, NORM_EPSILON
 
     def read(self, chunk: ChunkView) -> tuple[Mapping[str, Tensor], Tensor]:
         """The weights of the layer's gate, by name, and its input [C, hidden], on one device.
