@@ -334,8 +334,10 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
         failure = of_request_error(error)
     except ApiError as error:
         failure = error
-    except TangramError:
-        raise  # about the engine, not about this line
+    except TangramError as error:
+        if service.healthy:
+            raise  # about the engine, not about this line
+        failure = ApiError(503, str(error))
     except Exception:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")

@@ -132,7 +132,7 @@ def test_the_page_of_the_api_needs_no_key_and_its_document_does(
         files = [client.get(path) for path in linked]
         refused = client.get("/openapi.json")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert len(linked) == 4 and all(file.status_code == 200 for file in files)
+    assert len(linked) == 3 and all(file.status_code == 200 for file in files)
     for answer in (page, *files):
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")
         assert "unsafe" not in answer.headers["content-security-policy"]
