@@ -104,8 +104,7 @@ def painted_tokens(page: Any, tokens: list[str]) -> dict[int, Colour | None]:
     top, most = 0, frame.evaluate("(e) => e.scrollHeight - e.clientHeight")
     begin = 0
     while True:
-        frame.evaluate("(e, top) => (e.scrollTop = top)", top)
-        begin, drawn = _read_painted(page, spelled, begin)
+        begin, drawn = _read_painted(page, spelled, begin, top)
         for at, (_, ground) in enumerate(drawn, begin):
             found[at] = None if ground is None else rgb(ground)
         if top >= most:
@@ -114,13 +113,16 @@ def painted_tokens(page: Any, tokens: list[str]) -> dict[int, Colour | None]:
 
 
 def _read_painted(
-    page: Any, spelled: list[str], begin: int
+    page: Any, spelled: list[str], begin: int, top: int
 ) -> tuple[int, list[tuple[str, str | None]]]:
-    """Where in `spelled`, from `begin` on, the painted tokens lie, and these with their grounds.
+    """Where in `spelled`, from `begin` on, the tokens painted at scroll position `top` lie.
 
-    A busy machine may not have painted yet, or only half of it.
+    Also these with their grounds. A busy machine may not have painted yet, or only half of it, or
+    it may lay out the text anew meanwhile, which moves it.
     """
+    frame = page.locator(".text-map")
     for _ in range(_MOST_LOOKS):
+        frame.evaluate("(e, top) => (e.scrollTop = top)", top)
         page.wait_for_timeout(80)
         drawn = page.evaluate("() => window.painted")
         texts = [text for text, _ in drawn]
