@@ -39,6 +39,7 @@ def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> E
         kv_offload_gib=0.0,
         kv_offload_dtype="auto",
         overflow_every=None,
+        save_failed_passes=None,
     )
 
 

@@ -128,6 +128,7 @@ def replay(saved: SavedPass, config: EngineConfig, loaded: LoadedModel) -> Repla
     parts = build_parts(for_one_device(config, loaded), partial(TorchKernels, compiled=False))
     runner, cache = parts.runner, parts.scheduler.cache
     retentions = runner.passes.batcher.retentions
+    _check_numbers(saved, len(retentions), len(cache.tables), retentions[0].layout.max_tokens)
     _fit(saved, runner, cache.tables, cache.lengths)
     rows = saved.as_rows(retentions)
     work = runner.passes.batcher.build(rows, epoch=0)
@@ -138,6 +139,28 @@ def replay(saved: SavedPass, config: EngineConfig, loaded: LoadedModel) -> Repla
     runner.passes.finish(work, attention)
     behind = list(_name_rows(saved, work.ends, work.sampled, logits))
     return Replay(behind, watched.found[0] if watched.found else None)
+
+
+def _check_numbers(saved: SavedPass, retentions: int, slots: int, most_tokens: int) -> None:
+    """Raise `ConfigError` for a number that compiled loops would follow out of their arrays."""
+    rows = saved.rows
+    limits: dict[str, tuple[Any, int]] = {
+        "slots": (saved.slots, slots),
+        "tables": (saved.tables, len(saved.pages)),
+        "lengths": (saved.lengths, most_tokens + 1),
+        "retention": ([row["retention"] for row in rows], retentions),
+        "start": ([row["start"] for row in rows], most_tokens),
+        "tokens": ([len(tokens) for tokens in saved.tokens], most_tokens + 1),
+    }
+    for name, (numbers, limit) in limits.items():
+        for number in np.ravel(numbers).tolist():
+            if not isinstance(number, int) or not 0 <= number < limit:
+                raise ConfigError(
+                    f"{name} of the pass has {number!r}, it must lie in [0, {limit - 1}]: give the "
+                    "model and the config that failed, or another file"
+                )
+    if strange := {row["slot"] for row in rows} - set(saved.slots.tolist()):
+        raise ConfigError(f"slot of the pass is {min(strange)}, of which the file has no tables")
 
 
 def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:

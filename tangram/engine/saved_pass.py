@@ -30,6 +30,7 @@ from tangram.types import Int32, Int64
 from tangram.version import __version__
 
 FORMAT = "tangram pass 1"
+_ROW = ("request_id", "slot", "retention", "kind", "start", "preceding", "sample")
 MOST_BYTES = 1 << 30  # of a file's pages; the first sequences are kept, whose rows fit
 MOST_FILES = 8  # of one folder: an engine that fails at every step fills no disk
 
@@ -102,6 +103,13 @@ class PassSaver:
         return logits
 
     def _save(self, begun: BegunPass, failed: Iterable[int], error: str) -> None:
+        """Save what can be saved. A full disk, or a device that answers no more, is only logged."""
+        try:
+            self._write(begun, failed, error)
+        except (OSError, RuntimeError):
+            _log.exception("a pass has failed (%s), and could not be saved", error)
+
+    def _write(self, begun: BegunPass, failed: Iterable[int], error: str) -> None:
         """Save the rows of the sequences of the rows `failed`, as many as `MOST_BYTES` hold."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if len(list(self._folder.glob("pass-*.safetensors"))) >= MOST_FILES:
@@ -171,7 +179,7 @@ def load_pass(path: Path) -> SavedPass:
         return SavedPass(
             EngineConfig(**options),
             str(about["error"]),
-            tuple(about["rows"]),
+            tuple({name: row[name] for name in _ROW} for row in about["rows"]),
             about["tokens"],
             pages=pages,
             **{name: array.numpy() for name, array in arrays.items()},

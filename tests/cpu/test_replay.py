@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_a_folder_is_not_filled(engine: Engine, model: LoadedModel, tmp_path: Pa
         (lambda about: about | {"version": "0.0.0"}, "was saved by Tangram 0.0.0"),
         (lambda about: {**about, "config": {"kv_retention": 7.0}}, "kv_retention is 7.0"),
         (lambda about: [], "cannot be read as a failed pass"),
+        (lambda about: about | {"rows": [{"slot": 0}]}, "cannot be read as a failed pass"),
     ],
 )
 def test_another_file_is_refused(
@@ -160,6 +162,44 @@ def test_a_model_of_another_shape_is_refused(
     changed = type(saved)(**{**vars(saved), "pages": saved.pages[..., :8].clone()})
     with pytest.raises(ConfigError, match="the pages of the pass are"):
         replay(changed, replay_config(saved, kv_cache_gib=0.01), model)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("slots", 10**6), ("tables", 10**6), ("tables", -1), ("lengths", 2**30)]
+)
+def test_numbers_that_lead_out_of_arrays_are_refused(
+    field: str, value: int, engine: Engine, model: LoadedModel, tmp_path: Path
+) -> None:
+    with poison(model):
+        answer(engine, [prompt(20, 3, bad_at=4)])
+    saved = load_pass(saved_in(tmp_path)[0])
+    getattr(saved, field).flat[0] = value
+    with pytest.raises(ConfigError, match=f"{field} of the pass has {value}, it must lie in"):
+        replay(saved, replay_config(saved, kv_cache_gib=0.01), model)
+
+
+def test_rows_without_tables_are_refused(
+    engine: Engine, model: LoadedModel, tmp_path: Path
+) -> None:
+    with poison(model):
+        answer(engine, [prompt(20, 3, bad_at=4)])
+    saved = load_pass(saved_in(tmp_path)[0])
+    for field, value in (("slot", 7), ("start", -3), ("retention", 99)):
+        changed = replace(saved, rows=(saved.rows[0] | {field: value}, *saved.rows[1:]))
+        with pytest.raises(ConfigError, match=f"^{field} of the pass"):
+            replay(changed, replay_config(saved, kv_cache_gib=0.01), model)
+
+
+def test_a_disk_that_takes_nothing_costs_no_answer(
+    engine: Engine, model: LoadedModel, tmp_path: Path
+) -> None:
+    """The failed request ends alone, as without the option."""
+    (tmp_path / "failed").write_text("a file where the folder should be")
+    with poison(model):
+        bad, good = submit(engine, [prompt(20, 3, bad_at=4), prompt(41, 5)])
+        drain(engine)
+    assert bad[-1].error is not None and good[-1].error is None
+    assert sum(len(event.token_ids) for event in good) == ANSWER.max_tokens
 
 
 def test_nothing_is_saved_that_is_sound(engine: Engine, tmp_path: Path) -> None:
