@@ -32,6 +32,7 @@ from bench.serving.competitors import (
     choose_vllm_options,
 )
 from bench.serving.speed_search import SpeedSearch
+from bench.serving.timeline import CASES as STEPS
 from bench.serving.timeline import measure_steps
 from tangram_lab.environment import environment
 from tangram_lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace
@@ -289,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.engine == "vllm" and (options.kv_retention, options.chunk_tokens) != (None, None):
         parser.error("vllm drops nothing: leave kv-retention and chunk-tokens out")
+    if options.timeline == []:
+        options.timeline = STEPS
     if options.http and (options.timeline or options.ranks > 1):
         parser.error("http measures one GPU from outside: leave timeline and ranks out")
     if options.api_processes is not None and not options.http:
@@ -324,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_cases(engine, cases, partial(_keep, options, name, written), limits)
         if options.timeline:
             path = options.output / f"timeline_{name}.json"
-            measure_steps(engine, name, partial(_write, path, written))
+            measure_steps(engine, name, options.timeline, partial(_write, path, written))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,7 +375,11 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=int, default=1, help="GPUs that share the model, of either engine"
     )
     parser.add_argument(
-        "--timeline", action="store_true", help="also keep what steps are made of (timeline_*.json)"
+        "--timeline",
+        nargs="*",
+        choices=STEPS,
+        metavar="CASE",
+        help=f"also keep what steps are made of (timeline_*.json): {', '.join(STEPS)}; all",
     )
     return parser
 

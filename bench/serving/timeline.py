@@ -1,4 +1,4 @@
-"""What a step is made of, on one engine: `python -m bench.serving.compare ENGINE --timeline`.
+"""What a step is made of, on one engine: `python -m bench.serving.compare ENGINE --timeline CASES`.
 
 For each case there are times of steps without a profiler, and then the device's kernels from a
 profiled run. A decode step's kernels are the difference of two runs that differ in the length of
@@ -45,9 +45,15 @@ KINDS = {
     ),
     "copies": ("memcpy", "memset"),
 }
-DECODE = {"decode-1x512": (1, 512), "decode-1x8k": (1, 8000), "decode-24x8k": (24, 8000)}
+DECODE = {
+    "decode-1x512": (1, 512),
+    "decode-1x8k": (1, 8000),
+    "decode-24x8k": (24, 8000),
+    **{f"decode-{rows}x300": (rows, 300) for rows in (64, 128, 256, 512)},
+}
 TURNS = {"turn-8k": (8000, 128)}
 PREFILLS = {"prefill-8k": 8192}
+CASES = (*DECODE, *TURNS, *PREFILLS)
 SHORT, LONG, TRIALS, PROMPTS = 32, 96, 20, 8
 
 # Kernels of a run: name, from and to in us of the device's clock.
@@ -181,19 +187,22 @@ def measure_prefill(engine: ServingEngine, length: int) -> dict[str, Any]:
     return describe(record(answer), [], PROMPTS, walls)
 
 
-def measure_steps(engine: ServingEngine, name: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Look at all cases; `keep` takes the results so far after each."""
+def measure_steps(
+    engine: ServingEngine, name: str, chosen: Sequence[str], keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Look at the `chosen` of `CASES`; `keep` takes the results so far after each."""
     cases: dict[str, Any] = {}
-    measures = {
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
         **{
             case: partial(measure_decode, engine, draw_prompts(engine, *sizes))
             for case, sizes in DECODE.items()
+            if case in chosen
         },
         **{case: partial(measure_turn, engine, *sizes) for case, sizes in TURNS.items()},
         **{case: partial(measure_prefill, engine, length) for case, length in PREFILLS.items()},
     }
-    for case, measure in measures.items():
-        found = cases[case] = measure()
+    for case in chosen:
+        found = cases[case] = measures[case]()
         kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in split_busy(found).items())
         print(
             f"{name} {case:14} {statistics.median(found['wall_ms']):6.2f} ms, device "
