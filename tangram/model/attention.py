@@ -82,7 +82,8 @@ class LayerInput(NamedTuple):
     hidden: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: PyTorch 2.11 compiles layers for the values in a frozen argument.
+@dataclass(eq=False)
 class StepAttention:
     """The attention of one pass over a model's layers: `launch`, and what seals its chunks.
 
@@ -177,7 +178,7 @@ class StepAttention:
         sealer.take(self.launch, layer, asked, k[own], v[own], scaling=scaling, hidden=known)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RepeatAttention:
     """KVzip's second pass over one chunk.
 
