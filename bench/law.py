@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,13 @@ from tangram.engine.build import engine_of
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import News, Readings
+from tangram_lab.accuracy.haystack import prose
 from tangram_lab.environment import environment
 
-DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = Path(__file__).parent / "results"
 FORMS = ("float32@0.5", "bfloat16@0.5", "bfloat16/fp8@0.5", "float16@0.5", "bfloat16@1.0")
-CHARACTERS = (900, 1800, 2700, 3600, 4800, 6000)
+# No step of up to 2,048 tokens has more than four of their chunks and ends.
+CHARACTERS = (3600, 4440, 6600, 9000)
 ENDING = " What does the text above say about pages?"
 CHUNK_TOKENS = 512
 MAX_SEQUENCES = 8
@@ -185,11 +188,13 @@ def other_threads() -> int:
 
 
 def make_prompts(loaded: LoadedModel, characters: Sequence[int]) -> Prompts:
-    """Prompts of so many characters each, of different texts."""
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
-    starts = [number * 7_000 for number in range(len(characters))]
-    cut = [text[start : start + size] for start, size in zip(starts, characters, strict=True)]
-    return [tuple(loaded.tokenizer.encode(part + ENDING)) for part in cut]
+    """Prompts of so many characters each, of different generated texts."""
+    prompts = []
+    for number, size in enumerate(characters):
+        pieces = prose(random.Random(number))
+        text = " ".join(islice(pieces, size // 20))  # no sentence is shorter
+        prompts.append(tuple(loaded.tokenizer.encode(text[:size] + ENDING)))
+    return prompts
 
 
 def spell(form: str, way: str, row: Mapping[str, Any]) -> str:

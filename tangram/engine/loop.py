@@ -285,7 +285,7 @@ class Engine:
         self._send_parcels()
         if self._land():
             return True
-        self._runner.collect()
+        self._runner.collect(awaited=True)  # no later step would
         self._check_once()
         return False
 

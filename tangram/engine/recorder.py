@@ -1,7 +1,7 @@
 """Notes which entries of each sealed chunk were kept, for those who watch (`tangram/watch.py`).
 
 The kernels write a byte for each entry beside what they seal. A copy of it goes to the host, and is
-packed to bits when it has arrived. Nothing waits for it.
+packed to bits when it has arrived. No step waits for it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class KeptRecorder:
         if self._noted:
             self._name({one.cache.slot: one for one in computing if one.cache is not None})
 
-    def collect(self) -> None:
-        """Store what has arrived on the host."""
-        while self._named and self._named[0][1].copies.arrived:
+    def collect(self, *, awaited: bool = False) -> None:
+        """Store what has arrived on the host, or all if `awaited`."""
+        while self._named and (awaited or self._named[0][1].copies.arrived):
             key, note = self._named.popleft()
             if self.store.get(key) is None:
                 self.store.put(key, self._pack(note))

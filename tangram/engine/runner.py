@@ -182,11 +182,11 @@ class Runner:
     def _move(self, step: Step) -> None:
         self._host.move(step.moves, awaited=step.awaited)
 
-    def collect(self) -> None:
-        """Take what the device has measured and noted by now, without waiting for it."""
+    def collect(self, *, awaited: bool = False) -> None:
+        """Take what the device has measured and noted by now; if `awaited`, all that it noted."""
         self.meters.collect()
         if self.recorder is not None:
-            self.recorder.collect()
+            self.recorder.collect(awaited=awaited)
 
     @torch.inference_mode()
     def clear(self, pages: Int32) -> None:

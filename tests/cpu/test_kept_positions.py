@@ -16,6 +16,7 @@ from tangram.compress.scorers import SCORERS, ChunkView
 from tangram.config import EngineConfig
 from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.kernels.transfer import HostCopies
 from tangram.model.load import LoadedModel
 from tangram.types import Request, SamplingParams
 from tangram.watch import ChunkPlace, KeptPositions, News, Readings, SequenceReading, SequenceState
@@ -164,6 +165,14 @@ def alone(world: LonePrompts, prompts: Sequence[tuple[int, ...]]) -> dict[bytes,
         run(engine, [prompt], ANSWER)
         found |= {key: ends.find_kept(key) for key in ends.keys}
     return found
+
+
+def test_what_arrives_late_is_noted_before_the_engine_rests(
+    world: LonePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a GPU may be on their way when the last step ends."""
+    monkeypatch.setattr(HostCopies, "arrived", False)
+    assert len(alone(world, FORKS[:2])) > 2
 
 
 def make_crowded_engine(world: LonePrompts, **options: object) -> Engine:

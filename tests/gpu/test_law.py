@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.law import Measured, compare, make_prompts, measure_form
+from bench.law import CHARACTERS, Measured, compare, make_prompts, measure_form
 from tangram.model.load import LoadedModel, load_model
 
 pytestmark = [
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
-CHARACTERS = (900, 2700, 4800, 6000)
 TOKENS = 32
 # By dtype, how far entries may be apart, as a part of the largest: some roundings of the dtype in
 # each of 30 layers.
