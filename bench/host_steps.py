@@ -41,7 +41,6 @@ from bench.kernels.budgets import load
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.collection import keep_uncollected
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
@@ -51,6 +50,7 @@ from tangram.engine.runner import Runner, RunnerSettings
 from tangram.engine.scheduler import Scheduler, StepLimits
 from tangram.kernels.card import Card
 from tangram.kernels.triton_kernels import TritonKernels
+from tangram.link.collection import keep_uncollected
 from tangram.model.dummy import number_tokens
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Geometry, Request, SamplingParams

@@ -3,7 +3,7 @@
 python -m bench.rank_deal BUDGETS.npz [--retention 0.25] [--chunk-tokens 512]
 
 Counts pages and computes nothing else. The budgets are those that Tangram's authors published
-(`tangram/import_profiles.py`). Compared are the model's own order of heads and the deal of
+(`tangram/calibrate/published_budgets.py`). Compared are the model's own order of heads and the deal of
 `tangram/compress/dealing.py`. `numbers` are the page numbers of a sealed chunk, which decide what
 fits; `fullest` are the pages that the fullest rank fills of them, `even` would be the same on all.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tangram.calibrate.published_budgets import SCORERS, ScorerSpec, import_published
 from tangram.compress.dealing import consecutive_heads, deal_heads, heads_of_rank
 from tangram.compress.profile import Profile
-from tangram.import_profiles import SCORERS, ScorerSpec, import_published
 from tangram.types import Int64
 
 RESULT = Path(__file__).parent / "results" / "rank_deal.json"

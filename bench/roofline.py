@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tangram.config_json import read_config
-from tangram.size import kv_size
-from tangram.weight_size import read_weights
+from tangram.model.config_json import read_config
+from tangram.sizing.cache_size import kv_size
+from tangram.sizing.weight_size import read_weights
 
 RESULTS = Path(__file__).parent / "results"
 QWEN = Path(__file__).parent / "models" / "qwen3-4b"

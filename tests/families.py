@@ -16,8 +16,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from tangram.errors import ConfigError, ModelError
-from tangram.kv_shape import read_shape
 from tangram.model.load import LoadedModel, load_model
+from tangram.sizing.kv_shape import read_shape
 from tangram.types import SamplingParams
 from tests.small_engines import run, small_engine
 from tests.tiny_configs import VOCABULARY, has_field, model_types, tiny_config

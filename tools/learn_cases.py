@@ -23,16 +23,16 @@ from tangram.cache.retention import Retention
 from tangram.compress.groups import allot_pages, cluster
 from tangram.compress.profile import Profile
 from tangram.errors import ConfigError
-from tangram.kv_shape import KVShape, read_shape
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import build_forest
 from tangram.plan.form import DecodeRows
 from tangram.plan.packing import plan_packing
-from tangram.size import fit, kv_size
+from tangram.sizing.cache_size import fit, kv_size
+from tangram.sizing.kv_shape import KVShape, read_shape
+from tangram.sizing.weight_size import Weights
 from tangram.speculate.pace import expected_tokens
 from tangram.types import Geometry
-from tangram.weight_size import Weights
 from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram_lab.naive import count_cached_positions, count_naive_positions
 from tools.learn_data import CARDS, PROFILES, shipped_profile

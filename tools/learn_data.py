@@ -25,11 +25,11 @@ from bench.roofline import (
     prefill_point,
 )
 from tangram.compress.profile import Profile
-from tangram.config_json import read_config
-from tangram.kv_shape import presets, read_shape
+from tangram.model.config_json import read_config
 from tangram.plan.cost import CostModel
 from tangram.plan.packing import MAX_QUERY_ROWS
-from tangram.weight_size import read_weights
+from tangram.sizing.kv_shape import presets, read_shape
+from tangram.sizing.weight_size import read_weights
 from tools.learn_site import PAGE, ROOT
 
 # Eight sizes that the third chapter lists; the calculator has all presets.

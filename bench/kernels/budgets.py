@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tangram.calibrate.published_budgets import import_published
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.config import Scope
 from tangram.engine.batcher import GROWTH_TOKENS
 from tangram.errors import ConfigError
-from tangram.import_profiles import import_published
 from tangram.plan.form import DecodeRows
 from tangram.types import Int64
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, scatter_pages

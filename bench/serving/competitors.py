@@ -89,9 +89,9 @@ class Tangram(StartedEngine):
     """Tangram on random weights, with the budgets that ship for the model."""
 
     def __init__(self, model: Path, options: dict[str, Any]) -> None:
-        from tangram.collection import keep_uncollected
         from tangram.config import EngineConfig
         from tangram.engine.build import build_engine
+        from tangram.link.collection import keep_uncollected
 
         if options["load_format"] != "dummy":
             model = save_checkpoint(model)

@@ -157,9 +157,9 @@ def _start_study(
 
 
 def _import(config: EngineConfig, path: Path) -> Profile:
+    from tangram.calibrate.published_budgets import import_published
     from tangram.compress.scorers import choose_scorer, make_scorer
     from tangram.engine.profiles import scorer_spec
-    from tangram.import_profiles import import_published
 
     chosen = choose_scorer(config, None, {})
     scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)

@@ -29,12 +29,12 @@ from tangram.cli.serve_options import (
     count_processes,
 )
 from tangram.cli.telemetry import logging_as
-from tangram.collection import keep_uncollected, unfreeze_at_end
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
+from tangram.link.collection import keep_uncollected, unfreeze_at_end
 from tangram.model.source import name_served_model
 from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener

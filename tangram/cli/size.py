@@ -20,11 +20,11 @@ from tangram.cli.options import (
     option,
 )
 from tangram.config import EngineConfig
-from tangram.config_json import ModelConfig, read_config
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
-from tangram.size import as_json, kv_size, render
-from tangram.weight_size import Weights, read_weights, weights_dtype
+from tangram.model.config_json import ModelConfig, read_config
+from tangram.sizing.cache_size import as_json, kv_size, render
+from tangram.sizing.weight_size import Weights, read_weights, weights_dtype
 
 # The dtypes of `serve`, and the short names that this command took before.
 _SHORT: dict[str, Any] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

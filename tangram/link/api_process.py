@@ -48,7 +48,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     listeners = [socket.socket(fileno=int(number)) for number in sys.argv[2:]]
     # Imported while the engine's process loads the model.
-    from tangram.collection import keep_uncollected
+    from tangram.link.collection import keep_uncollected
 
     with keep_uncollected():
         from tangram.link import serving

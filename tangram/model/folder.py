@@ -9,9 +9,9 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
-from tangram.config_json import read_content, refuse_parts
 from tangram.errors import ConfigError, ModelError
 from tangram.foreign_files import parse_json, read_text
+from tangram.model.config_json import read_content, refuse_parts
 
 CONFIG, ADAPTER, INDEX = "config.json", "adapter_config.json", "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

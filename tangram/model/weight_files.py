@@ -12,8 +12,8 @@ from typing import BinaryIO
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
-from tangram.config_json import refuse_parts
 from tangram.errors import ModelError
+from tangram.model.config_json import refuse_parts
 from tangram.model.folder import report_damage
 
 _GGUF_MAGIC = b"GGUF"

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 from ray import serve
 
-from tangram.collection import keep_uncollected
 from tangram.config import EngineConfig
 from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
 from tangram.errors import EngineError, OverloadError, RequestError, TangramError
 from tangram.kv_events.address import EventAddress
+from tangram.link.collection import keep_uncollected
 from tangram.ray.held_keys import HeldKeys
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import EngineFacts, FactsQuestion, Origin, SentRequest, StatsReport

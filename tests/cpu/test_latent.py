@@ -27,7 +27,7 @@ from tangram.model.latent import join_entries, latent_heads
 from tangram.model.load import LoadedModel, adopt
 from tangram.model.modules import derive, remake
 from tangram.model.quantized import quantize
-from tangram.size import kv_size
+from tangram.sizing.cache_size import kv_size
 from tangram.types import Event, Request, SamplingParams
 from tests.cpu.test_purity import TINY_LATENT
 from tests.cpu.test_quantized import needs_products

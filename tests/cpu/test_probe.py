@@ -16,7 +16,7 @@ from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION
 from tangram.model.load import load_model
 from tangram.model.servable import probe_geometry
-from tangram.size import kv_size
+from tangram.sizing.cache_size import kv_size
 from tests.families import spread_weights
 from tests.tiny_configs import WINDOW, tiny_config
 

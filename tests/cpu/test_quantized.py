@@ -15,13 +15,13 @@ from gguf.quants import dequantize
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from tangram.config_json import read_config
 from tangram.errors import ConfigError, ModelError
+from tangram.model.config_json import read_config
 from tangram.model.cpu_weights import Int4Linear, Int8Linear, Int8WeightLinear
 from tangram.model.load import LoadedModel, load_model
 from tangram.model.quantized import check_quantization, quantize
 from tangram.model.rounding import GROUP, round_to_4_bits
-from tangram.weight_size import read_weights
+from tangram.sizing.weight_size import read_weights
 from tests.small_engines import profile_file, run, sealed_state, small_engine
 
 FORMS = ("int8", "int4")

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.config import EngineConfig
-from tangram.config_json import read_config
 from tangram.errors import ConfigError
-from tangram.kv_shape import presets, read_shape
-from tangram.weight_size import read_weights
+from tangram.model.config_json import read_config
+from tangram.sizing.kv_shape import presets, read_shape
+from tangram.sizing.weight_size import read_weights
 
 COMMON = {
     "hidden_size": 512,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tangram.cache.accounting import check_accounting
 from tangram.cache.layout import Layout
-from tangram.size import kv_size
+from tangram.sizing.cache_size import kv_size
 from tests.host.device_double import NumberedCache, geometry, layout, layout_sets, retentions
 from tests.host.test_cache import compute, tokens_of
 

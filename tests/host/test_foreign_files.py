@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tangram.calibrate.published_budgets import import_published
 from tangram.calibrate.text_files import read_texts
 from tangram.compress.library import find_profile
 from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
 from tangram.errors import ConfigError, TangramError
 from tangram.foreign_files import replace_file
-from tangram.import_profiles import import_published
 from tangram_lab.accuracy.conversation import read_conversations
 from tangram_lab.accuracy.passages import _read
 from tangram_lab.accuracy.results import Results

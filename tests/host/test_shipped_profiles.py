@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tangram.calibrate.published_budgets import MODELS, import_published
 from tangram.compress.groups import cluster, group_budgets
 from tangram.compress.library import find_profile, find_shipped_profiles
 from tangram.compress.profile import ALPHA, PAPER_ALPHA, Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.errors import ProfileError
-from tangram.import_profiles import MODELS, import_published
 
 SHIPPED = sorted(find_shipped_profiles().glob("*.json"))
 IMPORTED = [path for path in SHIPPED if not path.name.startswith("smollm2.")]

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tangram.cache.layout import Layout
 from tangram.errors import ConfigError
-from tangram.kv_shape import presets, read_shape
-from tangram.size import kv_size, render
+from tangram.sizing.cache_size import kv_size, render
+from tangram.sizing.kv_shape import presets, read_shape
 from tangram.types import Geometry
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def test_sliding_window_layers_hold_at_most_their_window() -> None:
 def test_the_presets_agree_with_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     entry = json.loads(
-        (Path(__file__).parents[2] / "tangram" / "size_presets.json").read_text("utf-8")
+        (Path(__file__).parents[2] / "tangram" / "model" / "size_presets.json").read_text("utf-8")
     )[name]["config"]
     family = {"kimi_k2": "deepseek_v3"}.get(entry["model_type"], entry["model_type"])
     fields = {key: value for key, value in entry.items() if key != "model_type"}

@@ -107,7 +107,7 @@ def test_the_positions_of_naive_decoding() -> None:
     ],
 )
 def test_the_eight_sizes(model: str, bytes_per_token: int, gib: float) -> None:
-    from tangram.size import kv_size
+    from tangram.sizing.cache_size import kv_size
 
     size = kv_size(model, 32_000)
     assert model in LISTED and len(LISTED) == 8

@@ -26,10 +26,10 @@ from playwright.sync_api import expect
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
 from tangram.serve.static_files import HEADERS
-from tangram.size import fit, kv_size
+from tangram.sizing.cache_size import fit, kv_size
+from tangram.sizing.weight_size import Weights
 from tangram.speculate.pace import expected_tokens
 from tangram.web.files import FILES
-from tangram.weight_size import Weights
 from tangram_lab.naive import count_naive_positions
 from tests.running import run_app
 from tests.web.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
@@ -174,8 +174,8 @@ def test_what_it_costs(page: Any) -> None:
 
 
 def read_parameters(model: str) -> int:
-    from tangram.config_json import read_config
-    from tangram.weight_size import read_weights
+    from tangram.model.config_json import read_config
+    from tangram.sizing.weight_size import read_weights
 
     return read_weights(read_config(model), "bfloat16").parameters
 
@@ -432,7 +432,7 @@ def test_source_opens_by_keyboard(page: Any) -> None:
     code = page.locator("#cost details pre").first
     code.wait_for()
     page.locator("#cost details pre", has_text="def uncompressed_bytes").wait_for()
-    assert code.inner_text() == source_of("tangram/size.py:KVSize.uncompressed_bytes")
+    assert code.inner_text() == source_of("tangram/sizing/cache_size.py:KVSize.uncompressed_bytes")
 
 
 def test_the_contents_lead_to_the_chapters(page: Any) -> None:

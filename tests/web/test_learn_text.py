@@ -142,7 +142,7 @@ def test_the_linked_source_exists(chapter: Chapter) -> None:
 
 def test_a_source_that_is_gone_is_named() -> None:
     with pytest.raises(LookupError, match=r"tangram/size\.py has no KVSize\.weight"):
-        source_of("tangram/size.py:KVSize.weight")
+        source_of("tangram/sizing/cache_size.py:KVSize.weight")
 
 
 def test_paths_named_in_the_texts_exist() -> None:

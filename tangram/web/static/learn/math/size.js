@@ -1,4 +1,4 @@
-// tangram/size.py, tangram/kv_shape.py and the page counts of tangram/cache/layout.py
+// tangram/sizing/cache_size.py, tangram/sizing/kv_shape.py and the page counts of tangram/cache/layout.py
 
 const GIB = 2 ** 30;
 /** Bytes of an element. The engine has no 4-bit cache; a size is all that is given for it. */

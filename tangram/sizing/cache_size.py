@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tangram.cache.layout import Layout, adjacent_groups
-from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
-from tangram.kv_shape import KVShape, read_shape
+from tangram.model.config_json import ModelConfig
+from tangram.sizing.kv_shape import KVShape, read_shape
+from tangram.sizing.weight_size import Weights
 from tangram.types import Geometry
-from tangram.weight_size import Weights
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tangram.config_json import ModelConfig
 from tangram.errors import ConfigError
+from tangram.model.config_json import ModelConfig
 from tangram.model.folder import INDEX, read_shards
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

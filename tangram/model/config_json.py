@@ -17,7 +17,7 @@ from typing import Any
 
 from tangram.errors import ConfigError, ModelError
 from tangram.foreign_files import expand_home, parse_json, read_text
-from tangram.hub import fetch_files, is_hub_id
+from tangram.model.hub import fetch_files, is_hub_id
 
 # The names that most families use, and other names of the same fields.
 _ALIASES = {
@@ -189,6 +189,6 @@ def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConf
 
 def _read_presets() -> dict[str, dict[str, Any]]:
     content: dict[str, dict[str, Any]] = json.loads(
-        files("tangram").joinpath("size_presets.json").read_text("utf-8")
+        files("tangram.model").joinpath("size_presets.json").read_text("utf-8")
     )
     return content

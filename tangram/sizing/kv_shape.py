@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram.config_json import ModelConfig, presets, read_config
 from tangram.errors import ConfigError
+from tangram.model.config_json import ModelConfig, presets, read_config
 
 __all__ = ["KVShape", "presets", "read_shape"]
 _WHAT = "the size of the KV cache"
