@@ -3,7 +3,7 @@
 python -m bench.rank_deal BUDGETS.npz [--retention 0.25] [--chunk-tokens 512]
 
 Counts pages and computes nothing else. The budgets are those that Tangram's authors published
-(`tangram/calibrate/published_budgets.py`). Compared are the model's own order of heads and the deal of
+(`tangram/calibrate/published_budgets.py`). Compared are the model's own order of heads and that of
 `tangram/compress/dealing.py`. `numbers` are the page numbers of a sealed chunk, which decide what
 fits; `fullest` are the pages that the fullest rank fills of them, `even` would be the same on all.
 """
