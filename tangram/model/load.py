@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tangram.compress.profile import ModelFingerprint
@@ -319,7 +320,16 @@ def digest_weights(model: PreTrainedModel) -> str:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    (placement,) = tensor.placements
+    if not isinstance(placement, _StridedShard):
+        return tensor.full_tensor()
+    # Several maps in one, each dealt to all ranks, which PyTorch 2.11 does not gather.
+    mesh, dim = tensor.device_mesh, placement.dim
+    dealt = DTensor.from_local(tensor.to_local(), mesh, [Shard(dim)]).full_tensor()
+    parts = dealt.unflatten(dim, (mesh.size(), placement.split_factor, -1))
+    return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def _narrow(tensor: torch.Tensor) -> bytes:
