@@ -103,6 +103,7 @@ def count_instructions(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks once, when tracing begins
     sys.settrace(trace)
     try:
         work()
