@@ -18,8 +18,8 @@ from tangram.engine.build import build_parts
 from tangram.engine.loop import Engine
 from tangram.engine.speculation import Drafter, Drafting, Speculation, SpeculationCounters
 from tangram.engine.token_sequence import TokenSequence
+from tangram.model.device import find_device
 from tangram.model.load import LoadedModel, load_model
-from tangram.model.place import find_device
 from tangram.speculate.pace import Acceptance, Pace
 
 SAID = 0  # the token of a model that always says the same

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tangram.cli.calibration import meaning, serve_line
 from tangram.cli.checks import check_regular, check_start
 from tangram.cli.console import tell
 from tangram.cli.lab import find_in_lab
@@ -19,6 +18,7 @@ from tangram.cli.options import (
     find_changed,
     take_options,
 )
+from tangram.cli.profile_meaning import meaning, serve_line
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError

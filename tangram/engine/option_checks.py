@@ -11,8 +11,8 @@ from tangram.engine.draft_model import check_vocabulary
 from tangram.engine.memory import check_cache_device, check_host_memory
 from tangram.engine.profiles import Compression
 from tangram.errors import ConfigError
+from tangram.model.device import find_device
 from tangram.model.load import LoadedModel, load_configured, read_text_config, read_vocabulary
-from tangram.model.place import find_device
 from tangram.model.prepare import check_compile_decode
 from tangram.speculative_config import DraftModel
 

@@ -28,8 +28,8 @@ from torch import distributed as dist
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError, EngineError
 from tangram.kernels.threads import use_threads
+from tangram.model.device import find_device
 from tangram.model.load import memory_ran_out
-from tangram.model.place import find_device
 
 _REPORT_S = 10.0  # how long rank 0 waits for the reason of another rank's failure
 _LEAVE_S = 10.0  # how long it waits for NCCL, which has little left to do

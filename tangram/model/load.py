@@ -31,9 +31,9 @@ from tangram.model.auto_classes import (
     without_advice,
 )
 from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
+from tangram.model.device import cpu_dtype, find_device
 from tangram.model.dummy import random_model, tokenizer_or_numbers
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
-from tangram.model.place import cpu_dtype, find_device
 from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.model.quantized import check_quantization, held_bytes
 from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
@@ -138,30 +138,30 @@ def load_model(
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
     """
     folder = resolve_source(name, weights=load_format != "dummy")
-    place = find_device(device)
+    target = find_device(device)
     if quantization is not None:
-        check_quantization(quantization, place)
+        check_quantization(quantization, target)
     config = _read_config(folder, name)
     defaults = read_defaults(name, folder, generation_config)
-    chosen = _choose_dtype(name, config, dtype, place)
+    chosen = _choose_dtype(name, config, dtype, target)
     is_random = load_format == "dummy"
     with _explaining_faults(name, config):
         if is_random:
-            model = random_model(config, dtype=chosen, device=place, attention=IMPLEMENTATION)
+            model = random_model(config, dtype=chosen, device=target, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(folder, config)
         else:
             if ranks > 1:
                 refuse_small_weights(config, ranks)
             widen(config)
             tokenizer = read_tokenizer(folder, config=config)  # first: weights take a minute
-            model = _weights(folder, config, chosen, place, ranks)
+            model = _weights(folder, config, chosen, target, ranks)
     if name == EMBEDDED:
         tokenizer.chat_template = embedded.TEMPLATE
-    mapped = place.type == "cpu" and not is_random
+    mapped = target.type == "cpu" and not is_random
     loaded = adopt(name, model, tokenizer, mapped=mapped)
     ends = {*loaded.eos_token_ids, *defaults.eos_token_ids}
     loaded = replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
-    prepare(model, Wanted(place, chosen, rounded=quantization), Stage.ROUND)
+    prepare(model, Wanted(target, chosen, rounded=quantization), Stage.ROUND)
     return loaded
 
 
@@ -190,11 +190,11 @@ def _explaining_faults(name: str, config: PretrainedConfig) -> Iterator[None]:
 
 
 def _choose_dtype(
-    name: str, config: PretrainedConfig, dtype: str, place: torch.device
+    name: str, config: PretrainedConfig, dtype: str, target: torch.device
 ) -> torch.dtype:
-    """The dtype of weights on `place`, by the option `dtype`."""
+    """The dtype of weights on `target`, by the option `dtype`."""
     own: Any = None if is_gguf(name) else config.dtype
-    return _DTYPES.get(dtype) or (cpu_dtype() if place.type == "cpu" else own or torch.bfloat16)
+    return _DTYPES.get(dtype) or (cpu_dtype() if target.type == "cpu" else own or torch.bfloat16)
 
 
 def read_text_config(name: str) -> PretrainedConfig:
@@ -242,7 +242,7 @@ def load_configured(config: EngineConfig) -> LoadedModel:
 
 
 def _weights(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, place: torch.device, ranks: int
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, target: torch.device, ranks: int
 ) -> PreTrainedModel:
     check_safetensors(folder)
     model, report = read_model(
@@ -250,7 +250,7 @@ def _weights(
         config=config,
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
-        device_map=None if place.type == "cpu" or ranks > 1 else place,  # straight to the device
+        device_map=None if target.type == "cpu" or ranks > 1 else target,  # straight to the device
         distributed_config=distributed_config(config, ranks) if ranks > 1 else None,
     )
     refuse_difference(str(config.name_or_path), report["missing_keys"], report["unexpected_keys"])

@@ -12,8 +12,8 @@ import torch
 
 from tangram.errors import ConfigError
 from tangram.kernels import card
+from tangram.model.device import find_device
 from tangram.model.load import load_model
-from tangram.model.place import find_device
 
 
 @pytest.fixture

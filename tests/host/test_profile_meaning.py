@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.cli.calibration import meaning, serve_line
+from tangram.cli.profile_meaning import meaning, serve_line
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import RankStability

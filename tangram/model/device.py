@@ -20,23 +20,23 @@ def find_device(device: str) -> torch.device:
     if device == "auto":
         return _find()
     try:
-        place = torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}, it must be auto, cpu or cuda") from error
-    if place.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {device!r}, kernels exist for cpu and cuda: choose one")
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if found.type == "cuda" and not torch.cuda.is_available():
         seen = f"PyTorch {torch.__version__} sees no GPU here"
         raise ConfigError(f"device is {device!r}, but {seen}: use cpu")
-    if place.index:
+    if found.index:
         # Triton launches on the current device of a thread, and an engine has threads of its own.
         raise ConfigError(
             f"device is {device!r}, an engine takes the first GPU it sees: set "
-            f"CUDA_VISIBLE_DEVICES={place.index} and use cuda"
+            f"CUDA_VISIBLE_DEVICES={found.index} and use cuda"
         )
-    if place.type == "cuda" and (why := explain_unserved()) is not None:
+    if found.type == "cuda" and (why := explain_unserved()) is not None:
         raise ConfigError(f"device is {device!r}, but {why}: use cpu")
-    return place
+    return found
 
 
 def cpu_dtype() -> torch.dtype:
