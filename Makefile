@@ -37,7 +37,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Some 50 minutes on two cores. What goes by the clock runs by itself.
+# Some 40 minutes on two cores. What goes by the clock runs by itself.
 test: check
 	$(MAKE) --no-print-directory laws
 

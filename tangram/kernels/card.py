@@ -1,6 +1,6 @@
 """The GPU that kernels run on: its features and its sizes.
 
-This is the only module that queries torch for them.
+No other module of this package asks torch for them.
 """
 
 from __future__ import annotations

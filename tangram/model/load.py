@@ -328,8 +328,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     # Several maps in one, each dealt to all ranks, which PyTorch 2.11 does not gather.
     mesh, dim = tensor.device_mesh, placement.dim
     dealt = DTensor.from_local(tensor.to_local(), mesh, [Shard(dim)]).full_tensor()
-    parts = dealt.unflatten(dim, (mesh.size(), placement.split_factor, -1))
-    return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
+    ranks, maps = mesh.size(), placement.split_factor
+    parts = dealt.reshape(*dealt.shape[:dim], ranks, maps, -1, *dealt.shape[dim + 1 :])
+    return parts.transpose(dim, dim + 1).reshape(dealt.shape)
 
 
 def _narrow(tensor: torch.Tensor) -> bytes:
