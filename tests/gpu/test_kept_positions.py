@@ -14,7 +14,7 @@ from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tangram.watch import KeptPositions
-from tests.cpu.test_kept_positions import Ends
+from tests.core.cpu.test_kept_positions import Ends
 from tests.gpu import test_engine as whole
 from tests.interpreter import interpreter_few
 from tests.small_engines import profile_file, run, small_engine, tiny_model

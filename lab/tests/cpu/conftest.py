@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.cpu.conftest import adopt_tiny as adopt_tiny
-from tests.cpu.conftest import folder as folder
-from tests.cpu.conftest import loaded as loaded
-from tests.cpu.conftest import small_llm as small_llm
-from tests.cpu.conftest import tokenizer as tokenizer
+from tests.core.cpu.conftest import adopt_tiny as adopt_tiny
+from tests.core.cpu.conftest import folder as folder
+from tests.core.cpu.conftest import loaded as loaded
+from tests.core.cpu.conftest import small_llm as small_llm
+from tests.core.cpu.conftest import tokenizer as tokenizer

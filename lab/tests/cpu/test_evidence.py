@@ -39,7 +39,7 @@ from tangram_lab.accuracy.recall import (
 )
 from tangram_lab.accuracy.results import Cell, Results
 from tangram_lab.accuracy.sample_prompts import Alignment, Questions, evidence_tokens, filler_token
-from tests.cpu.test_kept_positions import Ends
+from tests.core.cpu.test_kept_positions import Ends
 from tests.small_engines import GREEDY, profile_file, run, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]

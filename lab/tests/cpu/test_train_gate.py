@@ -22,7 +22,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram_lab.gate_training.fit import Examples, Recipe, new_weights, overlap, train_gate
 from tangram_lab.gate_training.text_training import agreements, train_gate_on_texts
-from tests.cpu.test_purity import TINY_LATENT
+from tests.core.cpu.test_purity import TINY_LATENT
 from tests.small_engines import GREEDY, profile_file, run, small_engine
 
 CHUNK = 64

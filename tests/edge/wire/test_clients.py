@@ -1,0 +1,231 @@
+"""Programs of other people against the real server. `make clients` brings those with dependencies
+of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import CHAT
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS, ENVIRONMENT, NODE = (
+    ROOT / "tests/clients",
+    ROOT / "build/clients-venv",
+    ROOT / "build/clients-node",
+)
+QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+with_node = pytest.mark.skipif(
+    not (shutil.which("node") and (NODE / ".ready").exists()),
+    reason="make clients brings OpenAI's client for Node",
+)
+with_clients = pytest.mark.skipif(
+    not (ENVIRONMENT / ".ready").exists(), reason="make clients brings LiteLLM and llm"
+)
+
+
+def run(
+    *command: str | Path, folder: Path = ROOT, script: str | None = None, **variables: str
+) -> str:
+    """What a program prints that must end well. It sees no package of this project."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ended = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=inherited | variables,
+        input=script or "",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+@with_node
+def test_the_official_client_for_node(server_url: str) -> None:
+    script = (SCRIPTS / "ask.mjs").read_text()
+    command = ("node", "--input-type=module", "-", f"{server_url}/v1", "none", "smollm2")
+    found = json.loads(run(*command, folder=NODE, script=script))
+    assert found["models"] == ["smollm2"]
+    assert (
+        found["text"]
+        == found["finished"]
+        == found["response"]
+        == found["streamed"]["text"]
+        == ANSWER
+    )
+    assert found["usage"]["completion_tokens"] <= 8 and found["usage"]["prompt_tokens"] > 0
+    assert found["streamed"]["chunks"] > 2
+    assert found["streamed"]["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"]
+    assert (
+        found["requestId"].startswith("req-") and found["tier"] == "default" and found["completion"]
+    )
+    if found["shaped"]["finish_reason"] == "stop":
+        assert isinstance(json.loads(found["shaped"]["message"]["content"])["n"], int)
+    wrong = found["badField"]
+    assert (wrong["kind"], wrong["status"], wrong["param"]) == (
+        "BadRequestError",
+        400,
+        "temprature",
+    )
+    assert (found["badModel"]["kind"], found["badModel"]["code"]) == (
+        "NotFoundError",
+        "model_not_found",
+    )
+    assert found["embeddings"]["status"] == 404 and "embeddings" in found["embeddings"]["message"]
+
+
+@with_clients
+def test_litellm_and_aider_through_it(server_url: str) -> None:
+    printed = run(
+        ENVIRONMENT / "bin/python",
+        SCRIPTS / "litellm_calls.py",
+        f"{server_url}/v1",
+        "smollm2",
+        LITELLM_LOCAL_MODEL_COST_MAP="True",
+    )
+    found = json.loads(printed.splitlines()[-1])
+    assert found["text"] == found["streamed"]["text"] == ANSWER
+    assert (
+        found["usage"]["total_tokens"]
+        == found["usage"]["prompt_tokens"] + found["usage"]["completion_tokens"]
+    )
+    assert found["streamed"]["prompt_tokens"] == found["usage"]["prompt_tokens"]
+    assert found["streamed"]["finish_reason"] in ("stop", "length") and found["labelled"] in (
+        "stop",
+        "length",
+    )
+    streamed, whole = found["aider"]
+    assert streamed == whole != ""
+    assert (
+        found["effort"]["kind"] == "BadRequestError"
+        and "reasoning_effort" in found["effort"]["message"]
+    )
+    assert (
+        found["bad_field"]["kind"] == "BadRequestError"
+        and "temprature" in found["bad_field"]["message"]
+    )
+    assert found["bad_model"]["kind"] == "NotFoundError"
+
+
+@pytest.fixture
+def llm(server_url: str, tmp_path: Path) -> Callable[..., str]:
+    """The command `llm`, told of the server as its manual says (Other models: adding more OpenAI
+    models).
+    """
+    card = {
+        "model_id": "local",
+        "model_name": "smollm2",
+        "api_base": f"{server_url}/v1",
+        "supports_schema": True,
+    }
+    tmp_path.joinpath("extra-openai-models.yaml").write_text(json.dumps([card]))  # JSON is YAML
+
+    def ask(*arguments: str) -> str:
+        options = ("-m", "local", "-o", "temperature", "0", "-o", "max_tokens", "40")
+        printed = run(ENVIRONMENT / "bin/llm", *arguments, *options, LLM_USER_PATH=str(tmp_path))
+        return printed.strip()
+
+    return ask
+
+
+@with_clients
+def test_llm_answers_goes_on_and_follows_a_schema(llm: Callable[..., str]) -> None:
+    assert llm(QUESTION) == llm(QUESTION, "--no-stream") == ANSWER
+    assert llm("And of Italy?", "--continue")
+    age = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {
+        "type": "object",
+        "properties": {"age": age},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    assert 0 <= json.loads(llm("A dog", "--schema", json.dumps(schema)))["age"] <= 99
+
+
+# Open WebUI asks as in open-webui/open-webui, backend/open_webui/routers/openai.py
+# (get_headers_and_cookies, get_all_models_responses, generate_chat_completion, embeddings) and
+# utils/payload.py (apply_model_params_to_body_openai).
+WEBUI_HEADERS = {
+    "Content-Type": "application/json",
+    "Authorization": "Bearer none",
+    "X-OpenWebUI-User-Name": "Ann%20Lee",
+    "X-OpenWebUI-User-Id": "7",
+    "X-OpenWebUI-User-Email": "ann@example.com",
+    "X-OpenWebUI-User-Role": "admin",
+    "X-OpenWebUI-Chat-Id": "c5b6",
+}
+WEBUI_PARAMETERS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "max_tokens": 8,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "seed": 42,
+    "stop": ["\n\n\n"],
+    "logit_bias": {"5": -100},
+    "response_format": {"type": "text"},
+}
+
+
+@pytest.fixture
+def webui(server_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server_url, headers=WEBUI_HEADERS, timeout=120) as client:
+        yield client
+
+
+def test_open_webui_lists_the_models(webui: httpx.Client) -> None:
+    listed = webui.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["smollm2"]
+    assert all(model.get("name", "absent") is not None for model in listed["data"])
+
+
+def test_open_webui_streams_an_answer_with_its_usage(webui: httpx.Client) -> None:
+    history = [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
+    ]
+    body = {
+        "model": "smollm2",
+        "messages": history,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with webui.stream("POST", CHAT, content=json.dumps(body | WEBUI_PARAMETERS)) as answer:
+        assert "text/event-stream" in answer.headers["content-type"]
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]"
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
+    assert chunks[-1]["usage"]["prompt_tokens"] > 0
+
+
+def test_open_webui_asks_for_a_title(webui: httpx.Client) -> None:
+    messages = [
+        {"role": "user", "content": "### Task: Generate a concise title. ### Chat History: Paris"}
+    ]
+    body = {"model": "smollm2", "messages": messages, "stream": False, "max_completion_tokens": 10}
+    assert webui.post(CHAT, content=json.dumps(body)).json()["choices"][0]["message"]["content"]
+
+
+def test_open_webui_is_told_in_json_what_is_wrong(webui: httpx.Client) -> None:
+    refused = webui.post("/v1/embeddings", content=json.dumps({"model": "smollm2", "input": ["a"]}))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "endpoint_not_supported")
+    body = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "a"}],
+        "reasoning_effort": "medium",
+    }
+    wrong = webui.post(CHAT, content=json.dumps(body))
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "reasoning_effort")
