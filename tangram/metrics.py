@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -41,80 +42,114 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """What /metrics says of a field of `EngineStats`: its text, and its name if it is another one.
+
+    Without a text there is no series of this field alone.
+    """
+
+    text: str = ""
+    name: str = ""
+
+
+class Shape(Figure):
+    """A figure of an engine's shape: replicas share it."""
+
+
+class Held(Figure):
+    """What an engine holds now. Those of replicas add up, and one that is gone holds nothing."""
+
+
+class Total(Figure):
+    """A counter since the start. Those of replicas add up, and stay when one is gone."""
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """One consistent reading of the engine's state, taken between two steps.
 
-    Gauges:
-
-    - `running` and `waiting` requests.
     - Pages of the one pool: `pages_total` = `pages_held` (by running requests) + `pages_cached`
-      (kept for reuse, evictable) + `pages_free`. Of the cached and free ones, `pages_promised` are
-      reserved for running requests.
-    - `kv_bytes_held` is the size of the running requests' pages, where a page counts once for each
-      request that holds it. `kv_bytes_uncompressed` is the size of the same tokens with nothing
-      dropped.
-    - `slots_held` are the entries that fit into those pages, `slots_used` those that are there.
-    - `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`, `page_bytes` a
-      page.
+      (kept for reuse, evictable) + `pages_free`.
+    - In `kv_bytes_held` a page counts once for each request that holds it. `slots_held` are the
+      entries that fit into those pages, `slots_used` those that are there.
+    - `kv_token_bytes` is one uncompressed token over all layers, in `cache_dtype`.
     - `chunk_tokens` is the tokens of a chunk: prefixes are cached in whole chunks.
-    - `capacity_tokens` is the tokens that the pool holds at the default retention ratio as
-      sequences of max_model_len, `capacity_uncompressed_tokens` those at 1.0. Only with sliding
-      windows does the length matter: shorter sequences fit fewer tokens then.
-    - `host_pages_used` of `host_pages_total` pages of host memory, of `host_page_bytes`, keep links
-      of the prefix cache.
-
-    Counters since the start are the others:
-
-    - `prompt_tokens` count when a request is admitted. So do `cached_tokens`, those of them that
-      the prefix cache had. `computed_prompt_tokens` count at each step, recomputed ones again.
-      `restored_tokens` are those of chunks that were copied back from host memory.
-    - `host_bytes_out` and `host_bytes_in` were copied there and back.
-    - `dropped_spans` are links (chunks, window parts) that host memory evicted or that did not fit.
-      Without host memory they are all evicted links.
-    - `step_s` are the seconds of the engine's steps. `device_s` are those in which the host waited
-      for the device (on a CPU: ran the model). `sealing_s` are the device's for scoring, selecting
-      and storing chunks.
+    - Only with sliding windows does the length matter to `capacity_tokens`: shorter sequences fit
+      fewer tokens then.
+    - `host_pages_total` have `host_page_bytes` each.
+    - `computed_prompt_tokens` count at each step, recomputed ones again.
+    - `dropped_spans` are links (chunks, window parts). Without host memory they are all evicted
+      links.
     - `plans` counts decode plans by planner. `overflow` has a line a head group where it is
       measured. `speculation` is None where the engine does not speculate.
     """
 
-    running: int
-    waiting: int
-    pages_total: int
-    pages_held: int
-    pages_cached: int
-    pages_free: int
-    pages_promised: int
-    slots_held: int
-    slots_used: int
-    chunk_tokens: int
-    capacity_tokens: int
-    capacity_uncompressed_tokens: int
-    cache_dtype: str
-    page_bytes: int
-    kv_token_bytes: int
-    kv_bytes_held: int
-    kv_bytes_uncompressed: int
-    prompt_tokens: int
-    cached_tokens: int
-    computed_prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    steps: int
-    sealed_chunks: int
-    host_pages_total: int
-    host_pages_used: int
-    host_page_bytes: int
-    restored_tokens: int
-    host_bytes_out: int
-    host_bytes_in: int
-    dropped_spans: int
-    step_s: float
-    device_s: float
-    sealing_s: float
+    running: Annotated[int, Held("Requests in the batch", "requests_running")]
+    waiting: Annotated[int, Held("Requests in the queue", "requests_waiting")]
+    pages_total: Annotated[int, Held("Pages of the pool", "kv_pages_total")]
+    pages_held: Annotated[int, Held()]
+    pages_cached: Annotated[int, Held()]
+    pages_free: Annotated[int, Held()]
+    pages_promised: Annotated[
+        int, Held("Cached or free pages that running requests were promised", "kv_pages_promised")
+    ]
+    slots_held: Annotated[int, Held()]
+    slots_used: Annotated[int, Held()]
+    chunk_tokens: Annotated[int, Shape()]
+    capacity_tokens: Annotated[
+        int,
+        Held(
+            "Tokens the pool holds at the default retention ratio, as sequences of max_model_len",
+            "kv_capacity_tokens",
+        ),
+    ]
+    capacity_uncompressed_tokens: Annotated[
+        int, Held("Tokens it would hold with nothing dropped", "kv_capacity_uncompressed_tokens")
+    ]
+    cache_dtype: Annotated[str, Shape()]
+    page_bytes: Annotated[int, Shape("Bytes of a page", "kv_page_bytes")]
+    kv_token_bytes: Annotated[int, Shape()]
+    kv_bytes_held: Annotated[int, Held("Bytes of the running requests' pages")]
+    kv_bytes_uncompressed: Annotated[
+        int, Held("Bytes the same tokens would take with nothing dropped")
+    ]
+    prompt_tokens: Annotated[int, Total("Prompt tokens of admitted requests")]
+    cached_tokens: Annotated[
+        int, Total("Prompt tokens served from the prefix cache", "cached_prompt_tokens")
+    ]
+    computed_prompt_tokens: Annotated[int, Total()]
+    generated_tokens: Annotated[int, Total("Tokens generated")]
+    preemptions: Annotated[int, Total("Running requests sent back to the queue for lack of pages")]
+    steps: Annotated[int, Total("Forward passes")]
+    sealed_chunks: Annotated[int, Total("Chunks compressed into their final pages")]
+    host_pages_total: Annotated[int, Held("Pages of host memory behind the pool")]
+    host_pages_used: Annotated[int, Held("Pages of host memory that keep cached spans")]
+    host_page_bytes: Annotated[int, Shape()]
+    restored_tokens: Annotated[int, Total("Tokens of chunks copied back from host memory")]
+    host_bytes_out: Annotated[int, Total("Bytes of KV pages copied to host memory")]
+    host_bytes_in: Annotated[int, Total("Bytes of KV pages copied back from host memory")]
+    dropped_spans: Annotated[
+        int, Total("Evicted spans that host memory could not keep, or dropped later")
+    ]
+    step_s: Annotated[float, Total("Seconds of the engine's steps", "step_seconds")]
+    device_s: Annotated[
+        float,
+        Total(
+            "Step seconds in which the host waited for the device; on a CPU, ran the model",
+            "step_device_seconds",
+        ),
+    ]
+    sealing_s: Annotated[
+        float, Total("Device seconds of scoring, selecting and storing chunks", "sealing_seconds")
+    ]
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
     speculation: SpeculationStats | None
+
+    @property
+    def held_share(self) -> float:
+        """The share of the pool's pages that running requests hold."""
+        return self.pages_held / self.pages_total
 
     @property
     def pool_bytes(self) -> int:
@@ -158,3 +193,10 @@ class EngineStats:
     def host_share(self) -> float:
         """The host's own share of the time of the engine's steps; 0 before the first."""
         return 1 - self.device_s / self.step_s if self.step_s else 0.0
+
+
+_HINTS = get_type_hints(EngineStats, include_extras=True).items()
+# The numbers of `EngineStats` and the dtype, by field: what each of them is.
+FIGURES: Mapping[str, Figure] = {
+    name: kind.__metadata__[0] for name, kind in _HINTS if get_origin(kind) is Annotated
+}

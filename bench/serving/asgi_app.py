@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tangram.serve.direct import DirectBody, find_direct_body
 from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests
 from tangram.serve.http import transport_options
 from tangram.serve.listening import Listener
 from tangram.serve.process import Server
 from tangram.serve.receiving import PlainForm
 from tangram.serve.service import Service
-from tangram.serve.wire import HEAD_S, MAX_CONNECTIONS, http_protocol
+from tangram.serve.wire import HEAD_S, MAX_CONNECTIONS, HttpProtocol, find_connection, http_protocol
 
 TICK_S = 0.01
 GRACE_S, START_S = 30, 60
@@ -96,7 +96,7 @@ class App:
     async def _stream(self, scope: Scope, send: Send, *, events: int, bytes: int) -> None:
         event = b"data: " + b"x" * (bytes - 8) + b"\n\n"
         await _begin(send, b"text/event-stream")
-        if self._direct and (body := find_direct_body(scope)) is not None:
+        if self._direct and (body := find_connection(scope)) is not None:
             await self._pour(body, event, events)
         else:
             for _ in range(events):
@@ -106,7 +106,7 @@ class App:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _pour(self, body: DirectBody, event: bytes, events: int) -> None:
+    async def _pour(self, body: HttpProtocol, event: bytes, events: int) -> None:
         """Write at each tick, without a task that wakes up, as `EventSource` does."""
         left, done = events, asyncio.Event()
 
@@ -137,7 +137,7 @@ async def _wait_until_gone(receive: Receive) -> None:
 class _NoEngine:
     """What `Server` asks of a service."""
 
-    engine_ended = False
+    engine = SimpleNamespace(ended=False)
 
     def drain(self) -> None:
         """Nothing is queued."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tangram.cli.answering import answer_prompt, describe_memory, escape_controls
-from tangram.cli.batch import answer_batch
-from tangram.cli.console import tell
+from tangram.cli.checks import check_regular
+from tangram.cli.console import progress, tell
 from tangram.cli.options import number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import TEMPERATURE, TOKEN_COUNT, check_size
+from tangram.model.source import name_served_model
 from tangram.types import SamplingParams
 
 _STANDARD_INPUT = "-"
@@ -64,7 +66,7 @@ def generate(
         raise ConfigError(f"text is {text!r} and prompt is {prompt!r}: give one of them")
     prompt = text if prompt is None else prompt
     if batch is not None:
-        answer_batch(
+        _answer_batch(
             config,
             batch,
             output,
@@ -137,3 +139,41 @@ def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None
         memory = describe_memory(answer.usage, default, config.chunk_tokens)
         line = f"{answer.usage.prompt_tokens} prompt tokens · {answer.speed} · {memory}"
         tell(line, "dim")
+
+
+def _answer_batch(
+    config: EngineConfig, source: Path, target: Path | None, others: Mapping[str, object]
+) -> None:
+    """Answer the requests of `source` into `target`; exit with 1 if a line got an error.
+
+    Raises `ConfigError` if one of the `others` is set too.
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value!r}, with --batch each line has its own: leave it out"
+            )
+    if target is None:
+        raise ConfigError("output is not set: --batch needs -o OUT.jsonl for the answers")
+    check_regular("output", target)
+    if not source.is_file():
+        raise ConfigError(f"batch is {str(source)!r}, there is no such file")
+    from tangram.engine.build import build_engine
+    from tangram.link.linked_engine import LinkedEngine
+    from tangram.serve.batch import BatchFiles, answer_all
+    from tangram.serve.service import Service
+
+    files = BatchFiles(source, target)
+    with files.output:
+        engine = LinkedEngine(build_engine(config))
+        service = Service(engine, name_served_model(config.model))
+        with progress() as bar:
+            task = bar.add_task("Answering", total=files.total, completed=files.skipped)
+            # Twice as many as can run at once, so that one always waits.
+            failed = answer_all(
+                service, files, at_once=2 * config.max_num_seqs, on_line=lambda: bar.advance(task)
+            )
+    answered = files.total - files.skipped - failed
+    tell(f"{target}: {answered} answered, {failed} with errors, {files.skipped} skipped")
+    if failed:
+        raise typer.Exit(1)

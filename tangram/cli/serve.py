@@ -75,27 +75,16 @@ def serve(
         ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
         unfreeze_at_end(),
     ):
-        protection = options.protection
+        _ = options.protection  # raises for what is wrong before the model is loaded
         _report_listening(listener, config.model)
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
-            from tangram.serve.bridge import Limits
             from tangram.serve.tracing import check_traces
 
             check_traces(options.otlp_endpoint, name)
             engine, desk = _build(config, name, shown, publisher)
-            start = ApiStart(
-                EngineNature.of(engine),
-                name,
-                protection,
-                Limits(options.request_timeout_s, max_queue=config.max_queue),
-                options.metrics_aliases is not None,
-                options.otlp_endpoint,
-                options.unknown_fields == "warn",
-                _choose_access(shown, host),
-                options.log_format,
-                options.shutdown_grace_s,
-            )
+            facts, access = EngineNature.of(engine), _choose_access(shown, host)
+            start = ApiStart(facts, name, options, config.max_queue, access)
         ready = partial(
             _report_ready,
             listener,
@@ -192,7 +181,7 @@ def _tell_publisher(publisher: EventPublisher | None, engine: Engine) -> None:
     if publisher is not None:
         from tangram.kv_events.stream import KvEventStream
 
-        KvEventStream(engine, publisher.send)
+        KvEventStream(engine.watch, publisher.send)
 
 
 def _report_listening(listener: Listener, model: str) -> None:

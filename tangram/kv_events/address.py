@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tangram.errors import ConfigError
 
-_PACKAGES = ("msgspec", "zmq")
 _PORT = re.compile(r"tcp://.*:(\d+)")
 _MOST_PORT = 65535
 
@@ -25,7 +24,7 @@ class EventAddress:
     def of(cls, endpoint: str | None, replay: str | None, topic: str) -> EventAddress | None:
         """What --kv-events, --kv-events-replay and --kv-events-topic say; None is no events.
 
-        Raises `ConfigError` if the latter two stand alone, or a package is missing.
+        Raises `ConfigError` if the latter two stand alone, or ZeroMQ is missing.
         """
         if endpoint is None:
             if replay is not None or topic:
@@ -34,14 +33,13 @@ class EventAddress:
                     "kv_events, or leave them out"
                 )
             return None
-        for package in _PACKAGES:
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                raise ConfigError(
-                    f"kv_events is {endpoint!r}, but {package} is not installed: pip install "
-                    "'tangram-serve[kv-events]', or leave kv_events out"
-                ) from error
+        try:
+            importlib.import_module("zmq")
+        except ImportError as error:
+            raise ConfigError(
+                f"kv_events is {endpoint!r}, but zmq is not installed: pip install "
+                "'tangram-serve[kv-events]', or leave kv_events out"
+            ) from error
         return cls(endpoint, replay, topic)
 
     def of_rank(self, rank: int) -> EventAddress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tangram.kv_events.events import (
     CPU,
@@ -27,25 +26,19 @@ from tangram.watch import (
 )
 
 
-class WatchableEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that is needed here."""
-
-    def watch(self, observer: Observer) -> Watched:
-        """Tell `observer` of every step."""
-        ...
-
-
 class KvEventStream:
-    """An observer of `engine` that hands its KV events to `send`. A chunk is a block.
+    """An observer by `watch` of an engine; it hands KV events to `send`. A chunk is a block.
 
     Told is of chunks that any request can share which names no ratio, no scorer and no salt. A
     router knows the tokens of a prompt and none of these, so of others it would expect too much.
     """
 
-    def __init__(self, engine: WatchableEngine, send: Callable[[Sequence[KvEvent]], None]) -> None:
+    def __init__(
+        self, watch: Callable[[Observer], Watched], send: Callable[[Sequence[KvEvent]], None]
+    ) -> None:
         self._send = send
         self._known = {ChunkPlace.DEVICE: set[bytes](), ChunkPlace.HOST: set[bytes]()}
-        shape = engine.watch(self).shape
+        shape = watch(self).shape
         self._chunk_tokens, self._default = shape.chunk_tokens, shape.retentions[0]
         send([AllBlocksCleared()])  # what an earlier process had at this address is gone
 

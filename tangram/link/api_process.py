@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tangram.link.remote_engine import EngineNature
-    from tangram.serve.bridge import Limits
-    from tangram.serve.guard import Protection
-    from tangram.serve.logs import LogForm
+    from tangram.serve.options import ServerOptions
     from tangram.web.access import Access
 
 
@@ -26,19 +24,14 @@ if TYPE_CHECKING:
 class ApiStart:
     """What an API process begins with: facts of the engine, and the options of its server.
 
-    `page` says who may see the page, None that there is none.
+    `max_queue` is the engine's. `page` says who may see the page, None that there is none.
     """
 
     facts: EngineNature
     served_model_name: str
-    protection: Protection
-    limits: Limits
-    vllm_names: bool
-    otlp_endpoint: str | None
-    let_unknown_by: bool
+    options: ServerOptions
+    max_queue: int | None
     page: Access | None
-    log_format: LogForm
-    shutdown_grace_s: float
 
 
 def main() -> None:
@@ -59,7 +52,7 @@ def main() -> None:
         except (EOFError, OSError):  # the engine's process has ended
             return
         connection = socket.socket(fileno=os.dup(pipe.fileno()))
-    with log_inside(start.log_format):
+    with log_inside(start.options.log_format):
         serving.serve_api(start, connection, listeners)
 
 

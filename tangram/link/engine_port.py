@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from socket import socket
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,8 +17,6 @@ from tangram.errors import OverloadError, TangramError
 from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
-    Announced,
-    AnswerCount,
     Drain,
     PageAsk,
     PageNews,
@@ -39,10 +36,12 @@ from tangram.link.protocol import (
 )
 from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import KnownEngine
 from tangram.types import Event, Grammar, Request
 from tangram.web.desk import PageDesk
-from tangram.web.questions import Question
+from tangram.web.questions import Announcement, AnswerTimes, Question
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
 
 # More than this waits for an API process that reads nothing: it hangs.
 MOST_UNREAD_BYTES = 64 << 20
@@ -52,30 +51,6 @@ MOST_STEP_S = 600
 MOST_SILENT_S = 600
 _FAULT = "internal error: the server's log has the details"
 _log = logging.getLogger(__name__)
-
-
-class SteppingEngine(KnownEngine, Protocol):
-    """The part of `tangram.engine.loop.Engine` that API processes reach. It computes here."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens the model knows."""
-
-    @property
-    def most_completions(self) -> int | None:
-        """More completions at once than these may never run and wait; None is no limit."""
-
-    def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none; raises `TangramError`."""
-
-    def follow(self, tell: Callable[[], None]) -> None:
-        """Call `tell` on the engine's thread after each step, and when its thread ends."""
-
-    def start(self) -> None:
-        """Run steps on a thread of its own."""
-
-    def stop(self) -> None:
-        """End that thread and abort what runs."""
 
 
 class EnginePort:
@@ -88,7 +63,7 @@ class EnginePort:
 
     def __init__(
         self,
-        engine: SteppingEngine,
+        engine: Engine,
         page: PageDesk | None = None,
         most_step_s: float = MOST_STEP_S,
         most_unread_bytes: int = MOST_UNREAD_BYTES,
@@ -185,7 +160,7 @@ class _Line:
 
     def __init__(
         self,
-        engine: SteppingEngine,
+        engine: Engine,
         page: PageDesk | None,
         compiler: ThreadPoolExecutor,
         writer: asyncio.StreamWriter,
@@ -314,10 +289,10 @@ class _Line:
             case PageUnwatch(number):
                 if (left := self._watchers.pop(number, None)) is not None:
                     page.unwatch(left)
-            case Announced(announcement):
-                page.announce(announcement)
-            case AnswerCount(times):
-                page.count(times)
+            case Announcement():
+                page.announce(asked)
+            case AnswerTimes():
+                page.count(asked)
 
     async def _answer(self, page: PageDesk, number: int, question: Question) -> None:
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tangram.link.engine_port import MOST_STEP_S, EnginePort, SteppingEngine
+from tangram.link.engine_port import MOST_STEP_S, EnginePort
 from tangram.link.remote_engine import EngineNature, RemoteEngine
 from tangram.web.desk import PageDesk
+
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
 
 
 class LinkedEngine(RemoteEngine):
@@ -19,7 +22,7 @@ class LinkedEngine(RemoteEngine):
     """
 
     def __init__(
-        self, engine: SteppingEngine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
+        self, engine: Engine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
     ) -> None:
         here, self._there = socket.socketpair()
         super().__init__(EngineNature.of(engine), here, lambda grace_s: None)

@@ -161,18 +161,6 @@ class PageUnwatch(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False)
     number: int
 
 
-class Announced(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """The page may show a request that is about to be asked for."""
-
-    announcement: Announcement
-
-
-class AnswerCount(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
-    """A request has ended."""
-
-    times: AnswerTimes
-
-
 # From the engine's process.
 
 
@@ -230,5 +218,6 @@ def make_encoder() -> msgspec.msgpack.Encoder:
     return msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())
 
 
-ToEngine = Submission | Abort | Ready | PageAsk | PageWatch | PageUnwatch | Announced | AnswerCount
+_Page = PageAsk | PageWatch | PageUnwatch | Announcement | AnswerTimes
+ToEngine = Submission | Abort | Ready | _Page
 ToApi = Taken | StepNews | Drain | PageTold | PageNews

@@ -18,8 +18,6 @@ from tangram.errors import EngineError
 from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
-    Announced,
-    AnswerCount,
     Drain,
     PageAsk,
     PageNews,
@@ -37,13 +35,14 @@ from tangram.link.protocol import (
 )
 from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import Codec, Grammars
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 from tangram.web.questions import Announcement, AnswerTimes, Question
 from tangram.web.watchers import Watcher
 
 if TYPE_CHECKING:
-    from tangram.link.engine_port import SteppingEngine
+    from tangram.engine.grammar import GrammarCompiler
+    from tangram.engine.loop import Engine
+    from tangram.engine.text import TextCodec
 
 # The engine's process tells something every few seconds; if nothing comes for so long, it hangs.
 MOST_SILENT_S = 600
@@ -59,8 +58,8 @@ class EngineNature:
     Codec and grammars travel as what they are made of, and are made again where they arrive.
     """
 
-    codec: Codec
-    grammars: Grammars
+    codec: TextCodec
+    grammars: GrammarCompiler
     max_model_len: int
     sampling: SamplingValues
     vocab_size: int
@@ -68,7 +67,7 @@ class EngineNature:
     stats: EngineStats
 
     @classmethod
-    def of(cls, engine: SteppingEngine) -> EngineNature:
+    def of(cls, engine: Engine) -> EngineNature:
         """Those of `engine`."""
         return cls(
             engine.codec,
@@ -221,11 +220,11 @@ class RemoteEngine:
 
     def announce(self, announcement: Announcement) -> None:
         """See `PageSource`."""
-        self._tell(Announced(announcement))
+        self._tell(announcement)
 
     def count(self, times: AnswerTimes) -> None:
         """See `PageSource`."""
-        self._tell(AnswerCount(times))
+        self._tell(times)
 
     async def _call(self, number: int, message: ToEngine) -> bytes:
         """The answer to a question of this `number`. Raises `ApiError`."""

@@ -55,7 +55,7 @@ class Supervisor:
     ) -> None:
         self._engine, self._port, self._desk, self._start = engine, port, desk, start
         self._processes, self._on_ready = processes, on_ready
-        self._grace_s, self._kill_after_s = start.shutdown_grace_s, kill_after_s
+        self._grace_s, self._kill_after_s = start.options.shutdown_grace_s, kill_after_s
         self._ends_s: float | None = None
 
     async def run(self) -> None:

@@ -24,7 +24,7 @@ from tangram.ray.options import check_autoscaling, read_arguments
 from tangram.ray.replica import EngineReplica
 from tangram.serve.guard import check_served_name
 from tangram.serve.options import FleetOptions
-from tangram.serve.tracing import traces_to
+from tangram.serve.tracing import check_traces
 from tangram.serve.wire import MAX_CONNECTIONS
 
 ENGINE, INGRESS = "Engine", "Ingress"
@@ -96,8 +96,8 @@ def check_application(config: EngineConfig, options: FleetOptions) -> None:
     check_served_name(model)
     check_autoscaling(options)
     _ = options.protection, options.events
-    if options.otlp_endpoint is not None and (traces := traces_to(options.otlp_endpoint, model)):
-        traces.close()
+    if options.otlp_endpoint is not None:  # variables are those of the ingress
+        check_traces(options.otlp_endpoint, model)
     ranks, given = config.tensor_parallel_size, options.gpus_per_replica
     if given is not None and (given > ranks or 0 < given < ranks != 1):
         raise ConfigError(

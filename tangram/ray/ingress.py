@@ -14,10 +14,8 @@ from tangram.metrics import EngineStats
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import FactsQuestion
 from tangram.ray.replicated_engine import ReplicatedEngine
-from tangram.serve.bridge import Limits
-from tangram.serve.http import Telemetry, build_app
+from tangram.serve.http import build_from_options
 from tangram.serve.options import FleetOptions
-from tangram.serve.tracing import traces_to
 from tangram.web.chat_alone import ChatPage
 
 _GAUGES = (
@@ -44,25 +42,13 @@ class Ingress:
         facts = await replicas.describe.remote(FactsQuestion(version))
         first = await replicas.report.remote()
         most = facts.config.max_queue
-        self._limits = Limits(
-            options.request_timeout_s,
-            max_queue=None if most is None else most * options.most_replicas,
-        )
+        self._max_queue = None if most is None else most * options.most_replicas
         self._fleet = ReplicatedEngine(replicas, facts, first)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application of `tangram serve`; its page has conversations and no cache."""
-        options, model = self._options, self._model
-        app = build_app(
-            self._fleet,
-            served_model_name=model,
-            protection=options.protection,
-            limits=self._limits,
-            telemetry=Telemetry(
-                options.metrics_aliases is not None, traces_to(options.otlp_endpoint, model)
-            ),
-            let_unknown_by=options.unknown_fields == "warn",
-            page=ChatPage(),
+        app = build_from_options(
+            self._fleet, self._model, self._options, self._max_queue, ChatPage()
         )
         app.state.service.metrics.registry.register(_ReplicaCollector(lambda: self._fleet.replicas))
         return app

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
+from tangram.engine.grammar import GrammarCompiler
+from tangram.engine.text import TextCodec
 from tangram.link.protocol import RequestMessage
 from tangram.metrics import EngineStats
 
@@ -42,13 +44,16 @@ class FactsQuestion:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the ingress must know of an engine: the checks of requests, and text to tokens."""
+    """What the ingress must know of an engine: the checks of requests, and text to tokens.
+
+    Codec and grammars travel as what they are made of.
+    """
 
     origin: Origin
     config: EngineConfig
     admission: Admission
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
+    codec: TextCodec
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True)

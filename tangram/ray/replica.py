@@ -67,11 +67,7 @@ class EngineReplica:
         """What the ingress must know of this engine, to which the router has led `question`."""
         engine = self._engine
         return EngineFacts(
-            self._origin,
-            engine.config,
-            engine.admission,
-            engine.codec.tokenizer,
-            tuple(sorted(engine.codec.eos_token_ids)),
+            self._origin, engine.config, engine.admission, engine.codec, engine.grammars
         )
 
     def report(self) -> StatsReport:
@@ -171,7 +167,7 @@ def _publish(engine: Engine, events: EventAddress) -> None:
 
     publisher = publish_beside_others(events)
     _log.info("KV events at %s", publisher.endpoint)
-    KvEventStream(engine, publisher.send)
+    KvEventStream(engine.watch, publisher.send)
 
 
 def _count_from(start_s: float, event: Event) -> Event:

@@ -20,15 +20,13 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from tangram.cache.keys import list_keys
-from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
-from tangram.engine.text import TextCodec
 from tangram.link.protocol import RequestMessage
 from tangram.metrics import EngineStats
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
 from tangram.serve.activity import tell_activity
-from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
+from tangram.types import Event, FinishReason, Request, Usage
 
 REPORT_EVERY_S = 1.0
 # A request that had no token yet is sent once more if its replica dies.
@@ -59,16 +57,16 @@ class ReplicatedEngine:
     is the first report.
     """
 
+    ended = False  # by itself never: replicas are started again
+
     def __init__(
         self, handle: DeploymentHandle[Any], facts: EngineFacts, first: StatsReport
     ) -> None:
         self._handle, self._config, self._origin = handle, facts.config, facts.origin
         self._answering = handle.options(stream=True).answer
         self._admission = facts.admission
-        self.codec = TextCodec(facts.tokenizer, eos_token_ids=facts.eos_token_ids)
-        self.grammars = GrammarCompiler(
-            facts.tokenizer, facts.admission.vocab_size, self.codec.eos_token_ids
-        )
+        self.max_model_len, self.sampling = self._admission.max_model_len, self._admission.sampling
+        self.codec, self.grammars = facts.codec, facts.grammars
         self._stopped, self._heard_s = False, time.monotonic()
         self._totals = FleetTotals()
         self._relays: dict[str, _Relay] = {}
@@ -79,21 +77,6 @@ class ReplicatedEngine:
     def healthy(self) -> bool:
         """Whether a replica has answered in the last `MOST_SILENT_S`; False after `stop`."""
         return not self._stopped and time.monotonic() - self._heard_s < MOST_SILENT_S
-
-    @property
-    def ended(self) -> bool:
-        """Never: replicas are started again."""
-        return False
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens, prompt and answer, of one sequence."""
-        return self._admission.max_model_len
-
-    @property
-    def sampling(self) -> SamplingValues:
-        """What holds where a request states nothing."""
-        return self._admission.sampling
 
     @property
     def waiting(self) -> int:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
-
-# Figures of an engine's shape: replicas share them, so they do not add up.
-_SHARED = ("cache_dtype", "page_bytes", "kv_token_bytes", "host_page_bytes")
-# What a replica holds now. One that is gone holds nothing, but what it has counted stays.
-_HELD = (
-    *("running", "waiting", "pages_total", "pages_held", "pages_cached", "pages_free"),
-    *("pages_promised", "slots_held", "slots_used", "capacity_tokens"),
-    *("capacity_uncompressed_tokens", "kv_bytes_held", "kv_bytes_uncompressed"),
-    *("host_pages_total", "host_pages_used"),
-)
+from tangram.metrics import FIGURES, EngineStats, GroupOverflow, Held, Shape, SpeculationStats
 
 
 class FleetTotals:
@@ -31,7 +21,9 @@ class FleetTotals:
     def take(self, reports: Mapping[str, EngineStats]) -> None:
         """These replicas have reported, all others are gone. Counters never go back."""
         self.present = dict(reports)
-        nothing: dict[str, Any] = dict.fromkeys(_HELD, 0)
+        nothing: dict[str, Any] = {
+            name: 0 for name, figure in FIGURES.items() if isinstance(figure, Held)
+        }
         for name, stats in self._reports.items():
             if name not in reports:
                 self._reports[name] = replace(stats, **nothing)
@@ -46,12 +38,10 @@ class FleetTotals:
 
 def add_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
     """One `EngineStats` with the sums of `all_stats`, which is not empty."""
-    values: dict[str, Any] = {
-        entry.name: sum(getattr(stats, entry.name) for stats in all_stats)
-        for entry in fields(EngineStats)
-        if entry.type in ("int", "float") and entry.name not in _SHARED
-    }
-    values |= {name: getattr(all_stats[0], name) for name in _SHARED}
+    values: dict[str, Any] = {}
+    for name, figure in FIGURES.items():
+        found = [getattr(stats, name) for stats in all_stats]
+        values[name] = found[0] if isinstance(figure, Shape) else sum(found)
     plans = Counter[str]()
     for stats in all_stats:
         plans.update(stats.plans)

@@ -46,7 +46,7 @@ class Activity:
             prompt_tokens_per_s=(now.computed_prompt_tokens - before.computed_prompt_tokens)
             / seconds,
             generated_tokens_per_s=(now.generated_tokens - before.generated_tokens) / seconds,
-            held_share=now.pages_held / now.pages_total,
+            held_share=now.held_share,
             cached_share=now.pages_cached / now.pages_total,
             reused_share=reused / admitted if admitted else None,
         )

@@ -37,6 +37,7 @@ def list_of(items: Json, least: int, most: int) -> Json:
 
 # The vocabulary depends on the model; none is larger than this.
 TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": TOKEN_COUNT.high}
+TOKENS = list_of(TOKEN, 1, 1_000_000)
 MaxTokens = Annotated[int, WithJsonSchema({"type": "integer"} | range_of(TOKEN_COUNT))]
 
 

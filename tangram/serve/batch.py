@@ -335,13 +335,13 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
     except ApiError as error:
         failure = error
     except TangramError as error:
-        if service.healthy:
+        if service.engine.healthy:
             raise  # about the engine, not about this line
         failure = ApiError(503, str(error))
     except Exception:
         _log.exception("a request of the batch failed")
         failure = ApiError(500, "internal error: the log has the details")
-    if not service.healthy:
+    if not service.engine.healthy:
         raise TangramError(
             "the engine has stopped: the log has the reason; run it again to go on after what is "
             "done"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from tangram.serve.unknown import without_unknown
@@ -18,7 +18,6 @@ _MAX_FIELDS = 128
 # Tags of alternatives begin with this. No field does, so paths of fields can leave them out.
 ALTERNATIVE = "alternative "
 _MAX_LABEL_CHARACTERS = 1024
-MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 
 
 def encodable(text: Any) -> Any:
@@ -43,20 +42,18 @@ Label = Annotated[
     Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")
 ]
 
+# As OpenAI bounds them: pairs, and characters of keys and values.
 Metadata = Annotated[
-    dict[
-        Annotated[Text, Field(max_length=MAX_KEY_CHARACTERS)],
-        Annotated[Text, Field(max_length=MAX_VALUE_CHARACTERS)],
-    ],
-    Field(max_length=MAX_PAIRS, description="labels, without effect"),
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=16, description="labels, without effect"),
 ]
 
 
 class Body(BaseModel):
     """A request body: types are strict, and an explicit null means the default.
 
-    Unknown fields are refused, unless the server ignores them. A field with too many items is
-    refused before pydantic looks at any of them.
+    Unknown fields are refused, unless the validation's context is an `IgnoredFields`. A field with
+    too many items is refused before pydantic looks at any of them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -70,7 +67,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_default(cls, body: Any) -> Any:
+    def _null_is_default(cls, body: Any, info: ValidationInfo) -> Any:
         if (
             isinstance(body, dict) and len(body) > _MAX_FIELDS
         ):  # each would become an error, with all its data
@@ -80,7 +77,7 @@ class Body(BaseModel):
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         for name in known.keys() & body.keys():
             _refuse_many(name, body[name], known[name])
-        body = drop_no_ops(without_unknown(body, known, cls.refused), cls.refused)
+        body = drop_no_ops(without_unknown(body, known, cls.refused, info.context), cls.refused)
         return {
             name: value for name, value in body.items() if value is not None or name not in known
         }
@@ -93,6 +90,12 @@ def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
             kind = "list" if isinstance(value, list) else "dictionary"
             message = f"'{name}' is a {kind} of {len(value)} items, at most {most} are allowed"
             raise wrong_field(name, message)
+
+
+def describe_object(**fields: Json) -> Json:
+    """The JSON schema of an object that has these fields alone."""
+    required = {"type": "object", "required": list(fields)}
+    return required | {"properties": fields, "additionalProperties": False}
 
 
 def deeper_than(value: Any, levels: int) -> bool:

@@ -9,27 +9,21 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tangram.engine.text import TokenText
 from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
 from tangram.serve.record import Generation, Record
-from tangram.types import (
-    Event,
-    FinishReason,
-    Grammar,
-    Marks,
-    Request,
-    SamplingValues,
-    ThinkingFormat,
-    ToolFormat,
-)
+from tangram.types import Event, FinishReason, Request, SamplingValues
+
+if TYPE_CHECKING:
+    from tangram.engine.grammar import GrammarCompiler
+    from tangram.engine.text import TextCodec
 
 # More completions than these are seldom in one step, so the bound on pending events stops growing.
 _COUNTED_CHOICES = 8
@@ -59,106 +53,19 @@ class Limits:
             raise ConfigError(f"pending_events is {self.pending_events}, it must be at least 1")
 
 
-class Codec(Protocol):
-    """Text to tokens and back."""
+class ServedEngine(Protocol):
+    """An engine as the server sees it, from one event loop. It computes elsewhere.
+
+    Events come on that loop. If it stops, by itself or by `stop`, every completion ends with an
+    event. Nothing but `submit`, `start` and `stop` waits for a step.
+    """
 
     @property
-    def longest_token_bytes(self) -> int:
-        """The most bytes of text that one token has."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a raw prompt."""
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if it knows none or its form is unknown."""
-
-    @property
-    def thinking_format(self) -> ThinkingFormat | None:
-        """How the model marks its thoughts; None if it has none or its form is unknown."""
-
-    @property
-    def marks(self) -> Marks:
-        """The control tokens that mark calls and thoughts."""
-
-    @property
-    def control_token_ids(self) -> Sequence[int]:
-        """The tokens that are neither text nor an end token."""
-
-    @property
-    def template_options(self) -> frozenset[str]:
-        """The variables of the model's chat template that a request may set."""
-
-    def warm(self) -> None:
-        """Do in advance what the first conversation would wait for."""
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> tuple[str, ...]:
-        """The text of a conversation up to the answer, in parts.
-
-        Raises `RequestError` if the template fails, `MachineError` if nothing could render it.
-        """
-
-    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
-        """The tokens of what `render_chat` returns."""
-
-    def close(self) -> None:
-        """End what renders conversations."""
-
-    @property
-    def special_token_ids(self) -> Collection[int]:
-        """The tokens that are no text."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens with which the model ends an answer."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
-
-    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
-        """The text of tokens, special ones by name; raises `RequestError` (`field`) for an unknown
-        one.
-        """
-
-    def token_text(self, token_id: int) -> TokenText:
-        """One token as `logprobs` reports it."""
-
-
-class Grammars(Protocol):
-    """The part of `tangram.engine.grammar.GrammarCompiler` that the server sees."""
-
-    @property
-    def most_trial_s(self) -> int:
-        """The seconds of a processor that a new grammar may be tried."""
-
-    def warm(self) -> None:
-        """Do in advance what the first grammar would wait for."""
-
-    def look_up(self, source: str, field: str) -> Grammar | None:
-        """What `compile` returned or raised for the same source before; None if it is new."""
-
-    def compile(self, source: str, field: str) -> Grammar:
-        """The compiled form of a grammar in llguidance's Lark dialect. Call it from any thread.
-
-        Raises `RequestError` (`field`) if it is no grammar, `MachineError` if it could not be
-        tried.
-        """
-
-
-class KnownEngine(Protocol):
-    """What is known of an engine, wherever it computes. Nothing here waits for a step."""
-
-    @property
-    def codec(self) -> Codec:
+    def codec(self) -> TextCodec:
         """The model's tokenizer."""
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         """What makes grammars for the model's tokens."""
 
     @property
@@ -185,14 +92,6 @@ class KnownEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """The engine's statistics between two steps, as it has told last."""
-
-
-class ServedEngine(KnownEngine, Protocol):
-    """An engine as the server sees it, from one event loop. It computes elsewhere.
-
-    Events come on that loop. If it stops, by itself or by `stop`, every completion ends with an
-    event.
-    """
 
     @property
     def ended(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from tangram.engine.text import TextCodec
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
 from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions
 from tangram.types import TokenLogprob
@@ -21,7 +21,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(
         self,
-        codec: Codec,
+        codec: TextCodec,
         head: Json,
         *,
         logprobs: bool,

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from tangram.engine.text import TextCodec
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
 from tangram.serve.calls import Call
 from tangram.serve.json_text import write_line
 from tangram.serve.schema import StreamOptions
@@ -68,7 +68,7 @@ class ChunkWriter(Writer):
     shows_reasoning_tokens = False
 
     def __init__(
-        self, codec: Codec, head: Json, *, logprobs: bool, options: StreamOptions | None = None
+        self, codec: TextCodec, head: Json, *, logprobs: bool, options: StreamOptions | None = None
     ) -> None:
         self._codec, self._head, self._wants_logprobs = codec, head, logprobs
         self._options = StreamOptions() if options is None else options

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from tangram.engine.text import TextCodec
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
 from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions
 from tangram.types import TokenLogprob
@@ -25,7 +25,7 @@ class CompletionWriter(ChunkWriter):
 
     def __init__(
         self,
-        codec: Codec,
+        codec: TextCodec,
         head: Json,
         *,
         logprobs: bool,

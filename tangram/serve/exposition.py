@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
+from tangram.metrics import FIGURES, EngineStats, GroupOverflow, SpeculationStats, Total
 from tangram.serve.record import Record
 from tangram.types import Event, FinishReason
 
@@ -33,25 +33,8 @@ ENDPOINTS = (
 
 _ENTERED_EACH_S = 1.0
 _SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    900.0,
-    3600.0,
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(30.0, 60.0, 120.0, 300.0, 900.0, 3600.0),
 )
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
@@ -59,49 +42,10 @@ _Labelled = tuple[
     str, str, tuple[str, ...], Callable[[EngineStats], list[tuple[tuple[str, ...], float]]]
 ]
 
-_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
-    ("cached_prompt_tokens", "Prompt tokens served from the prefix cache", "cached_tokens"),
-    ("generated_tokens", "Tokens generated", "generated_tokens"),
-    ("preemptions", "Running requests sent back to the queue for lack of pages", "preemptions"),
-    ("steps", "Forward passes", "steps"),
-    ("sealed_chunks", "Chunks compressed into their final pages", "sealed_chunks"),
-    ("restored_tokens", "Tokens of chunks copied back from host memory", "restored_tokens"),
-    ("host_bytes_out", "Bytes of KV pages copied to host memory", "host_bytes_out"),
-    ("host_bytes_in", "Bytes of KV pages copied back from host memory", "host_bytes_in"),
-    (
-        "dropped_spans",
-        "Evicted spans that host memory could not keep, or dropped later",
-        "dropped_spans",
-    ),
-    ("step_seconds", "Seconds of the engine's steps", "step_s"),
-    (
-        "step_device_seconds",
-        "Step seconds in which the host waited for the device; on a CPU, ran the model",
-        "device_s",
-    ),
-    ("sealing_seconds", "Device seconds of scoring, selecting and storing chunks", "sealing_s"),
-)
-
-_GAUGES = (
-    ("requests_running", "Requests in the batch", "running"),
-    ("requests_waiting", "Requests in the queue", "waiting"),
-    ("kv_pages_total", "Pages of the pool", "pages_total"),
-    ("kv_page_bytes", "Bytes of a page", "page_bytes"),
+# Gauges that are computed from others: name, help, property of `EngineStats`.
+_DERIVED = (
     ("kv_pool_bytes", "Bytes of the pool", "pool_bytes"),
-    ("host_pages_total", "Pages of host memory behind the pool", "host_pages_total"),
     ("host_pool_bytes", "Bytes of host memory behind the pool", "host_pool_bytes"),
-    ("host_pages_used", "Pages of host memory that keep cached spans", "host_pages_used"),
-    (
-        "kv_capacity_tokens",
-        "Tokens the pool holds at the default retention ratio, as sequences of max_model_len",
-        "capacity_tokens",
-    ),
-    (
-        "kv_capacity_uncompressed_tokens",
-        "Tokens it would hold with nothing dropped",
-        "capacity_uncompressed_tokens",
-    ),
     (
         "kv_retained_tokens",
         "KV entries of the running requests, in whole tokens",
@@ -112,18 +56,7 @@ _GAUGES = (
         "Tokens of the running requests before compression",
         "represented_tokens",
     ),
-    ("kv_bytes_held", "Bytes of the running requests' pages", "kv_bytes_held"),
-    (
-        "kv_bytes_uncompressed",
-        "Bytes the same tokens would take with nothing dropped",
-        "kv_bytes_uncompressed",
-    ),
     ("kv_bytes_saved", "Bytes that compression saves the running requests", "bytes_saved"),
-    (
-        "kv_pages_promised",
-        "Cached or free pages that running requests were promised",
-        "pages_promised",
-    ),
     (
         "prefix_cache_hit_share",
         "Share of all prompt tokens so far that the prefix cache had",
@@ -242,9 +175,12 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for name, text, field in _COUNTERS:
-            yield CounterMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
-        for name, text, field in _GAUGES:
+        for field, figure in FIGURES.items():
+            if figure.text:
+                kind = CounterMetricFamily if isinstance(figure, Total) else GaugeMetricFamily
+                name, value = figure.name or field, getattr(stats, field)
+                yield kind(f"tangram_{name}", figure.text, value=value)
+        for name, text, field in _DERIVED:
             yield GaugeMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
         for table, family in (
             (_LABELLED_GAUGES, GaugeMetricFamily),

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fastapi import FastAPI
 
+from tangram.serve.api_errors import ApiError
+from tangram.serve.body import Json
 from tangram.serve.record import Generation, Record
 
 
-class Extension(Protocol):
-    """Adds routes to a server. All is called on the server's loop but `drain`."""
+class Extension:
+    """Adds routes to a server: this one says why there is no page of the cache.
+
+    All is called on the server's loop but `drain`.
+    """
+
+    reason = "this server shows no cache: it was started with --page off"
+    code = "page_off"
 
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """Add the routes; `locked` if requests need an API key."""
-        ...
+
+        @app.get("/v1/kv", include_in_schema=False)
+        @app.get("/v1/kv/{rest:path}", include_in_schema=False)
+        async def kv(rest: str = "") -> Json:
+            raise ApiError(404, self.reason, code=self.code)
 
     def is_open(self, path: bytes) -> bool:
         """Whether `path`, as it came, needs no key."""
-        ...
-
-    def start(self) -> None:
-        """The server's loop runs."""
-        ...
+        return False
 
     def announce(self, generation: Generation, record: Record) -> None:
         """What the request of `record` asks for is about to be submitted."""
-        ...
 
     def count(self, record: Record) -> None:
         """A request has its answer."""
-        ...
 
     def drain(self) -> None:
         """End what would never end by itself: the server is about to. Any thread may call it."""
-        ...
-
-    def close(self) -> None:
-        """The server ends."""
-        ...

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
+from tangram.engine.text import TextCodec
 from tangram.errors import RequestError
-from tangram.serve.bridge import Codec
 from tangram.serve.calls import CallReader
 from tangram.serve.structured import Tool
 from tangram.serve.thoughts import ChannelReader, Reader, TextReader, ThoughtReader
@@ -36,12 +36,12 @@ class AnswerForm:
     opened: bool = False
 
     @classmethod
-    def of(cls, codec: Codec) -> Self:
+    def of(cls, codec: TextCodec) -> Self:
         """The form of the model behind `codec`."""
         marks, controls = codec.marks, codec.control_token_ids
         return cls(codec.tool_format, codec.thinking_format, marks, controls)
 
-    def after(self, codec: Codec, prompt: Sequence[int]) -> AnswerForm:
+    def after(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerForm:
         """The form of the answer to `prompt`, whose template may have opened the thought."""
         if self.thinking is None or self.thinking.channels:
             return self

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.serve.api_errors import ApiError, install_handlers
+from tangram.serve.api_errors import install_handlers
 from tangram.serve.body import Json
 from tangram.serve.bridge import Limits, ServedEngine
 from tangram.serve.extension import Extension
@@ -34,6 +34,7 @@ from tangram.serve.guard import (
 )
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
+from tangram.serve.options import ServerOptions
 from tangram.serve.process import ConnectionLimits, Server
 from tangram.serve.receiving import BodyRoute, PlainForm
 from tangram.serve.record import RecordRequests, RecordSink
@@ -42,8 +43,7 @@ from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
 from tangram.serve.static_files import StaticPages
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
-from tangram.serve.tracing import Traces
-from tangram.serve.unknown import LetUnknownFieldsBy
+from tangram.serve.tracing import Traces, traces_to
 from tangram.serve.vllm_names import VllmNames
 from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
@@ -85,20 +85,18 @@ def build_app(
     `page` adds routes of its own.
     """
     protection, telemetry = protection or Protection(), telemetry or Telemetry()
+    page = page or Extension()
     check_served_name(served_model_name)
-    service = Service(engine, served_model_name, limits, let_unknown_by)
+    service = Service(engine, served_model_name, limits, let_unknown_by, page)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
     if telemetry.vllm_names:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
     if telemetry.traces is not None:
         sinks.append(telemetry.traces)
-    if page is not None:
-        sinks.append(page.count)
-        service.generation_sinks.append(page.announce)
-        service.drain_sinks.append(page.drain)
+    sinks.append(page.count)
     app = FastAPI(
         title="Tangram",
-        lifespan=_make_lifespan(service, engine, telemetry.traces, page),
+        lifespan=_make_lifespan(service, telemetry.traces, page),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # the address of a redirect would come from the Host header
@@ -109,38 +107,46 @@ def build_app(
     _add_layers(app, service, protection, sinks, page)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
-    if page is None:
-        _explain_absent_page(app)
-    else:
-        page.mount(app, locked=bool(protection.api_keys))
+    page.mount(app, locked=bool(protection.api_keys))
     _add_docs(app, served_model_name, locked=bool(protection.api_keys))
     return app
 
 
-def _explain_absent_page(app: FastAPI) -> None:
-    @app.get("/v1/kv", include_in_schema=False)
-    @app.get("/v1/kv/{rest:path}", include_in_schema=False)
-    async def kv(rest: str = "") -> Json:
-        raise ApiError(
-            404, "this server shows no cache: it was started with --page off", code="page_off"
-        )
+def build_from_options(
+    engine: ServedEngine,
+    model: str,
+    options: ServerOptions,
+    max_queue: int | None,
+    page: Extension | None,
+) -> FastAPI:
+    """`build_app` of `engine` as `model`, by `options`; `max_queue` is the engine's.
+
+    Raises `ConfigError` for options that are wrong.
+    """
+    traces = traces_to(options.otlp_endpoint, model)
+    return build_app(
+        engine,
+        served_model_name=model,
+        protection=options.protection,
+        limits=Limits(options.request_timeout_s, max_queue=max_queue),
+        telemetry=Telemetry(options.metrics_aliases is not None, traces),
+        let_unknown_by=options.unknown_fields == "warn",
+        page=page,
+    )
 
 
 def _make_lifespan(
-    service: Service, engine: ServedEngine, traces: Traces | None, page: Extension | None
+    service: Service, traces: Traces | None, page: Extension
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Starts and stops the engine with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if page is not None:
-            page.start()
         await service.start()
         try:
             yield
         finally:
-            if page is not None:
-                page.close()
+            page.drain()
             await service.stop()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
@@ -153,17 +159,15 @@ def _add_layers(
     service: Service,
     protection: Protection,
     sinks: Sequence[RecordSink],
-    page: Extension | None,
+    page: Extension,
 ) -> None:
     """The middleware. What is added later is farther out."""
     app.add_middleware(PlainForm)
-    if service.ignored is not None:
-        app.add_middleware(LetUnknownFieldsBy, ignored=service.ignored)
     app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
     if protection.api_keys:
 
         def is_open(path: bytes) -> bool:
-            return _DOCS.has(path) or (page is not None and page.is_open(path))
+            return _DOCS.has(path) or page.is_open(path)
 
         app.add_middleware(RequireKeys, api_keys=protection.api_keys, is_open=is_open)
     app.add_middleware(NameRequests)
@@ -200,7 +204,7 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
         tokens = await service.preparation.of(request, body.tokens, service)
         return {
             "count": len(tokens),
-            "max_model_len": service.max_model_len,
+            "max_model_len": service.engine.max_model_len,
             "tokens": tokens,
             "token_strs": None,
         }
@@ -229,10 +233,10 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     async def health() -> JSONResponse:
         status = (
             "ok"
-            if service.healthy
+            if service.engine.healthy
             else "the engine has stopped, or hangs: the server's log has the reason"
         )
-        return JSONResponse({"status": status}, 200 if service.healthy else 503)
+        return JSONResponse({"status": status}, 200 if service.engine.healthy else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
@@ -253,8 +257,8 @@ def _model_card(service: Service) -> Json:
         "object": "model",
         "created": service.created_s,
         "owned_by": "tangram",
-        "max_model_len": service.max_model_len,
-        "default_sampling": asdict(service.sampling),
+        "max_model_len": service.engine.max_model_len,
+        "default_sampling": asdict(service.engine.sampling),
     }
 
 

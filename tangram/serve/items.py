@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag, ValidationInfo
 
 from tangram.serve.body import ALTERNATIVE, Body, Label, Text
-from tangram.serve.messages import Arguments, CalledName, CallId, text_of_parts
+from tangram.serve.messages import Arguments, CalledName, CallId, describe_parts, text_of_parts
 
 Status = Literal["completed", "incomplete", "in_progress"]
-_PART_TYPES = ("input_text", "output_text")
-_THOUGHT_TYPES = ("reasoning_text", "summary_text")
 
 
-def _texts(*types: str) -> BeforeValidator:
+def _join(*types: str) -> BeforeValidator:
     """Joins parts of these types into one string; the endpoint's own answers have such parts."""
 
-    def join_parts(content: Any) -> Any:
+    def join_parts(content: Any, info: ValidationInfo) -> Any:
         if not isinstance(content, list):
             return content
         parts = []
@@ -28,9 +26,14 @@ def _texts(*types: str) -> BeforeValidator:
                 kept = {name: value for name, value in part.items() if value not in (None, [])}
                 part = kept | {"type": "text"}
             parts.append(part)
-        return text_of_parts(parts)
+        return text_of_parts(parts, info)
 
     return BeforeValidator(join_parts)
+
+
+_PARTS, _THOUGHTS = ("input_text", "output_text"), ("reasoning_text", "summary_text")
+_Content = Annotated[Text, _join(*_PARTS), describe_parts(*_PARTS, "text")]
+_Thought = Annotated[Text, _join(*_THOUGHTS), describe_parts(*_THOUGHTS, "text")]
 
 
 class InputMessage(Body):
@@ -39,7 +42,7 @@ class InputMessage(Body):
     refused = {"phase": ()}  # noqa: RUF012 (a ClassVar of the base)
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, _texts(*_PART_TYPES)]
+    content: _Content
     id: Label | None = None
     status: Status | None = None
 
@@ -49,8 +52,8 @@ class ReasoningItem(Body):
 
     refused = {"encrypted_content": ()}  # noqa: RUF012
     type: Literal["reasoning"]
-    content: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
-    summary: Annotated[Text, _texts(*_THOUGHT_TYPES)] = ""
+    content: _Thought = ""
+    summary: _Thought = ""
     id: Label | None = None
     status: Status | None = None
 
@@ -78,7 +81,7 @@ class FunctionOutputItem(Body):
     refused = {"caller": (), "name": (), "namespace": ()}  # noqa: RUF012
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Annotated[Text, _texts(*_PART_TYPES)]
+    output: _Content
     id: Label | None = None
     status: Status | None = None
 

@@ -7,9 +7,16 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
-from tangram.serve.body import Body, Text, deeper_than, encodable, texts_in
+from tangram.serve.body import Body, Text, deeper_than, describe_object, encodable, texts_in
 from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
@@ -22,7 +29,7 @@ MAX_ARGUMENT_ITEMS = 2**17
 _PART = frozenset({"type", "text"})
 
 
-def text_of_parts(content: Any) -> Any:
+def text_of_parts(content: Any, info: ValidationInfo) -> Any:
     """A message's content as one string: text parts are joined by newlines.
 
     Raises `ValueError` for other parts.
@@ -37,11 +44,17 @@ def text_of_parts(content: Any) -> Any:
                 f"parts of type {kind!r} are not supported: this model reads text parts only"
             )
         if kind == "text":
-            part = without_unknown(part, _PART, {})
+            part = without_unknown(part, _PART, {}, info.context)
         if kind != "text" or part.keys() != _PART or not isinstance(part["text"], str):
             raise ValueError('a content part must be {"type": "text", "text": "..."}')
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def describe_parts(*types: str) -> WithJsonSchema:
+    """A text, or a list of parts of these types."""
+    part = describe_object(type={"enum": list(types)}, text={"type": "string"})
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": part}]})
 
 
 def _an_object(arguments: str) -> str:
@@ -105,7 +118,7 @@ class ChatMessage(Body):
 
     refused = MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, BeforeValidator(text_of_parts)] = ""
+    content: Annotated[Text, BeforeValidator(text_of_parts), describe_parts("text")] = ""
     name: Text | None = None
     reasoning_content: Text | None = Field(
         default=None, description="what the model thought before its answer"

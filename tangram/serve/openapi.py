@@ -1,8 +1,7 @@
 """The OpenAPI document of the server.
 
-FastAPI describes the types of the fields, `answer_body.py` their ranges. This adds what other
-modules decide: the forms that validators accept, the fields that must ask for nothing, the errors,
-the key, and example requests.
+The types of the fields describe what their validators accept. This adds what other modules decide:
+the fields that must ask for nothing, the errors, the key, and example requests.
 """
 
 from __future__ import annotations
@@ -12,16 +11,10 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from tangram.limits import TEMPLATE_NAMES
-from tangram.serve.answer_body import TOKEN, list_of
-from tangram.serve.body import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS, Body, Json
+from tangram.serve.body import Body, Json
 from tangram.serve.guard import OPEN_PATHS
-from tangram.serve.items import ITEMS
 from tangram.serve.kv_answers import KV_ANSWERS
-from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.sample_requests import EXAMPLES, SUMMARIES
-from tangram.serve.schema import MAX_PROMPTS
-from tangram.serve.template import MOST_OPTIONS
 
 _DESCRIPTION = (
     "The OpenAI API, and what the KV cache holds. Open an endpoint, choose an example, and execute "
@@ -93,74 +86,6 @@ _ANSWERS: dict[str, Json] = {
 _PAGE = "/v1/kv/"
 
 
-def _parts(*types: str) -> Json:
-    """A text, or a list of parts."""
-    part = {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
-        "additionalProperties": False,
-    }
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-
-
-def _reference(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _tool_choice(named: Json) -> Json:
-    """A word, or the function that `named` gives."""
-    function = {
-        "type": "object",
-        "required": ["type", *named],
-        "properties": {"type": {"const": "function"}, **named},
-        "additionalProperties": False,
-    }
-    return {"anyOf": [{"enum": ["none", "auto", "required"]}, function]}
-
-
-_TOKENS = list_of(TOKEN, 1, 1_000_000)
-_FORMS: dict[str, Json] = {
-    "CompletionRequest.prompt": {
-        "anyOf": [
-            {"type": "string"},
-            _TOKENS,
-            list_of({"anyOf": [{"type": "string"}, _TOKENS]}, 1, MAX_PROMPTS),
-        ]
-    },
-    "ChatMessage.content": _parts("text"),
-    "InputMessage.content": _parts("input_text", "output_text", "text"),
-    "FunctionOutputItem.output": _parts("input_text", "output_text", "text"),
-    "ReasoningItem.content": _parts("reasoning_text", "summary_text", "text"),
-    "ReasoningItem.summary": _parts("reasoning_text", "summary_text", "text"),
-    "ResponsesRequest.input": {
-        "anyOf": [
-            {"type": "string"},
-            list_of(
-                {"anyOf": [_reference(item.__name__) for item in ITEMS.values()]}, 1, MAX_MESSAGES
-            ),
-        ]
-    },
-    "ResponsesRequest.tool_choice": _tool_choice({"name": {"type": "string"}}),
-    "tool_choice": _tool_choice({"function": _reference("NamedTool")}),
-    "metadata": {
-        "type": "object",
-        "maxProperties": MAX_PAIRS,
-        "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
-        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARACTERS},
-    },
-    "chat_template_kwargs": {
-        "type": "object",
-        "maxProperties": MOST_OPTIONS,
-        "propertyNames": {
-            "pattern": "^[A-Za-z_][A-Za-z_0-9]{0,63}$",
-            "not": {"enum": sorted(TEMPLATE_NAMES)},
-        },
-    },
-    "DetokenizeRequest.tokens": _TOKENS | {"minItems": 0},
-}
-
-
 def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
     """The OpenAPI document of `app`, which serves `model`; `locked` if it requires API keys."""
     found = get_openapi(
@@ -181,7 +106,7 @@ def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["examples"] = _examples(path, model)
             for parameter in operation.get("parameters", []):
-                parameter["schema"] = _field("", parameter["name"], parameter["schema"], model)
+                parameter["schema"] = _field(parameter["name"], parameter["schema"], model)
             if path.encode() in OPEN_PATHS:
                 operation["security"] = []
     if locked:
@@ -211,7 +136,7 @@ def _describe_body(body: type[Body], schema: Json, model: str) -> None:
     properties, required = schema["properties"], schema.get("required", [])
     for name, found in own.items():
         stated = {key: value for key, value in found.items() if value is not None}
-        properties[name] = _field(body.__name__, name, stated, model)
+        properties[name] = _field(name, stated, model)
         if name not in required:
             properties[name] = _or_null(properties[name])
     for name, values in body.refused.items():
@@ -219,14 +144,8 @@ def _describe_body(body: type[Body], schema: Json, model: str) -> None:
         properties[name] = {"enum": [None, *values], "description": words}
 
 
-def _field(body: str, name: str, found: Json, model: str) -> Json:
-    if name == "model":
-        return {"type": "string", "const": model}
-    form = _FORMS.get(f"{body}.{name}", _FORMS.get(name))
-    if form is None:
-        return found
-    kept = ("title", "description", "default")
-    return {key: value for key, value in found.items() if key in kept} | form
+def _field(name: str, found: Json, model: str) -> Json:
+    return {"type": "string", "const": model} if name == "model" else found
 
 
 def _or_null(schema: Json) -> Json:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
@@ -105,15 +103,13 @@ class Preparation:
         """The result of `work` on the parser's thread; cancelled work that has not begun never
         does.
         """
-        here = contextvars.copy_context()  # it has the ignored fields
-        asked = partial(here.run, work, *args, **kwargs)
-        return await asyncio.wrap_future(self._parser.submit(asked))
+        return await asyncio.wrap_future(self._parser.submit(work, *args, **kwargs))
 
     async def grammar(self, source: str, field: str) -> Grammar:
         """The compiled grammar, at once if it is known. Requests for the same grammar share the
         work.
 
-        Raises as `Grammars.compile` does, and `RequestError` if it takes too long. Raises
+        Raises as `GrammarCompiler.compile` does, and `RequestError` if it takes too long. Raises
         `OverloadError` at once if too many new grammars are waiting, or too many requests for them.
         """
         known = self._engine.grammars.look_up(source, field)

@@ -108,11 +108,11 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to end; called ten times a second."""
-        if self._service.engine_ended:
+        if self._service.engine.ended:
             self.drain(LAST_WORDS_S)
         if self._ends_s is not None:
             # A dead engine's answers end by themselves. The time is for requests of /health.
-            drained = not self._service.engine_ended and not self.server_state.tasks
+            drained = not self._service.engine.ended and not self.server_state.tasks
             self.should_exit |= drained or time.monotonic() >= self._ends_s
         return await super().on_tick(counter)
 

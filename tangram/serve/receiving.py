@@ -20,6 +20,7 @@ from tangram.serve.body import Body
 from tangram.serve.endpoints import AnswerRequest
 from tangram.serve.parsing import parse
 from tangram.serve.service import Service
+from tangram.serve.unknown import IgnoredFields
 
 # A smaller body takes milliseconds, whatever is in it.
 _SMALL_BYTES = 65_536
@@ -96,18 +97,18 @@ async def _read(request: Request, kind: type[Body], service: Service) -> Body:
         raise ApiError(499, "the client closed the connection") from None
     _check_headers(request)
     if len(content) <= _SMALL_BYTES:
-        return _validate(kind, content)
+        return _validate(kind, content, service.ignored)
     if kind in get_args(AnswerRequest):
-        service.check_queue()
-    parse_large = service.preparation.parse
-    return await service.preparation.of(request, parse_large, _validate, kind, content)
+        service.engine.check_queue(1)
+    parse_large, ignored = service.preparation.parse, service.ignored
+    return await service.preparation.of(request, parse_large, _validate, kind, content, ignored)
 
 
-def _validate(kind: type[Body], content: bytes) -> Body:
+def _validate(kind: type[Body], content: bytes, ignored: IgnoredFields | None) -> Body:
     if not content:
         raise ApiError(400, "the body is empty: send a JSON object", code="json_invalid")
     try:
-        return kind.model_validate(parse(content))
+        return kind.model_validate(parse(content), context=ignored)
     except ValidationError as error:
         found = of_validation(error)
     # Raised outside the `except`, so the parsed body is freed now and not after the response.

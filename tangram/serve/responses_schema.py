@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema
 
 from tangram.errors import RequestError
 from tangram.serve.answer_body import MaxTokens, ResponseFields
-from tangram.serve.body import Body, Json, Label, Metadata, Text, encodable
+from tangram.serve.body import Body, Json, Label, Metadata, Text, describe_object, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
@@ -21,6 +22,16 @@ from tangram.serve.unsupported import RESPONSES
 def _as_items(value: Any) -> Any:
     few_arguments(value if isinstance(value, list) else ())
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_NAMED = describe_object(type={"const": "function"}, name={"type": "string"})
+
+
+class _OrText:
+    """Says in the schema of a list that a text may stand for it."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return {"anyOf": [{"type": "string"}, handler(core)]}
 
 
 class FunctionTool(Function):
@@ -94,6 +105,7 @@ class ResponsesRequest(ResponseFields):
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(_as_items),
+        _OrText(),
     ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
     max_output_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
@@ -103,7 +115,9 @@ class ResponsesRequest(ResponseFields):
         BeforeValidator(_only_functions),
     ] = []  # noqa: RUF012 (pydantic copies it)
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)
+        Literal["none", "auto", "required"] | NamedTool,
+        BeforeValidator(_choice),
+        WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
     ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()

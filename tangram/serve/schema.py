@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, model_validator
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_LOGPROBS
-from tangram.serve.answer_body import MaxTokens, SamplingFields
+from tangram.serve.answer_body import TOKENS, MaxTokens, SamplingFields, list_of
 from tangram.serve.body import Body, Json, Label, Metadata, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
@@ -198,6 +198,12 @@ class ChatRequest(_GeneratingFields):
         }
 
 
+_TEXT: Json = {"type": "string"}
+_PROMPT_FORM = WithJsonSchema(
+    {"anyOf": [_TEXT, TOKENS, list_of({"anyOf": [_TEXT, TOKENS]}, 1, MAX_PROMPTS)]}
+)
+
+
 def _as_prompts(value: Any) -> list[str | list[int]]:
     """The four forms of a prompt as a list: text, texts, token ids, lists of token ids."""
     several = isinstance(value, list) and not (value and type(value[0]) is int)
@@ -228,7 +234,9 @@ class CompletionRequest(_GeneratingFields):
 
     refused = COMPLETION
     # Types are checked once: there may be millions of tokens.
-    prompt: Annotated[list[str | list[int]], SkipValidation, BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]], SkipValidation, BeforeValidator(_as_prompts), _PROMPT_FORM
+    ]
     echo: bool = Field(default=False, description="begin the text with the prompt")
 
     @property

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tangram.serve.answers import Answer, Writer, write_stream
-from tangram.serve.direct import DirectBody, find_direct_body
+from tangram.serve.wire import HttpProtocol, find_connection
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ class EventSource(StreamingResponse):
     def __init__(self, answer: Answer, writer: Writer) -> None:
         super().__init__(write_stream(answer, writer), headers={"Cache-Control": "no-cache"})
         self._answer, self._writer = answer, writer
-        self._body: DirectBody | None = None
+        self._connection: HttpProtocol | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client end."""
-        self._body = find_direct_body(scope)
+        self._connection = find_connection(scope)
         sending = asyncio.create_task(super().__call__(scope, receive, send))
         overrun = asyncio.create_task(self._answer.stream.overrun.wait())
         try:
@@ -47,34 +47,34 @@ class EventSource(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send head, events and end."""
-        if self._body is None:
+        if self._connection is None:
             await super().stream_response(send)
             return
         start = {"type": "http.response.start", "status": self.status_code}
         await send(start | {"headers": self.raw_headers})
-        await self._pour(self._body)
+        await self._pour(self._connection)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pour(self, body: DirectBody) -> None:
+    async def _pour(self, connection: HttpProtocol) -> None:
         """Write each event when the engine tells it: no task wakes up for a token."""
         halted, failures = asyncio.Event(), list[Exception]()
 
         def pour() -> None:
             try:
-                while body.writable and not self._answer.ended:
+                while connection.writable and not self._answer.ended:
                     if (event := self._answer.take()) is None:
                         return
-                    body.write("".join(self._writer.write(event)).encode())
+                    connection.write("".join(self._writer.write(event)).encode())
             except Exception as error:
                 failures.append(error)
             halted.set()
 
-        body.write("".join(self._writer.begin()).encode())
+        connection.write("".join(self._writer.begin()).encode())
         self._answer.stream.follow(pour)
         while not (self._answer.ended or failures):
             halted.clear()
             pour()
             await halted.wait()
-            await body.drain()
+            await connection.drain()
         if failures:
             raise failures[0]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -13,31 +12,30 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tangram.engine.answer_text import AnswerText
+from tangram.engine.text import TextCodec
 from tangram.errors import MachineError, RequestError
 from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_whole
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec, EventStream, Limits, ServedEngine
+from tangram.serve.bridge import EventStream, Limits, ServedEngine
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.extension import Extension
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record, record_of
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
-from tangram.types import SamplingValues
-
-_log = logging.getLogger(__name__)
 
 
 class Service:
     """Answers requests with one engine, as one model name.
 
     With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
-    `generation_sinks` are told of what HTTP requests ask for before it is submitted, `drain_sinks`
-    when the server will end.
+    `page` is told of what HTTP requests ask for before it is submitted, and when the server will
+    end.
     """
 
     def __init__(
@@ -46,63 +44,41 @@ class Service:
         served_model_name: str,
         limits: Limits | None = None,
         let_by: bool = False,
+        page: Extension | None = None,
     ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
         self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
         self.template = Template(engine.codec, self.ignored)
-        self.draining = False
-        self.generation_sinks: list[Callable[[Generation, Record], None]] = []
-        self.drain_sinks: list[Callable[[], None]] = []
-        self._engine, self._limits, self._started = engine, limits or Limits(), False
+        self.draining, self._page = False, page or Extension()
+        self.engine, self._limits, self._started = engine, limits or Limits(), False
         self.preparation = Preparation(engine, self._limits)
         self.prompts = Prompts(engine, self.preparation, self.template)
         self._endpoints = Endpoints(self.prompts, served_model_name, engine.sampling)
 
     @property
-    def healthy(self) -> bool:
-        """Whether the engine can answer."""
-        return self._engine.healthy
-
-    @property
-    def engine_ended(self) -> bool:
-        """Whether the engine has stopped by itself."""
-        return self._engine.ended
-
-    @property
     def ready(self) -> bool:
         """Whether it takes new requests: the engine runs, and the server is not about to end."""
-        return self._started and self.healthy and not self.draining
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens, prompt and answer, of one sequence."""
-        return self._engine.max_model_len
-
-    @property
-    def sampling(self) -> SamplingValues:
-        """What holds where a request states nothing."""
-        return self._engine.sampling
+        return self._started and self.engine.healthy and not self.draining
 
     async def start(self) -> None:
         """Have the engine serve."""
-        self._engine.grammars.warm()
+        self.engine.grammars.warm()
         with suppress(MachineError):  # the log has the reason, and requests try again
-            self._engine.codec.warm()
-        await self._engine.start()
+            self.engine.codec.warm()
+        await self.engine.start()
         self._started = True
 
     def drain(self) -> None:
         """Refuse new requests; running ones go on."""
         self.draining = True
-        for end in self.drain_sinks:
-            end()
+        self._page.drain()
 
     async def stop(self) -> None:
         """Prepare nothing more, and end what runs."""
         self.preparation.stop()
-        await self._engine.stop()
+        await self.engine.stop()
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 unless `model` is the served one."""
@@ -114,7 +90,7 @@ class Service:
         """The answer to `body`, whole or streamed. Raises `RequestError` and `ApiError`."""
         with _use_client_names(body):
             # Most refusals under load are decided here, before the prompt is tokenized.
-            self._engine.check_queue(body.completions)
+            self.engine.check_queue(body.completions)
             record = record_of(request)
             prepared = await self.preparation.of(request, self._endpoints.prepare, body, record)
             answer = await unless_disconnected(request, self._begin(prepared, record))
@@ -125,10 +101,6 @@ class Service:
             return await asyncio.to_thread(JSONResponse, whole)
         finally:
             answer.close()  # also if the work was cancelled before it began
-
-    def check_queue(self) -> None:
-        """Raise `OverloadError` if not even one completion may enter the queue now."""
-        self._engine.check_queue(1)
 
     async def whole(self, body: AnswerRequest) -> Json:
         """The answer in one piece, for a caller that does not disconnect."""
@@ -143,7 +115,7 @@ class Service:
         Raises `ApiError` if the engine has stopped or the server is about to. Raises `RequestError`
         if they can never be served, `OverloadError` if too many wait.
         """
-        if not self._engine.healthy:
+        if not self.engine.healthy:
             raise ApiError(503, "the engine has stopped: the server's log has the reason")
         if self.draining:
             raise ApiError(
@@ -151,18 +123,17 @@ class Service:
             )
         generation = prepared.generation
         may_stream = record is not None
-        check_answer_size(generation, self.max_model_len, self.sampling, may_stream=may_stream)
-        if record is not None:
-            for tell in self.generation_sinks:
-                tell(generation, record)
-        stream = await EventStream.open(
-            self._engine, generation, self.metrics, self._limits, record
+        check_answer_size(
+            generation, self.engine.max_model_len, self.engine.sampling, may_stream=may_stream
         )
-        new_text = partial(_read_answer, self._engine.codec, generation)
+        if record is not None:
+            self._page.announce(generation, record)
+        stream = await EventStream.open(self.engine, generation, self.metrics, self._limits, record)
+        new_text = partial(_read_answer, self.engine.codec, generation)
         return Answer(stream, new_text, prepared.new_reader)
 
 
-def _read_answer(codec: Codec, generation: Generation, choice: int) -> AnswerText:
+def _read_answer(codec: TextCodec, generation: Generation, choice: int) -> AnswerText:
     request = generation.request_of(choice)
     return AnswerText(codec, request.sampling, request.prompt_token_ids, request.marks)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Text, encodable
+from tangram.serve.body import Body, Json, Text, describe_object, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.unsupported import wrong_field
 
@@ -109,7 +110,17 @@ def _choice(value: Any) -> Any:
     )
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice)]
+class _InFunction:
+    """Says in the schema of a choice that what is named stands in the field `function`."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        words, named = handler(core)["anyOf"]
+        return {"anyOf": [words, describe_object(type={"const": "function"}, function=named)]}
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_choice), _InFunction()
+]
 
 
 def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:

@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
+from tangram.engine.text import TextCodec
 from tangram.errors import RequestError
 from tangram.limits import TEMPLATE_NAMES
 from tangram.serve.body import deeper_than
-from tangram.serve.bridge import Codec
 from tangram.serve.unknown import IgnoredFields
 from tangram.serve.unsupported import wrong_field
 
 FIELD = "chat_template_kwargs"
-MOST_OPTIONS = 16
+_MOST_OPTIONS = 16
 _MOST_NAME_CHARACTERS = 64
 _MOST_LEVELS = 3
 _MOST_BYTES = 4096
@@ -71,9 +71,19 @@ def _leaves(value: Any) -> Iterator[Any]:
 TemplateOptions = Annotated[
     dict[str, Any],
     Field(
-        max_length=MOST_OPTIONS, description="variables of the chat template, those that it reads"
+        max_length=_MOST_OPTIONS, description="variables of the chat template, those that it reads"
     ),
     AfterValidator(_limit),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": _MOST_OPTIONS,
+            "propertyNames": {
+                "pattern": "^[A-Za-z_][A-Za-z_0-9]{0,63}$",
+                "not": {"enum": sorted(TEMPLATE_NAMES)},
+            },
+        }
+    ),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -82,7 +92,7 @@ Verbosity = Literal["low", "medium", "high"]
 class Template:
     """The chat template of `codec`, and the variables that requests may set."""
 
-    def __init__(self, codec: Codec, ignored: IgnoredFields | None) -> None:
+    def __init__(self, codec: TextCodec, ignored: IgnoredFields | None) -> None:
         self._codec, self._ignored = codec, ignored
 
     def set_variables(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
+from tangram.serve.answer_body import TOKENS
 from tangram.serve.body import Body, Text
 from tangram.serve.messages import Messages
 from tangram.serve.service import Service
@@ -56,4 +57,6 @@ class DetokenizeRequest(Body):
     """The text of `tokens`, special ones by name."""
 
     model: Text | None = None
-    tokens: list[int] = Field(max_length=1_000_000, fail_fast=True)
+    tokens: Annotated[list[int], WithJsonSchema(TOKENS | {"minItems": 0})] = Field(
+        max_length=TOKENS["maxItems"], fail_fast=True
+    )

@@ -6,13 +6,10 @@ Otherwise a body refuses them (`tangram/serve/body.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Container
 from typing import Any
 
 from prometheus_client import Counter
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tangram.serve.unsupported import KNOWN_ELSEWHERE, NoOps, asks_for_nothing
 
@@ -43,23 +40,10 @@ class IgnoredFields:
             )
 
 
-# FastAPI calls the validators, so an argument cannot reach them in another way.
-_here: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=None)
-
-
-@contextmanager
-def letting_by(ignored: IgnoredFields) -> Iterator[None]:
-    """Inside, bodies lose their unsupported fields, and `ignored` counts these."""
-    token = _here.set(ignored)
-    try:
-        yield
-    finally:
-        _here.reset(token)
-
-
-def without_unknown(body: dict[str, Any], known: Container[str], refused: NoOps) -> dict[str, Any]:
-    """`body` without unsupported fields inside `letting_by`; otherwise unchanged."""
-    ignored = _here.get()
+def without_unknown(
+    body: dict[str, Any], known: Container[str], refused: NoOps, ignored: IgnoredFields | None
+) -> dict[str, Any]:
+    """`body` without unsupported fields, which `ignored` counts; with None unchanged."""
     if ignored is None:
         return body
     unserved = {
@@ -70,15 +54,3 @@ def without_unknown(body: dict[str, Any], known: Container[str], refused: NoOps)
     for name in unserved:
         ignored.note(name)
     return {name: value for name, value in body.items() if name not in unserved}
-
-
-class LetUnknownFieldsBy:
-    """The middleware that ignores them for every request."""
-
-    def __init__(self, app: ASGIApp, ignored: IgnoredFields) -> None:
-        self._app, self._ignored = app, ignored
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        with letting_by(self._ignored):
-            await self._app(scope, receive, send)

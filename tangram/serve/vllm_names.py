@@ -7,7 +7,7 @@ engine speculates. Buckets are Tangram's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,36 +20,25 @@ from prometheus_client.registry import Collector
 from tangram.metrics import EngineStats, SpeculationStats
 from tangram.serve.exposition import ServerMetrics
 
-_Reading = Callable[[EngineStats], float]
-_GAUGES: tuple[tuple[str, str, _Reading], ...] = (
-    ("num_requests_running", "Requests in the batch", lambda stats: stats.running),
-    ("num_requests_waiting", "Requests in the queue", lambda stats: stats.waiting),
-    (
-        "kv_cache_usage_perc",
-        "Share of the pool's pages that requests hold (0 to 1)",
-        lambda stats: stats.pages_held / stats.pages_total,
-    ),
+# Names, texts, and figures of `EngineStats`.
+_GAUGES = (
+    ("num_requests_running", "Requests in the batch", "running"),
+    ("num_requests_waiting", "Requests in the queue", "waiting"),
+    ("kv_cache_usage_perc", "Share of the pool's pages that requests hold (0 to 1)", "held_share"),
 )
-_COUNTERS: tuple[tuple[str, str, _Reading], ...] = (
-    ("prompt_tokens", "Prompt tokens of admitted requests", lambda stats: stats.prompt_tokens),
-    (
-        "prompt_tokens_cached",
-        "Prompt tokens served from the prefix cache",
-        lambda stats: stats.cached_tokens,
-    ),
-    ("generation_tokens", "Tokens generated", lambda stats: stats.generated_tokens),
-    ("num_preemptions", "Running requests sent back to the queue", lambda stats: stats.preemptions),
-    (
-        "prefix_cache_queries",
-        "Tokens that the prefix cache was asked for",
-        lambda stats: stats.prompt_tokens,
-    ),
-    ("prefix_cache_hits", "Tokens that it had", lambda stats: stats.cached_tokens),
+_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
+    ("prompt_tokens_cached", "Prompt tokens served from the prefix cache", "cached_tokens"),
+    ("generation_tokens", "Tokens generated", "generated_tokens"),
+    ("num_preemptions", "Running requests sent back to the queue", "preemptions"),
+    ("prefix_cache_queries", "Tokens that the prefix cache was asked for", "prompt_tokens"),
+    ("prefix_cache_hits", "Tokens that it had", "cached_tokens"),
 )
-_DRAFTS: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
-    ("num_drafts", "Drafts verified", lambda drafted: drafted.drafts),
-    ("num_draft_tokens", "Tokens drafted", lambda drafted: drafted.drafted),
-    ("num_accepted_tokens", "Drafted tokens that were accepted", lambda drafted: drafted.accepted),
+# And of `SpeculationStats`.
+_DRAFTS = (
+    ("num_drafts", "Drafts verified", "drafts"),
+    ("num_draft_tokens", "Tokens drafted", "drafted"),
+    ("num_accepted_tokens", "Drafted tokens that were accepted", "accepted"),
 )
 # And the names of Tangram's.
 _HISTOGRAMS = (
@@ -81,14 +70,14 @@ class VllmNames(Collector):
             list(self._labels),
             list(self._labels.values()),
         )
-        for name, text, read in _GAUGES:
+        for name, text, figure in _GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            gauge.add_metric(values, read(stats))
+            gauge.add_metric(values, getattr(stats, figure))
             yield gauge
         yield self._cache_config(stats)
-        for name, text, read in _COUNTERS:
+        for name, text, figure in _COUNTERS:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            counter.add_metric(values, read(stats))
+            counter.add_metric(values, getattr(stats, figure))
             yield counter
         if stats.speculation is not None:
             yield from self._drafts(stats.speculation)
@@ -115,9 +104,9 @@ class VllmNames(Collector):
 
     def _drafts(self, drafted: SpeculationStats) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
-        for name, text, count in _DRAFTS:
+        for name, text, figure in _DRAFTS:
             family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=names)
-            family.add_metric(values, count(drafted))
+            family.add_metric(values, getattr(drafted, figure))
             yield family
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import h11
@@ -12,7 +13,6 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tangram.serve.api_errors import ApiError
-from tangram.serve.direct import STATE
 from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.http1 import Http1
 
@@ -25,6 +25,7 @@ HEAD_S, BODY_S = 20, 60
 LOOK_FIRST_S, ASK_AGAIN_S = 0.001, 0.5
 # More than a queue can hold. Beyond it, idle connections are closed first.
 MAX_CONNECTIONS = 8192
+_STATE = "tangram.connection"  # its name in the `state` of a request's scope
 
 
 def http_protocol(connections: int) -> type[HttpProtocol]:
@@ -49,7 +50,7 @@ class HttpProtocol(H11Protocol):
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.conn = Http1(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEADER_BYTES)
-        self.app_state = self.app_state | {STATE: self}
+        self.app_state = self.app_state | {_STATE: self}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Have the kernel close a connection whose client reads nothing for `STALLED_CLIENT_S`
@@ -113,15 +114,20 @@ class HttpProtocol(H11Protocol):
 
     @property
     def writable(self) -> bool:
-        """See `DirectBody`."""
+        """Whether the client has read nearly all that was written."""
         return not self.flow.write_paused
 
     async def drain(self) -> None:
-        """See `DirectBody`."""
+        """Wait until it is writable."""
         await self.flow.drain()
 
     def write(self, part: bytes) -> None:
-        """See `DirectBody`. This is what h11 makes of a part, without its checks: a token each."""
+        """Write a part of a body, unless the client has gone; what it has not read waits in memory.
+
+        For bodies without Content-Length, after the message `http.response.start`. A message of
+        ASGI passes every middleware, and each is a coroutine: for a token, these and the checks of
+        h11 take longer than all else that is done for it.
+        """
         if part and not self.cycle.disconnected:
             in_chunks = (self.conn.their_http_version or b"") >= b"1.1"
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if in_chunks else part)
@@ -215,3 +221,9 @@ class HttpProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def find_connection(scope: Mapping[str, Any]) -> HttpProtocol | None:
+    """That of a request, to write its body at once; None if another server has read it."""
+    found: HttpProtocol | None = scope.get("state", {}).get(_STATE)
+    return found

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
+from tangram.serve.extension import Extension
 from tangram.serve.record import Generation, Record, record_of
 from tangram.web.access import Access
 from tangram.web.files import FILES
@@ -31,8 +32,8 @@ from tangram.web.watchers import Watcher
 _Place = Annotated[int, Query(ge=0, le=1_000_000)]
 
 
-class CachePage:
-    """The page of an engine that `source` tells of; an `Extension` of its server."""
+class CachePage(Extension):
+    """The page of an engine that `source` tells of."""
 
     def __init__(self, source: PageSource, access: Access) -> None:
         self._source, self._access = source, access
@@ -50,9 +51,6 @@ class CachePage:
     def is_open(self, path: bytes) -> bool:
         """See `Extension`: files hold no data."""
         return FILES.has(path)
-
-    def start(self) -> None:
-        """See `Extension`."""
 
     def announce(self, generation: Generation, record: Record) -> None:
         """See `Extension`."""
@@ -77,10 +75,6 @@ class CachePage:
         """See `Extension`."""
         for watcher in self._watchers:
             watcher.close()
-
-    def close(self) -> None:
-        """See `Extension`."""
-        self.drain()
 
     # -- routes ------------------------------------------------------------------------------------
 

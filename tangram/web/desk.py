@@ -6,16 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
-from tangram.watch import CacheShape, Observer, RetentionShape, Watched
+from tangram.watch import CacheShape, RetentionShape
 from tangram.web.collector import Collector, ToldWatcher
 from tangram.web.details import Details, encode
 from tangram.web.history import STEP_S, History
@@ -31,30 +29,16 @@ from tangram.web.questions import (
 )
 from tangram.web.requests import ShownCompletion
 
+if TYPE_CHECKING:
+    from tangram.engine.loop import Engine
+
 MOST_WATCHERS = 64
-
-
-class WatchedEngine(Protocol):
-    """The part of `tangram.engine.loop.Engine` that the page sees."""
-
-    @property
-    def codec(self) -> Codec:
-        """The model's tokenizer."""
-        ...
-
-    def watch(self, observer: Observer) -> Watched:
-        """Tell `observer` of every step."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """The engine's statistics between two steps."""
-        ...
 
 
 class PageDesk:
     """Tells the page of an `engine` that serves `model`. For one event loop, that of `start`."""
 
-    def __init__(self, engine: WatchedEngine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model = engine, model
         self._collector = Collector(engine.stats().pages_total)
         self._watched = engine.watch(self._collector)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tangram.engine.text import TextCodec
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
-from tangram.serve.bridge import Codec
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
 from tangram.web.requests import ShownCompletion
 
@@ -23,7 +23,7 @@ MOST_BYTES = 4  # of a character in UTF-8, each of which may be a token
 class Details:
     """Describes completions of the engine that `watched` answers for, in the words of `codec`."""
 
-    def __init__(self, watched: Watched, codec: Codec, begin_s: float) -> None:
+    def __init__(self, watched: Watched, codec: TextCodec, begin_s: float) -> None:
         self._watched, self._begin_s = watched, begin_s
         self._text: Any = lru_cache(maxsize=1 << 16)(codec.token_text)
 

@@ -46,7 +46,7 @@ class HistoryQuestion(Struct, frozen=True, array_like=True, tag=4):
 Question = ModelQuestion | RequestQuestion | KeptQuestion | PoolQuestion | HistoryQuestion
 
 
-class Announcement(Struct, frozen=True, array_like=True, gc=False):
+class Announcement(Struct, frozen=True, array_like=True, tag=6, gc=False):
     """A request of the API, known by the id of its answer and by that in `x-request-id`.
 
     The engine calls it `engine_id`. `first_choice` is the number of its first completion. `client`
@@ -66,7 +66,7 @@ class Announcement(Struct, frozen=True, array_like=True, gc=False):
         return self.answer_id, self.request_id
 
 
-class AnswerTimes(Struct, frozen=True, array_like=True, gc=False):
+class AnswerTimes(Struct, frozen=True, array_like=True, tag=7, gc=False):
     """Of a request that has ended: seconds to its first token, and from token to token."""
 
     first_token_s: float

@@ -58,7 +58,7 @@ PARTICIPLES = {
 # subject on a CPU, on a GPU or over the wire are named alike, too (`test_*.py`).
 SHARED_NAMES = {
     "Python's, pytest's or our convention": "__init__ __main__ conftest make_fixture",
-    "a command, and what it runs": "ablation batch naive replay",
+    "a command, and what it runs": "ablation naive replay",
     "a benchmark, and what it measures": (
         "cpu_portable cpu_prefill cpu_products host_forms latents sealing"
     ),

@@ -61,7 +61,7 @@ class Teller:
 def batches_of(story: Sequence[Sequence[LinkChange]]) -> list[Sequence[KvEvent]]:
     """What is published of `story`, batch by batch."""
     engine, sent = Teller(), list[Sequence[KvEvent]]()
-    KvEventStream(engine, sent.append)
+    KvEventStream(engine.watch, sent.append)
     for links in story:
         engine.tell(links)
     return sent

@@ -25,6 +25,7 @@ from tangram.link.supervisor import Supervisor
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import EventStream, Limits
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.options import ServerOptions
 from tangram.serve.record import Generation
 from tangram.types import Event, FinishReason, Request, SamplingParams
 from tangram.web.desk import PageDesk
@@ -336,7 +337,11 @@ class FullMachine:
 def test_a_machine_that_starts_no_process_now_is_asked_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine, processes, start = FakeEngine(), FullMachine(), SimpleNamespace(shutdown_grace_s=1.0)
+    engine, processes, start = (
+        FakeEngine(),
+        FullMachine(),
+        SimpleNamespace(options=ServerOptions(shutdown_grace_s=1.0)),
+    )
     given: Any = (engine, EnginePort(engine), None, start, processes, lambda: None)
     with pytest.raises(EngineError, match="3 times before it was ready"):
         asyncio.run(Supervisor(*given).run())

@@ -23,10 +23,8 @@ from tangram.link.engine_port import MOST_UNREAD_BYTES, EnginePort
 from tangram.link.remote_engine import EngineNature
 from tangram.link.supervisor import KILL_AFTER_S, Supervisor
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
-from tangram.serve.bridge import Limits
-from tangram.serve.guard import Protection
 from tangram.serve.listening import Listener
-from tangram.serve.logs import LogForm
+from tangram.serve.options import ServerOptions
 from tangram.types import (
     OPENAI_SAMPLING,
     DraftedTokens,
@@ -335,18 +333,8 @@ def serve_fake(
     With `page` it is an `ObservedFakeEngine`.
     """
     listener = Listener.at("127.0.0.1", port)
-    start = ApiStart(
-        EngineNature.of(engine),
-        "fake-model",
-        Protection(),
-        Limits(),
-        vllm_names=False,
-        otlp_endpoint=None,
-        let_unknown_by=False,
-        page=page,
-        log_format=LogForm.text,
-        shutdown_grace_s=shutdown_grace_s,
-    )
+    options = ServerOptions(shutdown_grace_s=shutdown_grace_s)
+    start = ApiStart(EngineNature.of(engine), "fake-model", options, None, page)
     desk = None if page is None else PageDesk(engine, "fake-model")
     with ApiProcesses(listener, api_processes) as processes:
         port_of_engine = EnginePort(engine, desk, most_unread_bytes=most_unread_bytes)

@@ -273,6 +273,7 @@ def test_counters_of_a_replica_that_is_gone_stay_in_the_sums(replica: EngineRepl
     assert totals.add().pages_total == stats.pages_total
     assert totals.add().prompt_tokens == before == 2 * stats.prompt_tokens > 0
     assert totals.add().page_bytes == stats.page_bytes
+    assert totals.add().chunk_tokens == stats.chunk_tokens
 
 
 def test_arguments_are_checked_by_name() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -66,7 +67,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(
 class NoService:
     """What `Server` asks of a service."""
 
-    engine_ended = False
+    engine = SimpleNamespace(ended=False)
 
     def drain(self) -> None:
         """Nothing is queued."""
