@@ -67,7 +67,6 @@ LONG = (
     "gpu/test_rehearsal.py",
     "cpu/test_kept_positions.py",
     "web/test_accessible.py",
-    "cpu/test_portable_kernels.py",
 )
 
 

@@ -1,4 +1,7 @@
-"""Compile Python for the CPU, with a copy on disk for the next process where possible."""
+"""Compile Python for the CPU, with a copy on disk for the next process where possible.
+
+The process that compiles computes the same bits as those that load the copy.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from llvmlite.binding import Linkage  # type: ignore[import-untyped]
 from numba import njit
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +32,7 @@ def compile_kept(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        dispatcher: Any = njit(**options)(function)
+        dispatcher: Any = njit(pipeline_class=_OwningCompiler, **options)(function)
         try:
             # The same as `cache=True`, except for errors.
             dispatcher._cache = _ForgivingCache(function, notice)
@@ -35,6 +41,36 @@ def compile_kept(
         return dispatcher  # type: ignore[no-any-return]
 
     return decorate
+
+
+class _OwningCompiler(Compiler):
+    """Numba's compiler, whose code is `_OwnedCode`."""
+
+    def compile_extra(self, func: Any) -> Any:
+        """The code of `func`."""
+        codegen = self.state.targetctx.codegen()
+        self.state.library = _OwnedCode(codegen, func.__qualname__)  # type: ignore[no-untyped-call]
+        self.state.library.enable_object_caching()
+        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+
+
+class _OwnedCode(JITCodeLibrary):
+    """Machine code that calls its own copies of other compiled functions.
+
+    Numba's copies are weak symbols: what is in memory under the same names replaces them, in the
+    process that compiles the functions compiled alone. Where sums may be reordered, these have
+    another order, so other bits.
+    """
+
+    def _finalize_final_module(self) -> None:
+        module = self._final_module
+        copies = [one for one in module.functions if one.linkage is Linkage.linkonce_odr]
+        for copy in copies:
+            copy.linkage = "internal"
+        super()._finalize_final_module()  # type: ignore[no-untyped-call]
+        shared = self._get_module_for_linking()  # type: ignore[no-untyped-call]
+        for copy in copies:  # once each in the code of callers
+            shared.get_function(copy.name).linkage = "linkonce_odr"
 
 
 class _ForgivingCache(FunctionCache):
@@ -80,9 +116,10 @@ class _ForgivingCache(FunctionCache):
 
 @functools.cache
 def _hash_sources(file: Path) -> str:
-    """A hash of `file`, of the CPU kernels beside it, and of what both take from planners."""
+    """A hash of `file`, the CPU kernels beside it, what both take from planners, and this file."""
     plans = (Path(__file__).parent / "plan" / name for name in ("loops.py", "records.py"))
-    sources = (path.read_bytes() for path in sorted({file, *plans, *file.parent.glob("cpu_*.py")}))
+    kernels = file.parent.glob("cpu_*.py")
+    sources = (path.read_bytes() for path in sorted({file, Path(__file__), *plans, *kernels}))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

@@ -291,7 +291,7 @@ def prefill(
         scoring,
         cpu_prefill.split_rows(places, heads, group),
         cpu_prefill.scratch(threads, pool.shape[3], asked.q, group),
-        np.arange(threads),
+        np.zeros(1, np.int64),
         threads,
     )
     answered = torch.unflatten(answers[:, :-TILE_ROWS], 1, (own.stop - own.start, group))

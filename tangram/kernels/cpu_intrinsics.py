@@ -1,7 +1,4 @@
-"""Instructions that Numba does not offer on the CPU: atomic add, maximum, bit cast and prefetch.
-
-`cpu_portable.py` replaces them in plain Numba.
-"""
+"""Instructions that Numba does not offer on the CPU: atomic add, maximum, bit cast and prefetch."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from numba.extending import intrinsic
 
 
 @intrinsic
-def next_task(typingctx: Any, counters: Any, worker: Any, workers: Any) -> Any:
-    """Atomically add 1 to counters[0] (int64, contiguous) and return the value before."""
+def next_task(typingctx: Any, counter: Any) -> Any:
+    """Atomically add 1 to counter[0] (int64, contiguous) and return the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
 
-    return types.int64(counters, worker, workers), codegen
+    return types.int64(counter), codegen
 
 
 @intrinsic

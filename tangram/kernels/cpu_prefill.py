@@ -18,7 +18,8 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
-from tangram.kernels.cpu_entries import LANES
+from tangram.kernels.cpu_entries import widen
+from tangram.kernels.cpu_intrinsics import next_task
 from tangram.kernels.cpu_products import (
     TILE_ROWS,
     TILE_VECTORS,
@@ -26,8 +27,8 @@ from tangram.kernels.cpu_products import (
     multiply_tile,
     to_bfloat16,
 )
-from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest, next_task  # type: ignore[attr-defined]
-from tangram.kernels.cpu_widen import widen
+from tangram.kernels.cpu_tasks import FAST, cap, exp_negative, largest
+from tangram.kernels.cpu_vectors import LANES
 from tangram.numba_cache import compile_kept
 from tangram.types import Int64
 
@@ -132,16 +133,23 @@ def _compile_as_element(x, like):  # type: ignore[no-untyped-def]
     return lambda x, like: to_bfloat16(x)  # type: ignore[call-arg]
 
 
-def as_readable(block: Any, begin: int, end: int, wide: Any, like: Any) -> Any:
-    """Entries [begin, end) of `block` [P, D], of which `as_element` makes those of `like`."""
-    return block if block.dtype == like.dtype else widen(block, begin, end, wide)
+def as_readable(
+    blocks: Any, block: int, part: int, begin: int, end: int, wide: Any, like: Any
+) -> Any:
+    """Vectors [begin, end) of a block, of which `as_element` makes those of `like`."""
+    raise NotImplementedError("compiled code alone calls it")
 
 
 @overload(as_readable)
-def _compile_as_readable(block, begin, end, wide, like):  # type: ignore[no-untyped-def]
-    if block.dtype == like.dtype:
-        return lambda block, begin, end, wide, like: block
-    return lambda block, begin, end, wide, like: widen(block, begin, end, wide)
+def _compile_as_readable(blocks, block, part, begin, end, wide, like):  # type: ignore[no-untyped-def]
+    if blocks.dtype == like.dtype:
+        return lambda blocks, block, part, begin, end, wide, like: blocks[block, part]
+
+    def read(blocks, block, part, begin, end, wide, like):  # type: ignore[no-untyped-def]
+        widen(blocks, block, part, begin, end, wide)
+        return wide
+
+    return read
 
 
 def per_word(entries: Any) -> int:
@@ -215,7 +223,7 @@ def read_block(asked, pages, row, head, begin, past, start, stop, work, worker):
         block = page * pages.heads_per_page + asked.address[row, head, 1]
         last = min(page_tokens, place + last_past - entry)
         for vector in range(2):
-            held = as_readable(blocks[block, vector], place, last, work.wide[worker], entries)
+            held = as_readable(blocks, block, vector, place, last, work.wide[worker], entries)
             for t in range(place, last):
                 for d in range(entries.shape[2]):
                     entries[vector, entry - start + t - place, d] = as_element(held[t, d], entries)
@@ -282,11 +290,11 @@ def attend_tile(q, r, newest, group, columns, scoring, work, worker, at):  # typ
 
 
 @compile_kept()
-def attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers):  # type: ignore[no-untyped-def]
+def attend_tasks(asked, pages, scoring, tasks, work, counter, worker):  # type: ignore[no-untyped-def]
     """The loop of one thread: take the next task until none is left."""
     group, window = scoring.sinks.shape[1], scoring.window
     while True:
-        number = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
+        number = next_task(counter)  # type: ignore[call-arg,var-annotated]
         if number >= len(tasks):
             break
         row, head, first, last = tasks[number]
@@ -322,7 +330,7 @@ def attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers):
 
 
 @compile_kept(parallel=True, notice=NOTICE)
-def attend(asked, pages, scoring, tasks, work, counters, workers):  # type: ignore[no-untyped-def]
+def attend(asked, pages, scoring, tasks, work, counter, workers):  # type: ignore[no-untyped-def]
     """Run all `tasks`: attention of `asked` over their pasts and, causally, themselves."""
     for worker in prange(workers):
-        attend_tasks(asked, pages, scoring, tasks, work, counters, worker, workers)
+        attend_tasks(asked, pages, scoring, tasks, work, counter, worker)

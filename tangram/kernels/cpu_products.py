@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tangram.kernels.cpu_entries import LANES
+from tangram.kernels.cpu_vectors import LANES
 
 TILE_ROWS = 6
 # Of the columns of a tile: its sums take 24 of 32 registers, or 12 of 16 with AVX2.

@@ -5,34 +5,21 @@ softmax, then values (running maximum and sum, FlashAttention). So each key and 
 memory once for its G query heads.
 
 Numba knows no bfloat16 and no FP8. Pools of these dtypes come as the unsigned integers of their
-bits, and `widen` makes float32 of a page. Everything else is computed in float32.
+bits, and are widened as they are read. Everything else is computed in float32.
 """
 
 from __future__ import annotations
 
-import platform
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
 
+from tangram.kernels.cpu_entries import KEYS, add_values, dot_keys
+from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
 from tangram.numba_cache import compile_kept
 from tangram.plan.loops import resolve
 from tangram.plan.records import RangeKind
-
-if platform.machine() in ("x86_64", "AMD64"):
-    from tangram.kernels.cpu_entries import KEYS, add_values, dot_keys
-    from tangram.kernels.cpu_intrinsics import larger, next_task, power_of_two, prefetch
-else:
-    from tangram.kernels.cpu_portable import (  # type: ignore[assignment]
-        KEYS,
-        add_values,
-        dot_keys,
-        larger,
-        next_task,
-        power_of_two,
-        prefetch,
-    )
 
 STRETCH = 128
 CACHE_LINE = 64  # bytes
@@ -212,7 +199,7 @@ def hide(scores, start, stop, oldest, newest):  # type: ignore[no-untyped-def]
 
 
 @compile_kept()
-def score_pages(query, pages, table, column, start, stop, end, scores, wide):  # type: ignore[no-untyped-def]
+def score_pages(query, pages, table, column, start, stop, end, scores):  # type: ignore[no-untyped-def]
     """scores[m, i] = query[m] · key of entry start + i, for the entries before `stop`.
 
     What follows up to `end` is prefetched, `STRETCH` entries ahead.
@@ -223,11 +210,11 @@ def score_pages(query, pages, table, column, start, stop, end, scores, wide):  #
         block, first = tables[table + page] * heads_per_page + column, page * page_tokens
         prefetch_part(pages, table, column, 0, first + STRETCH, end)
         low, high = max(start, first), min(stop, first + page_tokens)
-        dot_keys(query, blocks, block, low - first, high - first, scores, low - start, wide)
+        dot_keys(query, blocks, block, low - first, high - first, scores, low - start)
 
 
 @compile_kept()
-def add_pages(weights, pages, table, column, start, stop, end, out, wide):  # type: ignore[no-untyped-def]
+def add_pages(weights, pages, table, column, start, stop, end, out):  # type: ignore[no-untyped-def]
     """out[m] += Σ weights[m, i] · value of entry start + i, over the entries before `stop`.
 
     What follows up to `end` is prefetched, `STRETCH` entries ahead.
@@ -239,7 +226,7 @@ def add_pages(weights, pages, table, column, start, stop, end, out, wide):  # ty
         if value:
             prefetch_part(pages, table, column, value, first + STRETCH, end)
         low, high = max(start, first), min(stop, first + page_tokens)
-        add_values(weights, low - start, blocks, block, low - first, high - first, out, wide)
+        add_values(weights, low - start, blocks, block, low - first, high - first, out)
 
 
 @compile_kept()
@@ -250,7 +237,6 @@ def attend(query, oldest, newest, pages, table, column, begin, end, softcap, out
     out [M, V] and lse [M]. The values of latents are the first V elements of the keys.
     """
     scores = np.empty((query.shape[0], STRETCH + KEYS), np.float32)
-    wide = np.empty((pages.blocks.shape[2], query.shape[1]), np.float32)
     maximum = np.full(query.shape[0], -np.inf, np.float32)
     total = np.zeros(query.shape[0], np.float32)
     out[:] = 0
@@ -259,13 +245,13 @@ def attend(query, oldest, newest, pages, table, column, begin, end, softcap, out
     prefetch_stretch(pages, table, column, begin, end)
     for start in range(begin, end, STRETCH):
         stop = min(start + STRETCH, end)
-        score_pages(query, pages, table, column, start, stop, end, scores, wide)
+        score_pages(query, pages, table, column, start, stop, end, scores)
         if softcap > 0:
             cap(scores, stop - start, softcap)
         if masked and (start < seen_from or stop > seen_to):
             hide(scores, start, stop, oldest, newest)
         online_softmax(scores, stop - start, maximum, total, out)
-        add_pages(scores, pages, table, column, start, stop, end, out, wide)
+        add_pages(scores, pages, table, column, start, stop, end, out)
     for m in range(query.shape[0]):
         lse[m] = -np.inf
         if total[m] > 0:
@@ -367,10 +353,10 @@ def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignor
 
 
 @compile_kept()
-def run_tasks(rows, pages, tasks, end, partials, counters, worker, workers):  # type: ignore[no-untyped-def]
+def run_tasks(rows, pages, tasks, end, partials, counter):  # type: ignore[no-untyped-def]
     """The loop of one thread: take the next task until none is left."""
     while True:
-        task = next_task(counters, worker, workers)  # type: ignore[call-arg,var-annotated]
+        task = next_task(counter)  # type: ignore[call-arg,var-annotated]
         if task >= end:
             break
         run_task(rows, pages, tasks, task, partials[0], partials[1])
@@ -393,15 +379,15 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
         np.empty((tasks.slots, most, group, width), np.float32),
         np.empty((tasks.slots, most, group), np.float32),
     )
-    counters, head_dim = np.arange(task_begin, task_begin + workers), rows.queries.shape[3]
+    counter, head_dim = np.full(1, task_begin), rows.queries.shape[3]
     used = useful_threads(
         tasks.tasks, task_begin, task_end, rows.lengths, tasks.tile, head_dim, workers
     )
     if used == 1:
-        run_tasks(rows, pages, tasks, task_end, partials, counters, 0, 1)
+        run_tasks(rows, pages, tasks, task_end, partials, counter)
     else:
-        for worker in prange(workers):
-            run_tasks(rows, pages, tasks, task_end, partials, counters, worker, workers)
+        for _ in prange(workers):
+            run_tasks(rows, pages, tasks, task_end, partials, counter)
     for segment in range(segment_begin, segment_end):
         one = tasks.segments[segment]
         for number in range(first[one["row"] + 1] - first[one["row"]]):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, cpu_tasks, reference
-from tangram.kernels.cpu_widen import widen
+from tangram.kernels.cpu_entries import widen
 from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
 from tangram.plan.check import check_plan
@@ -78,6 +78,8 @@ def run_compiled(
 OPTIONS = [(None, False), (None, True), (2.0, False)]  # softcap, sinks
 # R, H, G, D, P
 SHAPES = [(3, 1, 1, 16, 16), (2, 2, 4, 80, 8), (4, 3, 3, 64, 16), (1, 3, 1, 64, 32)]
+# D is whole vectors of 4, or no whole vectors.
+SHAPES += [(2, 2, 3, 24, 16), (2, 1, 5, 18, 16)]
 
 
 @pytest.mark.parametrize("run", [run_reference, run_compiled])
@@ -276,7 +278,7 @@ def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     ],
     ids=["E4M3", "int8", "bfloat16"],
 )
-@pytest.mark.parametrize("width", [24, 64])  # whole vectors or not
+@pytest.mark.parametrize("width", [18, 24, 64])  # no, short, or whole vectors
 def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it(
     bits: torch.dtype, dtype: torch.dtype, codes: int, width: int
 ) -> None:
@@ -286,23 +288,25 @@ def test_every_code_of_a_narrow_pool_is_read_as_torch_reads_it(
     entries = code.to(bits).view(-1, width)
     expected = entries.view(dtype).float().numpy()
     wide = np.empty(entries.shape, np.float32)
-    np.testing.assert_array_equal(widen_all(entries.numpy(), wide), expected)
     pool = torch.stack([torch.zeros_like(entries), entries])[None]
+    widen_all(pool.numpy(), wide)
+    np.testing.assert_array_equal(wide, expected)
     sums = np.zeros((len(entries), 1, width), np.float32)
-    add_each(pool.numpy(), sums, wide)
+    add_each(pool.numpy(), sums)
     np.testing.assert_array_equal(sums[:, 0], expected)
 
 
 @numba.njit
-def widen_all(block, wide):  # type: ignore[no-untyped-def]
-    return widen(block, 0, len(block), wide)
+def widen_all(pool, wide):  # type: ignore[no-untyped-def]
+    """Write all values of the one block of `pool`."""
+    widen(pool, 0, 1, 0, len(wide), wide)
 
 
 @numba.njit
-def add_each(pool, sums, wide):  # type: ignore[no-untyped-def]
+def add_each(pool, sums):  # type: ignore[no-untyped-def]
     """sums[t] += value t of the one block of `pool`."""
     for t in range(len(sums)):
-        cpu_tasks.add_values(np.ones((1, 1), np.float32), 0, pool, 0, t, t + 1, sums[t], wide)
+        cpu_tasks.add_values(np.ones((1, 1), np.float32), 0, pool, 0, t, t + 1, sums[t])
 
 
 def run_compiled_prefill(

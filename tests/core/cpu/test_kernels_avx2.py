@@ -1,4 +1,7 @@
-"""The compiled kernels of a processor with AVX2 alone, as in most laptops, on one that has more."""
+"""The compiled kernels of a processor with AVX2 alone, as in most laptops, on one that has more.
+
+Vectors of 8 are those of arm64, too.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,23 @@ from tangram.kernels.cpu_entries import LANES
 assert LANES == 8, f"vectors have {LANES} lanes, AVX2 has 8"
 sys.exit(pytest.main(sys.argv[1:]))
 """
-CHECKED = "float32 and (test_compiled_prefill_is_softmax or test_compiled_prefill_gives)"
+PREFILL = "float32 and (test_compiled_prefill_is_softmax or test_compiled_prefill_gives)"
+DECODE = "test_the_compiled_kernel_equals_the_specification"
+EVERY_DTYPE = f"{DECODE} or test_every_code or test_decode_equals_dense"
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this processor lacks AVX2")
-def test_prefill_is_compiled_for_avx2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("checked", "passes"),
+    [
+        pytest.param(PREFILL, "2 passed", id="prefill"),
+        pytest.param(f"{DECODE} and float32", "8 passed", id="decode"),
+        pytest.param(EVERY_DTYPE, " passed", id="decode of every dtype", marks=pytest.mark.nightly),
+    ],
+)
+def test_kernels_are_compiled_for_avx2(checked: str, passes: str) -> None:
     """Haswell was the first processor with AVX2: no code for it has an instruction beyond that."""
-    checks = ["-v", "-p", "no:cacheprovider", "-k", CHECKED, "tests/core/cpu/test_kernels.py"]
+    checks = ["-v", "-p", "no:cacheprovider", "-k", checked, "tests/core/cpu/test_kernels.py"]
     found = subprocess.run(
         [sys.executable, "-c", RUN, *checks],
         cwd=ROOT,
@@ -39,4 +52,4 @@ def test_prefill_is_compiled_for_avx2(tmp_path: Path) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "2 passed" in found.stdout, found.stdout
+    assert passes in found.stdout, found.stdout

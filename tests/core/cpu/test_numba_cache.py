@@ -1,5 +1,5 @@
-"""Compiled code without a place to keep it: a new process computes the same, and says what was not
-kept.
+"""Compiled code that is kept gives the same bits in each process, and without a place to keep it a
+process says what was not kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 # Each of them prints what the first compiled function gives: entries [1, 2).
 PLAIN = """
 from tangram.plan.loops import find_largest, resolve
@@ -31,19 +32,73 @@ find_largest(np.zeros(3))
 """
 )
 
+# A function of fast-math, called by another: reordered sums of 128 weights.
+CALLING = """
+import numpy as np
+from tangram.kernels.cpu_tasks import STRETCH, online_softmax
+from tangram.numba_cache import compile_kept
 
-def said(code: str, **variables: str) -> str:
-    """All that a new Python writes; it must end well."""
+@compile_kept()
+def call(scores, count, top, total, out):
+    online_softmax(scores, count, top, total, out)
+
+scores = np.random.default_rng(0).standard_normal((64, STRETCH), np.float32)
+top, total = np.full(64, -np.inf, np.float32), np.zeros(64, np.float32)
+call(scores, STRETCH, top, total, np.zeros((64, 8), np.float32))
+print(total.tobytes().hex())
+"""
+# One decode step from a pool of each dtype.
+DECODING = """
+import torch
+from tangram.kernels import cpu
+from tangram.kernels.narrow import as_entries
+from tangram.plan.split import plan_plain
+from tests.paged import SCALING, make_batch
+
+for dtype in (torch.float32, torch.float8_e4m3fn):
+    one = make_batch(3, 2, 3, 64, longest=400, seed=1)
+    where = as_entries(one.pool, dtype), one.tables, one.lengths
+    plan = cpu.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
+    out = cpu.decode_step(one.q, one.k, one.v, *where, plan, 0, scaling=SCALING)
+    print(out.numpy().tobytes().hex())
+"""
+
+
+def ran(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A new Python in the repository, which must end well."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *command],
+        cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
-        env=os.environ | variables,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def said(code: str, **variables: str) -> str:
+    """What a new Python warns of; it must print what the first compiled function gives."""
+    done = ran("-c", code, **variables)
     assert done.stdout == "(1, 2)\n"
     return done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(CALLING, id="a call"),
+        pytest.param(DECODING, id="decode", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_process_that_compiles_computes_the_bits_of_those_that_load(
+    code: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"  # Numba keeps no code of functions that have no file
+    script.write_text(code)
+    first, second = (ran(str(script), NUMBA_CACHE_DIR=str(tmp_path)).stdout for _ in range(2))
+    assert first and first == second
 
 
 def test_code_is_kept_where_it_can_be(tmp_path: Path) -> None:
