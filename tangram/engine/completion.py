@@ -14,12 +14,11 @@ import torch
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.engine.answer_text import TextStream, end_tokens
-from tangram.engine.sampling import SampledTokens, SampleRow
+from tangram.engine.sampling import SampleRow
 from tangram.engine.text import TextCodec
 from tangram.engine.token_sequence import TokenSequence, sequence_of
 from tangram.types import (
     ChosenToken,
-    DraftedTokens,
     Event,
     FinishReason,
     Request,
@@ -76,27 +75,33 @@ class Completion:
         """Whether the next token depends on the value of the one before."""
         return self.sampler.matcher is not None
 
-    def take(self, token: ChosenToken) -> FinishReason | None:
-        """Add the expected token. Returns why the completion has ended, None if it goes on.
+    def take(self, tokens: Sequence[ChosenToken]) -> FinishReason | None:
+        """Add tokens of which only the last may end it, the expected one first.
 
-        After an `error` it is None.
+        Returns why the completion has ended. None if it goes on, and after an `error`.
         """
-        self.sequence.settle(token.token_id)
-        return self._find_end(token)
+        self.sequence.extend([token.token_id for token in tokens])
+        return self._find_end(tokens[-1])
 
-    def goes_on(self, tokens: Sequence[ChosenToken]) -> bool:
-        """Whether it is certain that none of the next `tokens` ends it.
+    def divide(
+        self, tokens: Sequence[ChosenToken | None]
+    ) -> Sequence[Sequence[ChosenToken | None]]:
+        """The next `tokens` in parts of which only the last token may end the completion.
 
-        None of them begins or ends a part of the answer, either.
+        All are one part if it is certain that none does, or begins or ends a part of the answer.
         """
+        return [tokens] if len(tokens) == 1 or self._goes_on(tokens) else [[t] for t in tokens]
+
+    def _goes_on(self, tokens: Sequence[ChosenToken | None]) -> bool:
         sequence = self.sequence
         return (
             sequence.read_tokens > 0
-            and sequence.known + len(tokens) <= sequence.limit
+            and sequence.prompt_tokens + sequence.read_tokens + len(tokens) <= sequence.limit
             and not self.request.sampling.stop
             and not self.constrained
             and all(
-                token.token_id not in self.end_token_ids
+                token is not None
+                and token.token_id not in self.end_token_ids
                 and token.token_id not in self.request.marks.names
                 for token in tokens
             )
@@ -131,7 +136,7 @@ class Completion:
             request_id=self.request.request_id,
             index=self.index,
             token_ids=tuple([token.token_id for token in tokens]),
-            logprobs=tuple([one.logprob for one in tokens if one.logprob]) if asked else (),
+            logprobs=tuple([token.logprob for token in tokens if token.logprob]) if asked else (),
             usage=usage,
             finish_reason=reason,
             error=error,
@@ -141,44 +146,24 @@ class Completion:
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
-    """Settled `tokens` of `completion` that are still to be sent.
+class Flight:
+    """A launched step, and the `completions` that get tokens of it, in the order of its rows.
 
-    Before them it had `completion_tokens` tokens and `sealed_chunks` chunks. `drafted` counts all
-    drafts up to the last of `tokens`.
-    """
-
-    completion: Completion
-    tokens: Sequence[ChosenToken]
-    completion_tokens: int
-    sealed_chunks: int
-    drafted: DraftedTokens
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A step, and the `completions` that get tokens of it, in the order of its rows.
-
-    Its time is its own if it is `awaited`: another step ran before it, or it is read at once.
+    `read` gives the tokens of each, None for one with unsound logits: it waits for the device, if
+    they are not known yet. The time of a step is its own if it is `awaited`: another step ran
+    before it, or it is read at once.
     """
 
     step: Step
-    completions: list[Completion]
+    completions: Sequence[Completion]
     awaited: bool
+    read: Callable[[], Sequence[Sequence[ChosenToken | None]]]
 
     @property
     def times_decoding(self) -> bool:
         """Whether its time is that of a step which does nothing but decode."""
         only_decodes = self.step.decode_rows == len(self.step.rows)
         return only_decodes and (self.awaited or self.step.drafts > 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Flight:
-    """A launched step and its `completions`, each of which gets a token."""
-
-    completions: list[Completion]
-    choice: SampledTokens
 
 
 def refuse(request: Request, index: int, error: str) -> Event:
@@ -241,13 +226,14 @@ class Answers:
             )
             for index in range(sampling.n)
         ]
-        for one in (first, *others):
+        for completion in (first, *others):
+            sequence = completion.sequence
             # A grammar's mask would have to follow the drafts.
-            one.sequence.speculative = request.grammar is None and request.speculative is not False
-            one.sequence.sample_index = one.index
+            sequence.speculative = request.grammar is None and request.speculative is not False
+            sequence.sample_index = completion.index
+            self._by_sequence[sequence] = completion
         self._arrivals += sampling.n
         self._by_request[request_id] = [first, *others]
-        self._by_sequence |= {one.sequence: one for one in (first, *others)}
         self._siblings[request_id] = others
         self._held_back += len(others)
         return first
@@ -278,9 +264,9 @@ class Answers:
     def remove(self, completion: Completion) -> None:
         """Forget a completion that has ended."""
         request_id = completion.request.request_id
-        own = self._by_request[request_id]
-        own.remove(completion)
-        if not own:
+        left = self._by_request[request_id]
+        left.remove(completion)
+        if not left:
             del self._by_request[request_id]
         del self._by_sequence[completion.sequence]
 

@@ -42,9 +42,9 @@ class Pass:
     @property
     def sealed_tokens(self) -> list[slice]:
         """The tokens of each SEAL row in the flattened batch."""
-        spans = self.addresses.prefill.spans.tolist()
+        spans = self.addresses.prefill.spans
         return [
-            slice(*span[:2])
+            slice(int(span["query_begin"]), int(span["query_end"]))
             for row, span in zip(self.prefill_rows, spans, strict=True)
             if row.kind is RowKind.SEAL
         ]
@@ -97,7 +97,7 @@ def flatten(rows: Sequence[Row], decode_rows: int, width: int) -> tuple[Int64, I
     The first `decode_rows` decode, and are padded to `width` tokens.
     """
     tokens = [row.tokens for row in rows]
-    counts = np.array([len(own) for own in tokens])
+    counts = np.array([len(part) for part in tokens])
     ends = np.cumsum(counts) - 1
     decoded = int(counts[:decode_rows].sum())
     fill = np.zeros(width - decoded, np.int64)

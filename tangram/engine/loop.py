@@ -23,24 +23,25 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
 from tangram.config import EngineConfig
-from tangram.engine.admission import Admission, count_state
-from tangram.engine.completion import Answers, Completion, Flight, Parcel, PlannedStep, refuse
+from tangram.engine.admission import Admission
+from tangram.engine.completion import Answers, Completion, Flight, refuse
 from tangram.engine.grammar import GrammarCompiler
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.outbox import Outbox
 from tangram.engine.ranks import Ranks
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS, SampledTokens
+from tangram.engine.sampling import BROKEN_LOGITS
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Speculation
+from tangram.engine.statistics import StatsReader
 from tangram.engine.text import TextCodec
-from tangram.engine.verification import Verified, Verifier
+from tangram.engine.verification import Verifier
 from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
 from tangram.model.load import LoadedModel
-from tangram.types import ChosenToken, FinishReason, Geometry, Request, SamplingValues, Usage
+from tangram.types import ChosenToken, FinishReason, Geometry, Request, SamplingValues
 from tangram.watch import Observer, Watched
 
 STATS_EVERY_S = 0.05
@@ -93,11 +94,10 @@ class Engine:
             defaults=admission.sampling,
         )
         self._flight: Flight | None = None
-        self._parcels: list[Parcel] = []
         self._outbox = Outbox(self._publish_stats)
         self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
-        self._stats = self._read_stats()
-        self._stats_s = -STATS_EVERY_S
+        self._statistics = StatsReader(admission, scheduler, runner.meters, speculation)
+        self._stats, self._stats_s = self._statistics.read(), -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
         self._watching: Watching | None = None
@@ -187,9 +187,7 @@ class Engine:
         if self._watching is None:
             self._watching = Watching(
                 self.config.speculation,
-                self.admission,
-                self._scheduler,
-                self._speculation,
+                self._statistics,
                 None if self._runner.recorder is None else self._runner.recorder.store,
             )
         self._watching.observers.append(observer)
@@ -206,6 +204,11 @@ class Engine:
         self._outbox.send()
         for tell in self._followers:
             tell()
+
+    def _send_settled(self) -> None:
+        """Send what the step before has left to be sent while this one runs."""
+        if self._outbox:
+            self._send_events()
 
     def start(self) -> None:
         """Run steps on a thread of its own until `stop`."""
@@ -249,19 +252,22 @@ class Engine:
         except BaseException:
             self._abandon("a step of the engine failed")
             raise
+        step = self._scheduled
         if self._watching is not None:
-            self._watching.tell(self._scheduled, begin_s)
-        self._send_events()
+            self._watching.tell(step, begin_s)
+        # Tokens that drafts have settled are sent while a GPU computes the next step.
+        if step is None or not (self.ahead and step.drafts):
+            self._send_events()
         return worked
 
     def _step(self) -> bool:
         step = self._schedule()
         if step is None:
             return self._rest()
-        planned = self._plan(step)
-        outcome = self._run(planned)
+        completions = self._plan(step)
+        flight = self._run(step, completions)
         self._commit(step)
-        self._emit(planned, outcome)
+        self._emit(flight)
         self._runner.collect()
         return True
 
@@ -282,52 +288,44 @@ class Engine:
 
     def _rest(self) -> bool:
         """End what is in flight. Returns False if nothing is."""
-        self._send_parcels()
         if self._land():
             return True
         self._runner.collect(awaited=True)  # no later step would
         self._check_once()
         return False
 
-    def _plan(self, step: Step) -> PlannedStep:
-        """Who gets tokens of `step`, and whether its time is its own."""
-        completions = self._answers.of(step, self._scheduler.running)
-        return PlannedStep(step, completions, self._flight is not None or not self.ahead)
+    def _plan(self, step: Step) -> Sequence[Completion]:
+        """Who gets tokens of `step`."""
+        return self._answers.of(step, self._scheduler.running)
 
-    def _run(self, planned: PlannedStep) -> SampledTokens | list[Verified] | None:
-        """Launch a step. The tokens of the step before are read while it runs.
+    def _run(self, step: Step, completions: Sequence[Completion]) -> Flight:
+        """Launch a step. While it runs, the step before is read and events are sent.
 
         Drafts are verified at once.
         """
-        step, completions = planned.step, planned.completions
+        awaited = self._flight is not None or not self.ahead
         if step.drafts:
             if self._verifier is None:
                 raise IntegrityError("a step has drafts, but this engine does not speculate")
-            return self._verifier.run(step, completions, self._send_parcels)
+            verified = self._verifier.run(step, completions, self._send_settled)
+            return Flight(step, completions, awaited, lambda: verified)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         constrained = any(completion.constrained for completion in completions)
         samplers = [completion.sampler for completion in completions]
         choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
-        self._send_parcels()
+        self._send_settled()
         self._land()
-        return choice
+        return Flight(step, completions, awaited, list if choice is None else choice.by_row)
 
-    def _emit(self, planned: PlannedStep, outcome: SampledTokens | list[Verified] | None) -> None:
-        """Enter the tokens of a step, or expect those that the device still computes."""
-        if isinstance(outcome, list):
-            for completion, tokens in outcome:
-                self._take_all(completion, tokens)
-            if not self.ahead:
-                self._send_parcels()
-            self._publish_queue()
-        else:
-            for completion in planned.completions:
-                completion.sequence.expect()
-            self._flight = None if outcome is None else Flight(planned.completions, outcome)
-            if not self.ahead:
-                self._land()
-        if self._speculation is not None and planned.times_decoding:
+    def _emit(self, flight: Flight) -> None:
+        """Expect the tokens of a step, and enter them unless the device still computes them."""
+        for completion in flight.completions:
+            completion.sequence.expect()
+        self._flight = flight if flight.completions else None
+        if flight.step.drafts or not self.ahead:
+            self._land()
+        if self._speculation is not None and flight.times_decoding:
             self._speculation.end_step()
 
     def _plan_drafts(self) -> None:
@@ -351,22 +349,14 @@ class Engine:
             speculation.prepare(self._scheduler.decoding)
 
     def _land(self) -> bool:
-        """Read the tokens of the step in flight and send events.
-
-        Returns False if there are none.
-        """
+        """Enter the tokens of the step in flight. Returns False if there are none."""
         flight, self._flight = self._flight, None
         if flight is None:
             return False
         with self._runner.meters.waiting():
-            tokens = flight.choice.tokens_on_host()
-        for completion, token in zip(flight.completions, tokens, strict=True):
-            if completion.ended:
-                continue
-            if token is None:
-                self._fail(completion)
-            else:
-                self._take(completion, token)
+            tokens = flight.read()
+        for completion, found in zip(flight.completions, tokens, strict=True):
+            self._take(completion, found)
         self._publish_queue()
         return True
 
@@ -375,64 +365,9 @@ class Engine:
         if self._runner.recorder is not None:
             self._runner.recorder.commit(self._scheduler.computing)
 
-    def _take_all(self, completion: Completion, tokens: Sequence[ChosenToken | None]) -> None:
-        """Enter `tokens`: together if none ends the completion, else until one of them does.
-
-        Those that end nothing are one event. A GPU computes the next step while it is sent.
-        """
-        if completion.ended:  # with another of its request, whose logits are unsound
-            return
-        found = [token for token in tokens if token is not None]
-        if len(found) == len(tokens) and completion.goes_on(found):
-            self._take_later(completion, found)
-            return
-        for token in tokens:
-            if completion.ended:
-                return
-            completion.sequence.expect()
-            if token is None:
-                self._fail(completion)
-                return
-            completion.sampler.extend([token.token_id])
-            self._take(completion, token)
-
-    def _take_later(self, completion: Completion, tokens: Sequence[ChosenToken]) -> None:
-        sequence = completion.sequence
-        if self._speculation is None:
-            raise IntegrityError(f"{sequence.request_id} has tokens of a step that did not draft")
-        # Unsound logits of another may have preempted it meanwhile.
-        count, (chunks, _) = sequence.read_tokens, count_state(sequence)
-        token_ids = [token.token_id for token in tokens]
-        sequence.extend(token_ids)
-        completion.sampler.extend(token_ids)
-        drafted = self._speculation.usage(sequence)
-        self._parcels.append(Parcel(completion, tokens, count, chunks, drafted))
-
-    def _send_parcels(self) -> None:
-        """Send what earlier steps have settled, unless the completion has ended since."""
-        parcels, self._parcels = self._parcels, []
-        for parcel in parcels:
-            if not parcel.completion.ended:
-                self._unpack(parcel)
-        if parcels:
-            self._send_events()
-
-    def _unpack(self, parcel: Parcel) -> None:
-        completion, tokens = parcel.completion, parcel.tokens
-        usage = self.admission.usage_at(
-            completion.sequence,
-            parcel.completion_tokens + len(tokens),
-            parcel.sealed_chunks,
-            parcel.drafted,
-        )
-        self._scheduler.counters.generated_tokens += len(tokens)
-        self._outbox.put(completion.request, completion.event(usage, tokens, None))
-
     def _do_jobs(self) -> bool:
         """Do the jobs of other threads. Returns False if there are none."""
         found = bool(self._mail)
-        if found:  # an abort comes after what is settled
-            self._send_parcels()
         while (job := self._mail.take()) is not None:
             job()
         return found
@@ -441,13 +376,7 @@ class Engine:
         self._mail.publish(self._scheduler.excess(self._answers.held_back))
 
     def _publish_stats(self) -> None:
-        self._stats = self._read_stats()
-        self._stats_s = time.monotonic()
-
-    def _read_stats(self) -> EngineStats:
-        speculation = self._speculation
-        drafted = None if speculation is None else speculation.counters.read()
-        return self.admission.stats(self._scheduler, self._runner.meters, drafted)
+        self._stats, self._stats_s = self._statistics.read(), time.monotonic()
 
     def _fail(self, completion: Completion) -> None:
         """End a request whose logits show unsound state, and forget that state."""
@@ -464,7 +393,6 @@ class Engine:
     def _abandon(self, error: str) -> None:
         """End all requests, and forget what is cached."""
         self._flight = None
-        self._parcels.clear()
         self._drop_all(error)
         self._attempt(self._clear_prefixes)
         self._attempt(self._send_events)
@@ -530,7 +458,6 @@ class Engine:
         except BaseException:  # whatever it was, the engine has stopped
             self.healthy = False
             _log.exception("the engine has stopped")
-        self._attempt(self._send_parcels)
         self._mail.close()
         while (job := self._mail.take()) is not None:  # requests that have just come end, too
             self._attempt(job)
@@ -574,7 +501,7 @@ class Engine:
     def _drop(self, request_id: str, error: str | None = None, field: str | None = None) -> None:
         self._answers.siblings(request_id)
         for completion in self._answers.of_request(request_id):
-            usage = self._usage(completion)
+            usage = self._statistics.usage(completion.sequence)
             self._end(completion)
             self._answers.remove(completion)
             event = completion.event(usage, (), FinishReason.ABORT, error, field)
@@ -582,19 +509,27 @@ class Engine:
 
     # -- emit --------------------------------------------------------------------------------------
 
-    def _take(self, completion: Completion, token: ChosenToken) -> None:
-        reason = completion.take(token)
-        if completion.error is not None:
-            self._drop(completion.request.request_id, *completion.error)
-            return
-        self._scheduler.counters.generated_tokens += 1
-        usage = self._usage(completion)
-        if usage.completion_tokens == 1:
-            self._start_siblings(completion)
-        if reason is not None:
-            self._end(completion)
-            self._answers.remove(completion)
-        self._outbox.put(completion.request, completion.event(usage, (token,), reason))
+    def _take(self, completion: Completion, tokens: Sequence[ChosenToken | None]) -> None:
+        """Enter the tokens that a completion gets of a step, until one ends it."""
+        for part in completion.divide(tokens):
+            if completion.ended:  # perhaps with another of its request, whose logits are unsound
+                return
+            sound = [token for token in part if token is not None]
+            if len(sound) < len(part):
+                self._fail(completion)
+                return
+            reason = completion.take(sound)
+            if completion.error is not None:
+                self._drop(completion.request.request_id, *completion.error)
+                return
+            self._scheduler.counters.generated_tokens += len(sound)
+            usage = self._statistics.usage(completion.sequence)
+            if usage.completion_tokens == 1:
+                self._start_siblings(completion)
+            if reason is not None:
+                self._end(completion)
+                self._answers.remove(completion)
+            self._outbox.put(completion.request, completion.event(usage, sound, reason))
 
     def _end(self, completion: Completion) -> None:
         completion.ended = True
@@ -603,11 +538,6 @@ class Engine:
         if self._speculation is not None:
             self._speculation.remember(completion.sequence)
         self._scheduler.remove(completion.sequence)
-
-    def _usage(self, completion: Completion) -> Usage:
-        sequence, speculation = completion.sequence, self._speculation
-        drafted = None if speculation is None else speculation.usage(sequence)
-        return self.admission.usage(sequence, sequence.read_tokens, drafted)
 
     def _check_once(self) -> None:
         """Check the page accounting when idle, so that a mistake shows before the next load."""

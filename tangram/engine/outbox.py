@@ -23,6 +23,9 @@ class Outbox:
         self._events = deque[tuple[Request, Event]]()
         self._has_end = False
 
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
     def put(self, request: Request, event: Event) -> None:
         """Keep an event of `request` until `send`."""
         self._events.append((request, event))

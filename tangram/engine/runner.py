@@ -130,7 +130,7 @@ class Runner:
         the rows; then `sample_rows` get no tokens, since some are refused. `before_choosing` is
         called when all but the choice is launched.
         """
-        self._move(step)
+        self._host.move(step.moves, awaited=step.awaited)
         found, passes = list[Tensor](), self.passes.split(step)
         for rows, replayed in passes:
             work = self.passes.batcher.build(rows, step.epoch, padded=replayed)
@@ -176,9 +176,6 @@ class Runner:
 
     def move(self, step: Step) -> None:
         """Make the page moves of `step`, unless `run` is to make them."""
-        self._move(step)
-
-    def _move(self, step: Step) -> None:
         self._host.move(step.moves, awaited=step.awaited)
 
     def collect(self, *, awaited: bool = False) -> None:
@@ -207,7 +204,7 @@ class Runner:
 
         Nothing may be pending.
         """
-        self._move(step)
+        self._host.move(step.moves, awaited=step.awaited)
         work = self.passes.batcher.build(step.rows, step.epoch)
         wanted = [
             np.arange(end - len(row.tokens), end) + 1

@@ -219,6 +219,10 @@ class SampledTokens:
             for row, (token_id, logit) in enumerate(zip(token_ids, largest, strict=True))
         ]
 
+    def by_row(self) -> list[list[ChosenToken | None]]:
+        """`tokens_on_host`, as the one token of each row."""
+        return [[token] for token in self.tokens_on_host()]
+
 
 def _possible(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """The possible tokens, which may be fewer than requested."""

@@ -244,7 +244,7 @@ class Scheduler:
     def prefilling(self) -> bool:
         """Whether a running sequence computes its prompt: its first token is still to come."""
         _, _, unfinished = self._sort_running()
-        return any(not one.read_tokens for one in unfinished)
+        return any(not sequence.read_tokens for sequence in unfinished)
 
     @property
     def computing(self) -> Sequence[TokenSequence]:
@@ -288,7 +288,9 @@ class Scheduler:
     def _at_boundary(self) -> list[TokenSequence]:
         """The running sequences that are at the end of a chunk: sealed, or full and not yet."""
         size = self.cache.chunk_tokens
-        return [one for one in self.running if not _require_cache(one).raw_tokens % size]
+        return [
+            sequence for sequence in self.running if not _require_cache(sequence).raw_tokens % size
+        ]
 
     def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence], list[TokenSequence]]:
         """The running sequences that are not complete, in three parts.
@@ -298,16 +300,16 @@ class Scheduler:
         """
         size, decoding = self.cache.chunk_tokens, list[TokenSequence]()
         filled, others = list[TokenSequence](), list[TokenSequence]()
-        for one in self.running:
-            known, cache = one.known, _require_cache(one)
-            if known > one.limit:
+        for sequence in self.running:
+            known, cache = sequence.known, _require_cache(sequence)
+            if known > sequence.limit:
                 continue
             raw_tokens = cache.raw_tokens
             if raw_tokens == size:
-                filled.append(one)
+                filled.append(sequence)
             else:
                 left = known - len(cache.spans) * size - raw_tokens
-                (decoding if left == 1 else others).append(one)
+                (decoding if left == 1 else others).append(sequence)
         return decoding, filled, others
 
     def _most_filled(self) -> int:
@@ -403,14 +405,14 @@ class Scheduler:
         """Whether a row of `prefill` is of a sequence whose first token is still to come."""
         slots = {row.slot for row in prefill}
         return any(
-            _require_cache(one).slot in slots and not one.read_tokens
-            for one in (self.running if slots else ())
+            _require_cache(sequence).slot in slots and not sequence.read_tokens
+            for sequence in (self.running if slots else ())
         )
 
     def _decode_rows(self, sequences: Sequence[TokenSequence], spare: int) -> list[Row]:
         """The newest token of each sequence, and its drafts, up to `spare` in all."""
         if self.drafts is None:
-            caches = [_require_cache(one) for one in sequences]
+            caches = [_require_cache(sequence) for sequence in sequences]
             self.cache.grow_each(caches)
             return [newest_row(*pair) for pair in zip(sequences, caches, strict=True)]
         rows: list[Row] = []

@@ -101,16 +101,28 @@ class TokenSequence:
         self.pending = True
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`, the foreseen ones first; none is pending."""
-        self._allocate()
-        self.tokens[self.known : self.known + len(tokens)] = tokens
-        self.known += len(tokens)
-        self.foreseen = 0
+        """The values of the tokens that come next: the expected one first, then foreseen ones."""
+        begin = self.known - self.pending
+        end = begin + len(tokens)
+        if end > len(self.tokens):
+            self._allocate()
+        self.tokens[begin:end] = tokens
+        self.foreseen = max(0, self.foreseen - (end - self.known))
+        self.known, self.pending = end, False
 
-    def settle(self, token: int) -> None:
-        """Store the value of the expected token."""
-        self.tokens[self.known - 1] = token
-        self.pending = False
+    def count_state(self) -> tuple[int, int]:
+        """Its sealed chunks and its raw tokens, up to the token before the newest.
+
+        Of a preempted sequence, as it was when last computed.
+        """
+        cache, chunk_tokens = self.cache, self.keys.retention.layout.chunk_tokens
+        if cache is not None:
+            sealed, raw = len(cache.spans), cache.raw_tokens
+            ahead = sealed * chunk_tokens + raw - self.known + 1
+            return sealed, raw - ahead if ahead > 0 else raw
+        if self.cached_tokens is None:
+            return 0, 0
+        return divmod(self.known - 1 - self.pending, chunk_tokens)
 
 
 def sequence_of(

@@ -6,76 +6,76 @@ What it would have chosen behind each of them says how many are accepted (`specu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.step import Step
+from tangram.cache.step import Row, Step
 from tangram.engine.completion import Completion
 from tangram.engine.runner import Runner
-from tangram.engine.sampling import SampleRow
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.errors import IntegrityError
 from tangram.kernels.transfer import place
 from tangram.types import ChosenToken
 
-# A completion, and the tokens that its sequence goes on with; None for unsound logits.
-Verified = tuple[Completion, list[ChosenToken | None]]
 
-
+@dataclass(frozen=True, eq=False)
 class Verifier:
     """Runs the steps with drafts of one engine, and settles what their sequences go on with."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, speculation: Speculation, device: torch.device
-    ) -> None:
-        self._scheduler, self._runner = scheduler, runner
-        self._speculation, self._device = speculation, device
+    scheduler: Scheduler
+    runner: Runner
+    speculation: Speculation
+    device: torch.device
 
     def run(
-        self, step: Step, sampled: Sequence[Completion], meanwhile: Callable[[], None]
-    ) -> list[Verified]:
-        """Run `step` and `meanwhile`; what each of `sampled`, its completions, goes on with.
+        self, step: Step, completions: Sequence[Completion], meanwhile: Callable[[], None]
+    ) -> list[list[ChosenToken | None]]:
+        """Run `step` and `meanwhile`; the tokens that each of its `completions` goes on with.
 
-        Raises `IntegrityError` if the step has chosen no token.
+        These are accepted drafts and one more, None where its logits are unsound. Raises
+        `IntegrityError` if the step has chosen no token.
         """
-        left, drafted = self._draft(step, sampled)
-        choice = self._runner.run(left, _samplers(step, sampled, drafted), drafted=drafted)
+        rows = [row for row in step.rows if row.sample]
+        left, drafted = self._draft(step, rows, completions)
+        counts = [row.drafts for row in rows]
+        samplers = [
+            verifier
+            for completion, drafts in zip(completions, torch.split(drafted, counts), strict=True)
+            for verifier in verifiers(completion.sampler, drafts)
+        ]
+        choice = self.runner.run(left, samplers, drafted=drafted)
         if choice is None:
             raise IntegrityError("a step with drafts has chosen no token")
         meanwhile()
-        with self._runner.meters.waiting():
-            tokens = choice.tokens_on_host()
-            drafts = iter(drafted.tolist())
-        verified, at = list[Verified](), 0
-        rows = (row for row in step.rows if row.sample)
-        for row, completion in zip(rows, sampled, strict=True):
-            own = list(islice(drafts, row.drafts))
-            found = tokens[at : at + 1 + row.drafts]
-            verified.append((completion, self._settle(completion, own, found)))
-            at += 1 + row.drafts
-        return verified
+        with self.runner.meters.waiting():
+            tokens, drafts = iter(choice.tokens_on_host()), iter(drafted.tolist())
+        return [
+            self._settle(completion, list(islice(drafts, count)), list(islice(tokens, count + 1)))
+            for completion, count in zip(completions, counts, strict=True)
+        ]
 
-    def _draft(self, step: Step, sampled: Sequence[Completion]) -> tuple[Step, Tensor]:
-        """`step` as it is left to run, and its drafts, int64 [drafts].
+    def _draft(
+        self, step: Step, rows: Sequence[Row], completions: Sequence[Completion]
+    ) -> tuple[Step, Tensor]:
+        """`step` as it is left to run, and the drafts of its `rows`, int64 [drafts].
 
         They are on the device if it drafts, or if samplers need them there.
         """
-        drafter = self._speculation.drafter
+        drafter = self.speculation.drafter
         if drafter is None:
-            known = np.concatenate([row.tokens[1:] for row in step.rows if row.drafts])
-            if any(completion.sampler.remembers for completion in sampled):
-                return step, place(known, self._device)
+            known = np.concatenate([row.tokens[1:] for row in rows if row.drafts])
+            if any(completion.sampler.remembers for completion in completions):
+                return step, place(known, self.device)
             return step, torch.from_numpy(known)
-        self._runner.move(step)
-        rows = (row for row in step.rows if row.sample)
+        self.runner.move(step)
         drafting = [
             Drafting(completion.sequence, row, completion.sampler)
-            for row, completion in zip(rows, sampled, strict=True)
+            for row, completion in zip(rows, completions, strict=True)
             if row.drafts
         ]
         return replace(step, moves=()), drafter.draft(drafting)
@@ -83,19 +83,9 @@ class Verifier:
     def _settle(
         self, completion: Completion, drafts: Sequence[int], tokens: Sequence[ChosenToken | None]
     ) -> list[ChosenToken | None]:
-        """The tokens that a sequence goes on with: accepted drafts and one more."""
         taken = accept(drafts, tokens)
         accepted = len(taken) - 1
-        self._scheduler.settle(completion.sequence, drafts, accepted)
-        self._speculation.settle(completion.sequence, len(drafts), accepted)
+        self.scheduler.settle(completion.sequence, drafts, accepted)
+        self.speculation.settle(completion.sequence, len(drafts), accepted)
+        completion.sampler.extend([token.token_id for token in taken if token is not None])
         return taken
-
-
-def _samplers(step: Step, sampled: Sequence[Completion], drafted: Tensor) -> list[SampleRow]:
-    """What chooses each token of a step: behind drafts, as if these were accepted."""
-    samplers, begin = list[SampleRow](), 0
-    rows = (row for row in step.rows if row.sample)
-    for row, completion in zip(rows, sampled, strict=True):
-        samplers += verifiers(completion.sampler, drafted[begin : begin + row.drafts])
-        begin += row.drafts
-    return samplers

@@ -15,9 +15,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.page_map import PageMap
 from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
-from tangram.engine.admission import Admission, count_state
-from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Speculation
+from tangram.engine.admission import Admission
+from tangram.engine.statistics import StatsReader
 from tangram.engine.token_sequence import TokenSequence
 from tangram.speculative_config import CompressedKv, SpeculativeConfig
 from tangram.watch import (
@@ -43,27 +42,22 @@ class Watching:
     """The `observers` of one engine, and what they may ask: see `Watched` and `Readings`."""
 
     def __init__(
-        self,
-        method: SpeculativeConfig | None,
-        admission: Admission,
-        scheduler: Scheduler,
-        speculation: Speculation | None,
-        records: KeptStore | None,
+        self, method: SpeculativeConfig | None, statistics: StatsReader, records: KeptStore | None
     ) -> None:
         self.observers: list[Observer] = []
         self._method, self._records = method, records
-        self._admission, self._scheduler, self._speculation = admission, scheduler, speculation
+        self._statistics, self._scheduler = statistics, statistics.scheduler
         self._tokenless: dict[TokenSequence, None] = {}
         self._ended: list[SequenceChange] = []
         self._drafts = 0, 0
-        scheduler.changes = []
-        scheduler.cache.note_changes()
+        self._scheduler.changes = []
+        self._scheduler.cache.note_changes()
 
     @property
     def shape(self) -> CacheShape:
         """See `Watched`."""
         cache, recorded = self._scheduler.cache, self._records is not None
-        return _describe_cache(self._method, self._admission, cache, recorded)
+        return _describe_cache(self._method, self._statistics.admission, cache, recorded)
 
     def tell_admissions(self) -> None:
         """A step is scheduled and will run."""
@@ -86,12 +80,12 @@ class Watching:
     def pool(self) -> PoolReading:
         """See `Readings`."""
         cache, running = self._scheduler.cache, self._scheduler.running
-        held = [(one, one.cache) for one in running if one.cache is not None]
-        pages = PageMap.of(cache, [own for _, own in held])
+        held = {sequence: sequence.cache for sequence in running if sequence.cache is not None}
+        pages = PageMap.of(cache, list(held.values()))
         return PoolReading(
             pages.states,
             pages.holders,
-            [self.read(sequence) for sequence, _ in held],
+            [self.read(sequence) for sequence in held],
             PageStates.of(cache).promised,
             cache.host.used,
             cache.host.total,
@@ -99,9 +93,7 @@ class Watching:
 
     def read(self, sequence: TokenSequence) -> SequenceReading:
         """One sequence now. Of a preempted or ended one, as it was when last computed."""
-        speculation, layout = self._speculation, sequence.retention.layout
-        drafted = None if speculation is None else speculation.usage(sequence)
-        sealed, raw = count_state(sequence)
+        layout, (sealed, raw) = sequence.retention.layout, sequence.count_state()
         return SequenceReading(
             sequence.request_id,
             sequence.sample_index,
@@ -112,7 +104,7 @@ class Watching:
             sequence.keys.list_known(sealed),
             sealed,
             sealed * layout.chunk_tokens + raw,
-            self._admission.usage(sequence, sequence.read_tokens, drafted),
+            self._statistics.usage(sequence),
             sequence.admitted_s,
         )
 
@@ -122,7 +114,7 @@ class Watching:
             del self._tokenless[sequence]
             if sequence.read_tokens:
                 self._ended.append(self._change(sequence, SequenceState.FIRST_TOKEN))
-        sealed, _ = count_state(sequence)
+        sealed, _ = sequence.count_state()
         # Chunks that it left open are sealed later, under these keys.
         sequence.keys.after(sealed, sequence.settled_tokens)
         self._ended.append(self._change(sequence, SequenceState.ENDED))
@@ -152,7 +144,7 @@ class Watching:
         for sequence, state in noted:
             if state is SequenceState.RUNNING and not sequence.read_tokens:
                 self._tokenless[sequence] = None
-        for sequence in [one for one in self._tokenless if one.read_tokens]:
+        for sequence in [waits for waits in self._tokenless if waits.read_tokens]:
             changes.append(self._change(sequence, SequenceState.FIRST_TOKEN))
             del self._tokenless[sequence]
         ended, self._ended = self._ended, []
@@ -181,9 +173,10 @@ class Watching:
         )
 
     def _count_drafts(self) -> tuple[int, int]:
-        if self._speculation is None:
+        speculation = self._statistics.speculation
+        if speculation is None:
             return 0, 0
-        counters, before = self._speculation.counters, self._drafts
+        counters, before = speculation.counters, self._drafts
         self._drafts = counters.drafted, counters.accepted
         return counters.drafted - before[0], counters.accepted - before[1]
 

@@ -28,6 +28,7 @@ from tangram.kernels.reference import gather, merge_parts
 from tangram.kernels.tiles import LOG2E, multiply
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, count_shared_bytes, fit_tile
 from tangram.kernels.transfer import place as place_on
+from tangram.plan.records import Records
 from tangram.types import Int32, Int64
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -40,19 +41,17 @@ _TILE, _WIDE_TILE = Tile(TILE, TILE, stages=2), Tile(2 * TILE, TILE, warps=8, st
 class LatentRows:
     """N ≥ 1 prefill rows.
 
-    `spans` int32 [N, 4] are queries [begin, end) and new latents [begin, end), `address` int32
-    [N, 3] table offset, column and length of the past.
-
+    `spans` [N] have a `SPAN` of each, whose keys are new latents, and `address` [N] a `PAST`.
     Neighbours with one table are of one sequence, whose past grows from row to row.
     """
 
-    spans: Int32
-    address: Int32
+    spans: Records
+    address: Records
 
     @property
     def sequences(self) -> Iterator[slice]:
         """Runs of rows that read one past."""
-        table, _, length = self.address.T
+        table, length = self.address["table"], self.address["length"]
         apart = np.flatnonzero((np.diff(table) != 0) | (np.diff(length) < 0)) + 1
         for begin, end in pairwise([0, *apart.tolist(), len(table)]):
             yield slice(begin, end)
@@ -265,13 +264,14 @@ def attend(
     most = max(TILE, most_bytes // entry_bytes // TILE * TILE)
     how = expansion, scaling, card, tile
     for lot in _lots(rows, most):
-        spans, address = rows.spans[lot], rows.address[lot]
-        last = int(_last_cut(address[:, 2], most).max())
-        begin, end = (int(spans[:, 0].min()), int(spans[:, 1].max())) if last else (0, len(q))
-        own, asking = (
-            LatentRows(spans - np.array([begin, begin, 0, 0], np.int32), address),
-            q[begin:end],
-        )
+        spans, address = rows.spans[lot].copy(), rows.address[lot]
+        last = int(_last_cut(address["length"], most).max())
+        begin, end = 0, len(q)
+        if last:
+            begin, end = int(spans["query_begin"].min()), int(spans["query_end"].max())
+        for column in ("query_begin", "query_end"):
+            spans[column] -= begin
+        own, asking = LatentRows(spans, address), q[begin:end]
         entries = latents, pool, tables
         final = _Part.of(own, last, last + most, *entries, causal=True)
         if not last:
@@ -290,7 +290,7 @@ def _lots(rows: LatentRows, most: int) -> Iterator[slice]:
     """
     begin, filled = 0, 0
     for own in rows.sequences:
-        lengths = rows.address[own, 2]
+        lengths = rows.address["length"][own]
         past = _tile(int(lengths.max()))
         if own.start > begin and filled + past > most:
             yield slice(begin, own.start)
@@ -330,8 +330,12 @@ class _Part:
         causal: bool = False,
     ) -> _Part:
         """Entries [begin, end) of all pasts, and with `causal` the rows' own."""
-        starts, counts = rows.spans[:, 2].astype(np.int64), rows.spans[:, 3] - rows.spans[:, 2]
-        seen = np.clip(rows.address[:, 2], begin, end) - begin
+        spans = rows.spans
+        starts, counts = (
+            spans["key_begin"].astype(np.int64),
+            spans["key_end"] - spans["key_begin"],
+        )
+        seen = np.clip(rows.address["length"], begin, end) - begin
         sequences = list(rows.sequences)
         sizes = [_tile(int(seen[own].max())) for own in sequences]
         own_sizes = [_tile(count) * causal for count in counts.tolist()]
@@ -348,10 +352,9 @@ class _Part:
         own_place = places[len(sizes) : -1]
         if causal:
             _copy(latents, entries, starts, counts, own_place)
-        spans = rows.spans
         columns = [
-            spans[:, 0],
-            spans[:, 1] - spans[:, 0],
+            spans["query_begin"],
+            spans["query_end"] - spans["query_begin"],
             seen,
             past_place,
             own_place,

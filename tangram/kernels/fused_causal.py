@@ -36,10 +36,12 @@ def find_runs(rows: PrefillRows) -> list[CausalRun]:
 
     Each begins with its sequence's first token.
     """
-    whole = rows.whole.all(axis=0) & (rows.spans[:, :2] == rows.spans[:, 2:4]).all(axis=1)
+    spans = rows.spans
+    alike = (spans["query_begin"] == spans["key_begin"]) & (rows.queries == rows.keys)
+    whole = rows.whole.all(axis=0) & alike
     found = list[CausalRun]()
     for number in range(rows.asking.start, rows.asking.stop):
-        begin, end, _, _, position = rows.spans[number].tolist()
+        begin, end, _, _, position = spans[number].tolist()
         last = found[-1] if found else None
         if not whole[number]:
             continue
@@ -52,15 +54,14 @@ def find_runs(rows: PrefillRows) -> list[CausalRun]:
 
 def _follows(rows: PrefillRows, run: CausalRun, number: int) -> bool:
     begin, end, _, _, position = rows.spans[number].tolist()
-    first = rows.spans[run.rows.start]
     together = (
         run.rows.stop == number
         and run.tokens.stop == begin
         and position == begin - run.tokens.start
     )
-    one_sequence = np.ptp(rows.address[0, [run.rows.start, number], 0, 0]) == 0
+    one_sequence = np.ptp(rows.address["table"][0, [run.rows.start, number], 0]) == 0
     # No tails: they have too many lengths.
-    return bool(together and one_sequence and end - begin == first[1] - first[0])
+    return bool(together and one_sequence and end - begin == rows.queries[run.rows.start])
 
 
 def serves(pool: Tensor, card: Card) -> bool:

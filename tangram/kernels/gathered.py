@@ -113,13 +113,13 @@ class _Lot:
     def of(cls, rows: PrefillRows, members: Int64) -> _Lot:
         # The offset of the first head's table identifies a sequence.
         _, index, inverse = np.unique(
-            rows.address[0, members[::-1], 0, 0], return_index=True, return_inverse=True
+            rows.address["table"][0, members[::-1], 0], return_index=True, return_inverse=True
         )
         return cls(members, members[::-1][index], inverse[::-1])
 
     def part(self, rows: PrefillRows, offsets: Int32, cells: slice, sources: slice) -> Part:
         """Lay pasts and own entries end to end and write into `offsets` where they begin."""
-        layers, _, heads, _ = rows.address.shape
+        layers, _, heads = rows.address.shape
         pasts, keys = _pasts(rows, self.lasts), _keys(rows)[self.rows]
         own = np.broadcast_to(_tile(keys)[:, None], (layers, len(keys), heads))
         sizes = np.concatenate([_tile(pasts), own], axis=1).reshape(layers, -1)
@@ -128,7 +128,7 @@ class _Lot:
         pasts_begin, own_begin = np.moveaxis(offsets.reshape(layers, -1, heads, 2), -1, 0)
         pasts_begin[:, self.rows] = begins[:, self.sequence]
         own_begin[:, self.rows] = begins[:, len(self.lasts) :]
-        queries = (rows.spans[:, 1] - rows.spans[:, 0])[self.rows]
+        queries = rows.queries[self.rows]
         return Part(
             cells, sources, int(queries.max()), int(keys.max()), pasts.max(axis=(1, 2)), ends[:, -1]
         )
@@ -160,12 +160,12 @@ def _order(rows: PrefillRows, members: Int64) -> Int64:
 
 
 def _keys(rows: PrefillRows) -> Int64:
-    return (rows.spans[:, 3] - rows.spans[:, 2]).astype(np.int64)
+    return rows.keys.astype(np.int64)
 
 
 def _pasts(rows: PrefillRows, members: Int64) -> Int64:
     """[L, members, H]"""
-    return rows.address[..., 2][:, members].astype(np.int64)
+    return np.asarray(rows.address["length"][:, members], np.int64)
 
 
 def _cells(members: Int64, heads: int) -> Int64:

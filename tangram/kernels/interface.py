@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from tangram.plan.form import Bool, WorkPlan
+from tangram.plan.records import Records
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32
 
@@ -27,16 +28,14 @@ MOST_BYTES = 1 << 29  # of keys and values that prefill copies at a time, unless
 class PrefillRows:
     """The N prefill rows of a step: where their tokens, their pasts and their new entries lie.
 
-    `address` int32 [L, N, H, 3]: each head's table offset, column and past length. `spans` int32
-    [N, 5]: the row's queries [begin, end) and keys [begin, end) in the flattened batch, and the
-    position of its first key. The queries belong to its last keys. `kept` int32 [L, N, H]: how many
-    of its entries each head keeps, of them `first` int32 [L, N, H] by score, before all others. A
-    row may follow another row of its sequence, whose entries are then part of its past. `asking`
-    are the rows that attend.
+    `address` has a `PAST` for each head [L, N, H], `spans` [N] a `SPAN` for each row, whose queries
+    belong to its last keys. `kept` int32 [L, N, H]: how many of its entries each head keeps, of
+    them `first` int32 [L, N, H] by score, before all others. A row may follow another row of its
+    sequence, whose entries are then part of its past. `asking` are the rows that attend.
     """
 
-    address: Int32
-    spans: Int32
+    address: Records
+    spans: Records
     kept: Int32
     first: Int32
     asking: slice
@@ -44,18 +43,27 @@ class PrefillRows:
     @cached_property
     def whole(self) -> Bool:
         """[L, N]: where all heads keep all entries as they come."""
-        keys = self.spans[:, 3] - self.spans[:, 2]
-        return np.asarray((self.first == keys[:, None]).all(axis=2), np.bool_)
+        return np.asarray((self.first == self.keys[:, None]).all(axis=2), np.bool_)
+
+    @property
+    def queries(self) -> Int32:
+        """int32 [N]: the queries of each row."""
+        return np.asarray(self.spans["query_end"] - self.spans["query_begin"], np.int32)
+
+    @property
+    def keys(self) -> Int32:
+        """int32 [N]: the keys of each row."""
+        return np.asarray(self.spans["key_end"] - self.spans["key_begin"], np.int32)
 
     @cached_property
     def longest(self) -> int:
         """The most queries of an asking row; 0 if there is none."""
-        return int((self.spans[:, 1] - self.spans[:, 0])[self.asking].max(initial=0))
+        return int(self.queries[self.asking].max(initial=0))
 
     @cached_property
     def shortest(self) -> int:
         """The least queries of an asking row; 0 if there is none."""
-        queries = (self.spans[:, 1] - self.spans[:, 0])[self.asking]
+        queries = self.queries[self.asking]
         return int(queries.min()) if len(queries) else 0
 
     def repeat_row(self, row: int, tokens: int) -> PrefillRows:
@@ -63,9 +71,8 @@ class PrefillRows:
 
         This is KVzip's second pass.
         """
-        _, _, begin, end, position = self.spans[row]
         spans = self.spans.copy()
-        spans[row] = 0, tokens, 0, end - begin + tokens, position
+        spans[row] = 0, tokens, 0, self.keys[row] + tokens, spans["position"][row]
         return replace(self, spans=spans, asking=slice(row, row + 1))
 
 

@@ -18,6 +18,7 @@ from tangram.kernels.fused_causal import CausalRun
 from tangram.kernels.gathered import PrefillOrder
 from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.kernels.transfer import stage, views
+from tangram.plan.records import SPAN, as_words
 from tangram.types import Int32
 
 
@@ -25,9 +26,9 @@ from tangram.types import Int32
 class LoadedPrefill:
     """The prefill rows of a pass, and on the device what kernels read of them.
 
-    `runs` are those that need no pages. `address`, `spans` and `first` are as in `PrefillRows`,
-    `order`, `offsets` and `sources` as in `PrefillOrder`. Launches depend on `rows`, `cells` and
-    `runs` alone.
+    `runs` are those that need no pages. `address` and `spans` are the words of those in
+    `PrefillRows`, `first` is as there, `order`, `offsets` and `sources` as in `PrefillOrder`.
+    Launches depend on `rows`, `cells` and `runs` alone.
     """
 
     rows: PrefillRows
@@ -68,7 +69,7 @@ class RowBuffers:
     ) -> RowBuffers:
         """Buffers for rows like `row`, with at most `entries` gathered entries in a layer."""
         tokens, layers = shape.tokens, len(row.address)
-        spans = np.array([[0, tokens, 0, tokens, 0]], np.int32)
+        spans = np.array([(0, tokens, 0, tokens, 0)], SPAN)
         kept, first = (
             np.where(row.whole[:, :, None], np.int32(tokens), counts)
             for counts in (row.kept, row.first)
@@ -98,4 +99,4 @@ class RowBuffers:
 def inputs_of(row: PrefillRows, cells: PrefillOrder) -> list[Int32]:
     """What kernels read of prefill rows, in the order of `LoadedPrefill`."""
     orders = cells.order, cells.offsets, cells.sources
-    return [row.address, row.spans, row.first, *orders]
+    return [as_words(row.address), as_words(row.spans), row.first, *orders]

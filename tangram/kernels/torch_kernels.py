@@ -28,6 +28,7 @@ from tangram.kernels.interface import (
 from tangram.kernels.waiting import WaitPolicy
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
+from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
 from tangram.types import Int32, Int64
@@ -166,7 +167,7 @@ class TorchLaunch:
         spans = own.spans
         for row in rows:
             if own.whole[layer, row]:
-                stored = slice(*spans[row, 2:4].tolist())
+                stored = slice(int(spans["key_begin"][row]), int(spans["key_end"][row]))
                 keys, values = self._divide(layer, k[stored].float(), v[stored].float())
                 self._store(layer, row, keys.transpose(0, 1), values.transpose(0, 1))
         q, k, v = self._fold(layer, q, k, v)
@@ -180,8 +181,8 @@ class TorchLaunch:
         compiled = self.compiled and expansion is None and cpu.prefills_compiled(q, pool)
         if compiled:
             asking = own.asking
-            addresses = own.address[layer, asking]
-            cpu.prefill(q, k, v, out, *where, addresses, spans[asking], **known)  # type: ignore[arg-type]
+            addresses, asked_spans = as_words(own.address[layer, asking]), as_words(spans[asking])
+            cpu.prefill(q, k, v, out, *where, addresses, asked_spans, **known)  # type: ignore[arg-type]
         for row in rows:
             begin, end, first, last, position = spans[row].tolist()
             asked, keys = q[begin:end], k[first:last]
@@ -215,7 +216,7 @@ class TorchLaunch:
         for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
             row = rows.start + chunk
             first, kept = own.first[layer, row], own.kept[layer, row]
-            places = ranking.places(chunk, int(own.spans[row, 4]), first, kept)
+            places = ranking.places(chunk, int(own.spans["position"][row]), first, kept)
             if chosen is not None:
                 _note_first(chosen[row, layer], places, first)
             divided = self._divide(layer, *(x.float() for x in parts))
@@ -262,8 +263,8 @@ class TorchLaunch:
         reference.store(k, v, self.pool.entries, self.tables, *self._find_address(layer, row))
 
     def _find_address(self, layer: int, row: int) -> tuple[Int32, Int32, Int32]:
-        table, column, past = self.addresses.prefill.address[layer, row].T
-        return table, column, past
+        heads = self.addresses.prefill.address[layer, row]
+        return heads["table"], heads["column"], heads["length"]
 
 
 def _note_first(mask: Tensor, places: list[Tensor], first: Int32) -> None:

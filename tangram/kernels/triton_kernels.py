@@ -322,13 +322,15 @@ class TritonLaunch:
         asking, entries, card = chunks.rows.asking, self.kernels.pool.entries, self.kernels.card
         if asking.start == asking.stop:
             return
-        spans, places = chunks.rows.spans[asking, :4], chunks.rows.address[layer, asking, 0]
+        spans, places = chunks.rows.spans[asking], chunks.rows.address[layer, asking, 0]
         where = entries, self.tables
         if expanded.serves(self.kernels.stored, q.dtype, expansion, card):
             rows = expanded.LatentRows(spans, places)
             expanded.attend(q, k[:, 0], *where, rows, expansion, out, scaling=scaling, card=card)
             return
-        for (begin, end, first, last), place in zip(spans.tolist(), places.tolist(), strict=True):
+        for (begin, end, first, last, _), place in zip(
+            spans.tolist(), places.tolist(), strict=True
+        ):
             out[begin:end] = latents.prefill(
                 q[begin:end],
                 k[first:last, 0],

@@ -20,7 +20,7 @@ from tangram.kernels.interface import AttentionRule, Launch
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import OURS, LatentHeads, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
-from tangram.types import Int32
+from tangram.plan.records import Records
 
 IMPLEMENTATION = OURS
 
@@ -87,7 +87,7 @@ class LayerInput(NamedTuple):
 class StepAttention:
     """The attention of one pass over a model's layers: `launch`, and what seals its chunks.
 
-    `width` tokens are those of decode rows, `spans` [N, 5] those of the prefill rows. `sealers`
+    `width` tokens are those of decode rows, `spans` [N] those of the prefill rows. `sealers`
     seal the rows that have scores, and `sealing` times them. With a `form` the chunks `sealed`,
     spans of tokens, are rounded to what host memory can hold of them.
     """
@@ -95,7 +95,7 @@ class StepAttention:
     launch: Launch
     windows: Sequence[int | None]
     width: int
-    spans: Int32
+    spans: Records
     sealers: Sequence[ChunkSealer | GroupSealer]
     sealing: Stopwatch
     form: HostForm | None = None
@@ -172,7 +172,9 @@ class StepAttention:
         hidden: Tensor | None,
     ) -> None:
         rows = sealer.rows
-        own = slice(int(self.spans[rows.start, 0]), int(self.spans[rows.stop - 1, 1]))
+        own = slice(
+            int(self.spans["query_begin"][rows.start]), int(self.spans["query_end"][rows.stop - 1])
+        )
         asked = q[own] if heads is None else heads.absorb(q[own])
         known = None if hidden is None else hidden[own]
         sealer.take(self.launch, layer, asked, k[own], v[own], scaling=scaling, hidden=known)

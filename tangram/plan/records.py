@@ -1,4 +1,4 @@
-"""The records of decode plans: what each int32 word is.
+"""The records of decode plans and of prefill rows: what each int32 word is.
 
 NumPy and compiled loops read the words of a record by name. Triton's kernels, which see int32
 alone, read them at the places that `list_words` gives.
@@ -44,6 +44,10 @@ ADDRESS = _record(
     "column",  # its column in its group's pages
     "length_index",  # the place of its length, which every step rewrites
 )
+# Where a head of a prefill row keeps its past, of `length` entries.
+PAST = _record("table", "column", "length")
+# A prefill row in the flattened batch: its queries, its keys, and the position of the first key.
+SPAN = _record("query_begin", "query_end", "key_begin", "key_end", "position")
 # A row that a task serves: an entry of the row list.
 ENTRY = _record(
     "row",  # its query row

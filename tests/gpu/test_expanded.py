@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tangram.plan.records import PAST, SPAN
 from tests.gpu.cards import CARDS
 from tests.interpreter import interpreter_few
 
@@ -58,7 +59,7 @@ def test_rows_of_several_sequences_answer_as_alone(
     pool = torch.randn(19, 2, 1, 16, RANK + rotary).to(device, dtype)
     tables, tokens = torch.randperm(19).int().to(device), np.array([70, 64, 13, 5, 20])
     ends = np.cumsum(tokens)
-    spans = np.stack([ends - tokens, ends, ends - tokens, ends], 1).astype(np.int32)
+    spans = np.stack([ends - tokens, ends, ends - tokens, ends, 0 * ends], 1).astype(np.int32)
     past = np.array([(0, 1, 30), (0, 1, 90), (0, 1, 150), (10, 0, 0), (10, 0, 33)], np.int32)
     q = torch.randn(ends[-1], 3, plain + rotary).to(device, dtype)
     new = torch.randn(ends[-1], RANK + rotary).to(device, dtype)
@@ -68,7 +69,7 @@ def test_rows_of_several_sequences_answer_as_alone(
         new,
         pool,
         tables,
-        expanded.LatentRows(spans, past),
+        expanded.LatentRows(spans.view(SPAN)[:, 0], past.view(PAST)[:, 0]),
         heads,
         out,
         scaling=0.2,
@@ -99,7 +100,7 @@ def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) ->
     pool = torch.randn(24, 2, 1, 16, RANK + 8).to(device, torch.float16)
     tables, tokens = torch.randperm(24).int().to(device), np.array([9, 20, 64, 64, 7])
     ends = np.cumsum(tokens)
-    spans = np.stack([ends - tokens, ends, ends - tokens, ends], 1).astype(np.int32)
+    spans = np.stack([ends - tokens, ends, ends - tokens, ends, 0 * ends], 1).astype(np.int32)
     past = np.array([(20, 1, 0), (0, 1, 60), (0, 1, 120), (0, 1, 184), (12, 1, 40)], np.int32)
     q = torch.randn(ends[-1], 2, 24).to(device, torch.float16)
     new = torch.randn(ends[-1], RANK + 8).to(device, torch.float16)
@@ -111,7 +112,7 @@ def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) ->
             new,
             pool,
             tables,
-            expanded.LatentRows(spans[rows], past[rows]),
+            expanded.LatentRows(spans.view(SPAN)[rows, 0], past.view(PAST)[rows, 0]),
             heads,
             out,
             scaling=0.2,
@@ -131,7 +132,7 @@ def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
     from tangram.kernels import expanded
 
     lengths = [(0, 0, 0), (10, 0, 500), (20, 0, 30), (30, 0, 30), (40, 0, 70)]
-    rows = expanded.LatentRows(np.zeros((5, 4), np.int32), np.array(lengths, np.int32))
+    rows = expanded.LatentRows(np.zeros(5, SPAN), np.array(lengths, PAST))
     lots = [range(5)[lot] for lot in expanded._lots(rows, 128)]
     assert [list(lot) for lot in lots] == [[0], [1], [2, 3], [4]]
 

@@ -16,6 +16,7 @@ from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.passes import Passes
 from tangram.kernels import fused_causal
 from tangram.kernels.interface import PrefillRows
+from tangram.plan.records import PAST, SPAN
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
 from tests.small_engines import tiny_model
@@ -36,7 +37,8 @@ def rows_of(*rows: tuple[int, int, int, int]) -> PrefillRows:
         2,
     )
     counts = np.repeat(kept[None, :, None], 2, 2).astype(np.int32)
-    return PrefillRows(address[None].astype(np.int32), spans, counts, counts, slice(0, len(rows)))
+    heads = address.astype(np.int32).view(PAST)[None, ..., 0]
+    return PrefillRows(heads, spans.view(SPAN)[:, 0], counts, counts, slice(0, len(rows)))
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tangram.kernels import reference
 from tangram.kernels.interface import AttentionRule, KvPool, PaddedShape, PassAddresses, PrefillRows
+from tangram.plan.records import PAST, SPAN
 from tangram.types import Int32
 
 HEADS, GROUP, DIM, PAGE = 3, 2, 64, 8
@@ -62,7 +63,8 @@ class AskingRows:
             (self.spans[:, 3] - self.spans[:, 2])[None, :, None], (1, len(self.spans), HEADS)
         )
         kept = np.ascontiguousarray(kept, np.int32)
-        return PrefillRows(self.address[None], self.spans, kept, kept, asking)
+        address, spans = self.address.view(PAST)[None, ..., 0], self.spans.view(SPAN)[:, 0]
+        return PrefillRows(address, spans, kept, kept, asking)
 
     def expect(self, row: int) -> Tensor:
         begin, end, first, last, _ = self.spans[row]

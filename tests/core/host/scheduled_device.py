@@ -253,7 +253,7 @@ class ScheduledDevice:
     def _sample(self, sequence: TokenSequence) -> None:
         taste = self.tastes[sequence]
         token = next_token(taste, sequence.known_tokens.tolist()[:-1])
-        sequence.settle(token)
+        sequence.extend([token])
         if sequence.complete or (taste == 2 and token == 2):
             self.scheduler.remove(sequence)
             self.ended.append(sequence)
