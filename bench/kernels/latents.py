@@ -36,6 +36,7 @@ from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs
 from tangram.kernels.packed import rehearse_packing
 from tangram.kernels.tiling import Tile
+from tangram.plan.records import PAST, SPAN
 from tangram.plan.workqueue import plan_workqueue
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
@@ -249,9 +250,9 @@ class TimedPass:
         self.value_dim, self.card = VALUE, Card.of(device)
         self.q = torch.randn(tokens, heads, PLAIN + ROTARY, **made)
         self.new = torch.randn(tokens, width, **made)
-        begin = np.arange(ROWS, dtype=np.int32) * chunk
-        self.spans = np.stack([begin, begin + chunk, begin, begin + chunk], 1)
-        self.address = np.stack([0 * begin, 0 * begin, past + begin], 1)
+        begins = [row * chunk for row in range(ROWS)]
+        self.spans = np.array([(b, b + chunk, b, b + chunk, past + b) for b in begins], SPAN)
+        self.address = np.array([(0, 0, past + begin) for begin in begins], PAST)
         self.heads, self.scaling = heads, (PLAIN + ROTARY) ** -0.5
         # Its pasts hold what the chunks before it are.
         flat = self.pool[self.tables.long()].view(-1, width)
@@ -270,8 +271,8 @@ class TimedPass:
     @property
     def operations(self) -> int:
         """Floating-point operations of all products of attention; none for what is padded."""
-        chunk = int(self.spans[0, 1])
-        seen = chunk * (int(self.address[:, 2].sum()) + ROWS * (chunk + 1) // 2)
+        chunk = int(self.spans["query_end"][0])
+        seen = chunk * (int(self.address["length"].sum()) + ROWS * (chunk + 1) // 2)
         return 2 * self.heads * (PLAIN + ROTARY + VALUE) * seen
 
     def forms(self) -> dict[str, Callable[[], Tensor]]:

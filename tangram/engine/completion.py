@@ -90,7 +90,9 @@ class Completion:
 
         All are one part if it is certain that none does, or begins or ends a part of the answer.
         """
-        return [tokens] if len(tokens) == 1 or self._goes_on(tokens) else [[t] for t in tokens]
+        if len(tokens) == 1 or self._goes_on(tokens):
+            return [tokens]
+        return [[token] for token in tokens]
 
     def _goes_on(self, tokens: Sequence[ChosenToken | None]) -> bool:
         sequence = self.sequence
