@@ -26,6 +26,7 @@ from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
 from tangram.kernels.narrow import NARROW, stored_scales
+from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import place
 from tangram.model.load import LoadedModel
@@ -81,7 +82,7 @@ class Runner:
         entries = geometry.entry_vectors, layout.page_tokens, geometry.head_dim
         shape = (settings.pages, layout.heads_per_page, *entries)
         dtype = settings.cache_dtype or loaded.dtype
-        self.pool = torch.empty(shape, dtype=dtype, device=loaded.device)
+        self.pool = allocate_pool(shape, dtype, loaded.device)
         for scorer in scorers.values():
             scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
