@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -74,7 +76,7 @@ def _are_multiples(places: Tensor, count: int) -> Tensor:
     return asked.sub_(asked.round()).abs_().amax(-1) < _LEVEL_ERROR
 
 
-class RoundedLinear(nn.Module):
+class RoundedLinear(nn.Module, ABC):
     """y = x·Wᵀ + b, W [N, K] rounded; the output has the dtype of x.
 
     A row's product does not depend on what the rows beside it hold.
@@ -85,9 +87,9 @@ class RoundedLinear(nn.Module):
         self.in_features, self.out_features = source.in_features, source.out_features
         self.bias = source.bias
 
+    @abstractmethod
     def multiply(self, rows: Tensor) -> Tensor:
         """The product of rows [T, K] with W, [T, N], in their dtype or in float32; T > 0."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, K] to […, N]."""
