@@ -316,7 +316,9 @@ class _Line:
             refusal = Refusal.of(error)
         else:
             self.left |= {sent.request_id: sent.sampling.n for sent in asked.requests}
-        self.send(Taken(asked.number, refusal, self._read_queue()))
+        if not self._engine.healthy:  # the API process hears of the end before the refusal
+            self.tell_state(hangs=False)
+        self._loop.call_soon(self.send, Taken(asked.number, refusal, self._read_queue()))
 
     async def _prepare(self, sent: RequestMessage) -> Request:
         grammar: Grammar | None = None
