@@ -47,8 +47,6 @@ def _self_drafter(blueprint: Blueprint, cache: CacheManager, runner: Runner) -> 
     runner.meters.clear()
     if not isinstance(runner, RankRunner):
         return SelfDrafter(passes, cache.drafts)
-    if passes.graphs is not None:
-        passes.graphs.run_first()
     return RankDrafter(passes, cache.drafts, runner)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,8 +39,10 @@ class _CapturedPass:
 class PassGraphs:
     """Runs passes of one model by `forward`. Passes that no graph can hold run without one.
 
-    A graph is kept as long as the kernels' object that it was captured with. That object may serve
-    passes of several sizes.
+    A pass without a graph runs as it is, and is captured behind that: a device of several may need
+    another graph than the others, and each of them must run the model once for a pass. A graph is
+    kept as long as the kernels' object that it was captured with. That object may serve passes of
+    several sizes.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
@@ -51,19 +53,10 @@ class PassGraphs:
         # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
         self._refused = set[bool]()  # by whether such passes are padded
-        self._runs_first = False
 
     @cached_property
     def _stream(self) -> Any:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def run_first(self) -> None:
-        """From now on a pass without a graph runs as it is, and is captured behind that.
-
-        A device of several may need another graph than the others. Each of them must run the model
-        once for a pass, and a capture alone runs nothing.
-        """
-        self._runs_first = True
 
     def forget(self) -> None:
         """Drop all graphs. Those that the device still runs end first."""
@@ -80,15 +73,12 @@ class PassGraphs:
         state = attention.launch.captured
         if state is None or (attention.launch.padded_tokens is not None) in self._refused:
             return self._forward(attention, *torch.split(inputs, sizes))
-        captured, place = self._captured.setdefault(state, {}), tuple(sizes)
-        if place not in captured:
-            if self._runs_first:
-                logits = self._forward(attention, *torch.split(inputs, sizes))
-                captured[place] = self._capture(inputs.clone(), sizes, attention)
-                return logits
-            self._warm_up(torch.split(inputs, sizes), attention)
-            captured[place] = self._capture(inputs.clone(), sizes, attention)
-        known = captured[place]
+        captured, key = self._captured.setdefault(state, {}), tuple(sizes)
+        if key not in captured:
+            logits = self._forward(attention, *torch.split(inputs, sizes))
+            captured[key] = self._capture(inputs.clone(), sizes, attention)
+            return logits
+        known = captured[key]
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))
         known.inputs.copy_(inputs)
@@ -96,14 +86,6 @@ class PassGraphs:
         attention.sealing.count_replay(known.blocks)
         self._recent.append(known)
         return known.logits
-
-    def _warm_up(self, parts: Sequence[Tensor], attention: StepAttention) -> None:
-        """Run a pass that will run again: it writes the same entries."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._forward(attention, *parts)
-        current.wait_stream(self._stream)
 
     def _capture(
         self, inputs: Tensor, sizes: list[int], attention: StepAttention

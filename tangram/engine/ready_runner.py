@@ -113,9 +113,6 @@ def _prepare_runner(runner: Runner, config: EngineConfig, drafted: int) -> None:
     if runner.pool.is_cuda:
         runner.rehearse(config.max_num_batched_tokens)
     passes.capture_prefill()
-    if isinstance(runner, RankRunner) and passes.graphs is not None:
-        # From here on: a rank may pack the rows of a pass, and need another graph, alone.
-        passes.graphs.run_first()
     prepare_decode(passes, rows, "Capturing decode steps")
     most = min(rows * (drafted + 1), config.max_num_batched_tokens)
     track = partial(show_progress, description="Capturing steps with drafts")
