@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -464,10 +465,13 @@ def _rows(table: Float64) -> tuple[tuple[float, ...], ...]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first error that pydantic found, as `field: what is wrong`."""
+    """The first error that pydantic found, as `field is value: what is wrong`."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
+    if not place:
+        return first["msg"].removeprefix("Value error, ")
+    given = "" if first["type"] == "missing" else f" is {shortened(first['input'])}"
+    return f"{place}{given}: {first['msg']}"
 
 
 def _refuse(mismatches: Sequence[str], remedy: str) -> None:

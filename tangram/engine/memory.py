@@ -161,7 +161,7 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(
             f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between "
-            f"{chunk_bytes / GIB:.4f}, one chunk at kv_retention {config.kv_retention}, and "
+            f"{chunk_bytes / GIB:.4g}, one chunk at kv_retention {config.kv_retention}, and "
             f"{most / GIB:.1f}, the memory of this machine"
         )
     return wanted // ranks

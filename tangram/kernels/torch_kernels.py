@@ -65,7 +65,7 @@ class TorchKernels:
             given.add(ONE_TILE)
         if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
             raise ConfigError(
-                f"the schedule is {schedule.text!r}: +{foreign[0]} is an option of "
+                f"decode_schedule is {schedule.text!r}: +{foreign[0]} is an option of "
                 f"the GPU's kernels, leave it out on {pool.entries.device.type}"
             )
         rehearse_planning()

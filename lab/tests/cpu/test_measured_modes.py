@@ -19,6 +19,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tangram_lab.baselines.compared_engines import Baseline, HeadGroups
+from tests.mentions import mentioning
 from tests.small_engines import drain, run, small_config
 
 SHAPE: dict[str, Any] = {
@@ -160,14 +161,14 @@ def test_no_schedule_changes_an_answer(
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("fastest", "decode_schedule: planner is 'fastest'"),
-        ("aot+onetile", r"the schedule is 'aot\+onetile': \+onetile is an option of the GPU"),
-        ("aot+serial", r"decode_schedule: option 'serial' of 'aot\+serial' is not known"),
-        ("aot+warps=4", r"\+warps is an option of the GPU"),
+        ("fastest", "decode_schedule 'fastest'"),
+        ("aot+onetile", "decode_schedule 'aot+onetile' GPU"),
+        ("aot+serial", "decode_schedule 'serial' 'aot+serial'"),
+        ("aot+warps=4", "decode_schedule +warps GPU"),
     ],
 )
 def test_a_schedule_that_cannot_be_run_is_refused(
     schedule: str, message: str, loaded: LoadedModel
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning(message)):
         engine_of(loaded, None, decode_schedule=schedule)

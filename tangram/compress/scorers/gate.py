@@ -153,18 +153,18 @@ def check_path(path: Path) -> None:
     """Raise `ConfigError` if no gate can be written to `path`. Call it before a training."""
     if path.suffix != ".safetensors":
         raise ConfigError(
-            f"gate is {str(path)!r}, a gate is written as safetensors: give it the suffix "
+            f"train_gate is {str(path)!r}, a gate is written as safetensors: give it the suffix "
             ".safetensors"
         )
     if path.is_dir():
-        raise ConfigError(f"gate is {str(path)!r}, this is a folder: give the path of a file")
+        raise ConfigError(f"train_gate is {str(path)!r}, this is a folder: give the path of a file")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.touch()
         partial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"gate is {str(path)!r}, it cannot be written there: {error.strerror}"
+            f"train_gate is {str(path)!r}, it cannot be written there: {error.strerror}"
         ) from error
 
 

@@ -28,6 +28,7 @@ from tangram.compress.profile import (
 )
 from tangram.errors import ConfigError, ProfileError
 from tangram.types import Geometry
+from tests.mentions import mentioning
 
 MODEL = ModelFingerprint("acme/tiny", "llama", 5, 6, 12, 64, 1000, "ab" * 32)
 OPTIONS: dict[str, Any] = {
@@ -174,7 +175,7 @@ def test_other_page_shapes_keep_the_statistics_and_the_promise() -> None:
     )
     assert (other.page_tokens, other.heads_per_page, len(other.groups)) == (32, 6, 3)
     assert other.realised_retention <= 0.5
-    with pytest.raises(ConfigError, match="multiple of page_tokens"):
+    with pytest.raises(ConfigError, match=mentioning("chunk_tokens 512 page_tokens 48")):
         profile.with_pages(48, 4)
 
 
@@ -187,16 +188,16 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 3}, "format_version is 3"),
+        ({"format_version": 3}, "format_version 3"),
         ({"kv_retention": 0.6}, "checksum"),
         ({"checksum": None}, "checksum"),
-        ({"kv_retention": 1.5}, "kv_retention"),
-        ({"kv_retention": "0.5"}, "kv_retention"),
-        ({"scope": "row"}, "scope"),
+        ({"kv_retention": 1.5}, "kv_retention 1.5 1"),
+        ({"kv_retention": "0.5"}, "kv_retention '0.5' number"),
+        ({"scope": "row"}, "scope 'row'"),
         ({"surprise": 1}, "surprise"),
         ({"mean": [[0.5] * 6] * 2}, "mean"),
         ({"std": [[0.5] * 5] * 3}, "std"),
-        ({"mean": [[7.0] * 6] * 3}, "mean"),
+        ({"mean": [[7.0] * 6] * 3}, "mean.0.0 7.0 1"),
         ({"layers": [0, 2, 9]}, "layers"),
         ({"layers": []}, "layers"),
         ({"groups": [[[0, 0]]]}, "groups"),
@@ -204,11 +205,11 @@ def edit(path: Path, **changes: Any) -> None:
         ({"sealed_pages": [33, 1, 1, 1, 1]}, "sealed_pages"),
         ({"sealed_pages": [32, 32, 32, 32, 32]}, "realised_retention"),
         ({"page_tokens": 48}, "page_tokens"),
-        ({"scales": [[[1.0, 1.0]] * 6] * 4}, "scales must be .5 layers..6 heads."),
-        ({"scales": [[[1.0, 1.0]] * 5] * 5}, "scales must be .5 layers..6 heads."),
-        ({"scales": [[[1.0, 0.0]] * 6] * 5}, "scales"),
-        ({"scorer": {"parameters": {}}}, r"scorer\.name"),
-        ({"model": {"name": "x"}}, r"model\.architecture"),
+        ({"scales": [[[1.0, 1.0]] * 6] * 4}, "scales [5 layers][6 heads]"),
+        ({"scales": [[[1.0, 1.0]] * 5] * 5}, "scales [5 layers][6 heads]"),
+        ({"scales": [[[1.0, 0.0]] * 6] * 5}, "scales.0.0.1 0.0 0"),
+        ({"scorer": {"parameters": {}}}, "scorer.name"),
+        ({"model": {"name": "x"}}, "model.architecture"),
     ],
 )
 def test_a_wrong_file_is_refused_by_file_and_field(
@@ -217,9 +218,8 @@ def test_a_wrong_file_is_refused_by_file_and_field(
     path = tmp_path / "one.json"
     make().save(path)
     edit(path, **changes)
-    with pytest.raises(ProfileError, match=named) as refusal:
+    with pytest.raises(ProfileError, match=mentioning(f"{path} {named}")):
         Profile.load(path)
-    assert str(path) in str(refusal.value)
 
 
 @pytest.mark.parametrize("missing", sorted(set(Profile.model_fields) - {"format_version"}))
@@ -229,7 +229,7 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
     content = json.loads(path.read_text())
     del content[missing]
     path.write_text(json.dumps(content))
-    with pytest.raises(ProfileError, match=f"{missing}: Field required"):
+    with pytest.raises(ProfileError, match=mentioning(f"{missing} required")):
         Profile.load(path)
 
 
@@ -256,7 +256,7 @@ def test_an_overflowing_number_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     make().save(path)
     path.write_text(path.read_text().replace('"alpha": 0.0', '"alpha": 1e999'))
-    with pytest.raises(ProfileError, match="alpha is Infinity"):
+    with pytest.raises(ProfileError, match=mentioning("alpha Infinity")):
         Profile.load(path)
 
 
@@ -278,7 +278,7 @@ def test_any_flipped_digit_is_noticed(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"none\.json: cannot be read"):
+    with pytest.raises(ProfileError, match=mentioning(f"{tmp_path}/none.json")):
         Profile.load(tmp_path / "none.json")
 
 
@@ -294,16 +294,14 @@ def test_every_mismatch_with_the_model_is_named_with_both_values() -> None:
 def test_unknown_weights_and_vocabulary_match_on_architecture_and_geometry() -> None:
     published = make(model=replace(MODEL, vocab_size=None, weights_sha256=None))
     published.check_model(MODEL)
-    with pytest.raises(ProfileError, match="query_heads is 12"):
+    with pytest.raises(ProfileError, match=mentioning("query_heads 12 24")):
         published.check_model(replace(MODEL, query_heads=24))
 
 
 def test_every_mismatch_with_the_options_is_named_with_both_values() -> None:
     make().check_options(**OPTIONS)
     make().check_options(**OPTIONS, parameters={"epsilon": 0.01})
-    with pytest.raises(
-        ProfileError, match=r"scorer parameters is \{'epsilon': 0\.01\}.*\{'epsilon': 0\.5\}"
-    ):
+    with pytest.raises(ProfileError, match=mentioning("scorer {'epsilon': 0.01} {'epsilon': 0.5}")):
         make().check_options(**OPTIONS, parameters={"epsilon": 0.5})
     with pytest.raises(ProfileError) as refusal:
         make().check_options(scorer="snapkv", scope="layer", kv_retention=0.3, chunk_tokens=256)
