@@ -301,7 +301,7 @@ def test_rows_of_mixed_shapes_are_refused() -> None:
         replace(UNEVEN, budget=np.ones((1, 1, 2)))
     with pytest.raises(ConfigError, match="windows"):
         replace(UNEVEN, windows=(None, None))
-    with pytest.raises(ConfigError, match="at least one row"):
+    with pytest.raises(ConfigError, match=r"\brow\b"):
         make_rows(np.ones((0, 1, 2)))
 
 

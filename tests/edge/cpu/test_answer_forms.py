@@ -20,6 +20,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
 from tangram.types import CallStyle, ToolFormat
+from tests.mentions import mentioning
 from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
 USER = {"role": "user", "content": "Weather?"}
@@ -139,7 +140,7 @@ def test_what_the_template_of_gpt_oss_has_no_space_for(gptoss: TextCodec) -> Non
         gptoss.chat_prompt([USER, form.adapt_message(turn, "messages[1]")]), "messages"
     )
     assert f"{CHANNELS}Hm.\nI look.<|end|>" in shown
-    with pytest.raises(RequestError, match="one a message") as caught:
+    with pytest.raises(RequestError, match=mentioning("messages[1].tool_calls 2 one")) as caught:
         form.adapt_message(turn | {"tool_calls": [call, call]}, "messages[1]")
     assert caught.value.field == "messages[1].tool_calls"
 
@@ -311,7 +312,10 @@ def test_what_bare_text_cannot_be_held_to_is_refused_where_it_must_hold(
             {"type": "function", "function": {"name": "look", "parameters": schema}}
         )
     ]
-    with pytest.raises(RequestError, match="'pattern'") as caught:
+    with pytest.raises(
+        RequestError,
+        match=mentioning("tools[0].function.parameters.properties.city.pattern 'pattern'"),
+    ) as caught:
         CallGrammar(tools, form.tools, True, True, None, (), form).source()
     assert caught.value.field == "tools[0].function.parameters.properties.city.pattern"
     free = CallGrammar(tools, form.tools, False, True, None, (), form).source()

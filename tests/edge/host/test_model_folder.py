@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.errors import ModelError
 from tangram.model.source import check_source, find_folder
+from tests.mentions import mentioning, mentions
 
 NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
@@ -89,7 +91,7 @@ def test_every_file_of_a_model_is_a_regular_one(
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     make(path)
-    with pytest.raises(ModelError, match=rf"{path.name} (is not a regular file|cannot be read)"):
+    with pytest.raises(ModelError, match=mentioning(f"{path.name}")):
         check_source(str(folder))
     code, said = run("generate", str(folder), "-p", "a")
     assert (code, said.count("\n")) == (2, 1) and path.name in said
@@ -108,7 +110,7 @@ def test_links_to_regular_files_are_followed(folder: Path, tmp_path: Path) -> No
 def test_a_gguf_file_is_a_regular_one(make: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make(path)
-    with pytest.raises(ModelError, match="not a regular file"):
+    with pytest.raises(ModelError, match=mentioning(f"{path} regular")):
         check_source(str(path))
 
 
@@ -148,17 +150,17 @@ def lacking_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (remove("tokenizer.json"), "has no tokenizer: put tokenizer.json"),
-        (remove("config.json"), "has no config.json"),
-        (remove("model.safetensors"), "has neither model.safetensors nor"),
-        (only_a_pickle, "weights in pytorch_model.bin alone. Such a file is a pickle"),
-        (only_an_adapter, "is an adapter (LoRA) of Qwen/Qwen3-4B, no whole model: merge it"),
+        (remove("tokenizer.json"), "tokenizer.json"),
+        (remove("config.json"), "config.json"),
+        (remove("model.safetensors"), "model.safetensors"),
+        (only_a_pickle, "pytorch_model.bin safetensors"),
+        (only_an_adapter, "LoRA Qwen/Qwen3-4B merge"),
         (
             lambda folder: write(folder, "adapter_config.json"),
-            "adapter_config.json beside config.json, and adapters are not applied",
+            "adapter_config.json config.json adapters",
         ),
-        (only_gguf, "is a folder with the GGUF file tiny.q4.gguf: give the file's own path"),
-        (lacking_shard, "lacks 1 files of weights, b.safetensors the first"),
+        (only_gguf, "tiny.q4.gguf"),
+        (lacking_shard, "1 b.safetensors"),
     ],
 )
 def test_what_a_folder_lacks_is_said(
@@ -166,7 +168,7 @@ def test_what_a_folder_lacks_is_said(
 ) -> None:
     change(folder)
     code, said = run("generate", str(folder), "-p", "a")
-    assert (code, said.count("\n")) == (2, 1) and words in said
+    assert (code, said.count("\n")) == (2, 1) and mentions(said, words)
 
 
 def weights_twice(folder: Path) -> None:
@@ -181,8 +183,8 @@ def no_shards(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (weights_twice, "has its weights twice, in model.safetensors and in the files that"),
-        (no_shards, "model.safetensors.index.json' is damaged"),
+        (weights_twice, "model.safetensors twice"),
+        (no_shards, "model.safetensors.index.json checksum"),
     ],
 )
 def test_what_two_files_say_of_weights_is_one(
@@ -190,7 +192,7 @@ def test_what_two_files_say_of_weights_is_one(
 ) -> None:
     change(folder)
     code, said = run("generate", str(folder), "-p", "a")
-    assert (code, said.count("\n")) == (2, 1) and words in said
+    assert (code, said.count("\n")) == (2, 1) and mentions(said, words)
 
 
 def test_an_index_may_list_the_one_file(folder: Path) -> None:
@@ -220,14 +222,15 @@ def test_more_layers_than_any_model_has_are_refused_at_once(
     write(folder, "config.json", config)
     given = ["generate", str(folder), "-p", "a"] if command == "generate" else ["size", str(folder)]
     code, said = run(*given)
-    assert (code, said.count("\n")) == (2, 1) and "must be at most 2048" in said
+    *_, field, value = re.findall(r"\w+", str(config))
+    assert (code, said.count("\n")) == (2, 1) and mentions(said, f"{field} {value} 2048")
 
 
 def test_a_link_to_nowhere_is_not_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to("gone")
     (tmp_path / "model2").mkdir()
     code, said = run("generate", str(tmp_path / "model"), "-p", "a")
-    assert code == 2 and said.endswith(f"did you mean {tmp_path}/model2?\n")
+    assert code == 2 and said.endswith(f" {tmp_path}/model2?\n")
 
 
 def test_random_weights_need_a_config_alone(folder: Path) -> None:
@@ -238,12 +241,12 @@ def test_random_weights_need_a_config_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("qwen3", "did you mean Qwen/Qwen3-4B or"),
-        ("llama3.2", "did you mean meta-llama/Llama-3.1-8B or"),
-        ("smollm", "did you mean smollm2?"),
-        ("modle", "did you mean model?"),
-        ("./modle", "did you mean model?"),
-        ("zzzzzzzz", "OWNER/NAME on the Hugging Face Hub\n"),
+        ("qwen3", "Qwen/Qwen3-4B"),
+        ("llama3.2", "meta-llama/Llama-3.1-8B"),
+        ("smollm", "smollm2?"),
+        ("modle", "model?"),
+        ("./modle", "model?"),
+        ("zzzzzzzz", "OWNER/NAME"),
     ],
 )
 @pytest.mark.usefixtures("no_network")
@@ -252,15 +255,15 @@ def test_a_mistyped_name_is_answered_from_what_is_here(
 ) -> None:
     monkeypatch.chdir(folder.parent)
     code, said = run("generate", name, "-p", "a")
-    assert (code, said.count("\n")) == (2, 1) and "there is no such folder" in said
-    assert meant in said
-    assert name.startswith(".") or "known here: smollm2; presets of tangram size: llama" in said
+    assert (code, said.count("\n")) == (2, 1) and mentions(said, f"{name} {meant}")
+    assert said.endswith("?\n") == (meant != "OWNER/NAME")
+    assert name.startswith(".") or mentions(said, "smollm2; llama-3.1-8b,")
 
 
 @pytest.mark.usefixtures("no_network")
 def test_size_says_which_preset_is_meant() -> None:
     code, said = run("size", "qwen3")
-    assert code == 2 and "did you mean qwen3-4b or qwen3-32b?" in said
+    assert code == 2 and mentions(said, "qwen3-4b qwen3-32b?")
 
 
 def make_snapshot(cache: Path, files: dict[str, Any]) -> Path:
@@ -284,7 +287,7 @@ def test_a_snapshot_is_checked_like_a_folder(
     check_source("somebody/tiny")
     assert find_folder("somebody/tiny") == snapshot
     write(snapshot, "adapter_config.json")
-    with pytest.raises(ModelError, match="adapters are not applied"):
+    with pytest.raises(ModelError, match=mentioning("adapter_config.json adapters")):
         check_source("somebody/tiny")
 
 
@@ -315,5 +318,5 @@ def test_a_hub_that_fails_is_asked_once(
         code, said = run("generate", "somebody/tinny", "-p", "a")
         server.shutdown()
     assert len(asked) == 1
-    assert (code, said.count("\n")) == (2, 1) and "cannot be fetched from Hugging Face" in said
-    assert said.endswith("did you mean somebody/tiny?\n")
+    assert (code, said.count("\n")) == (2, 1) and mentions(said, "somebody/tinny")
+    assert said.endswith(" somebody/tiny?\n")

@@ -5,6 +5,7 @@ seen before work.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tangram.cli.checks import OUTPUTS
 from tangram.config import OPTIONS, EngineConfig
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
+from tests.mentions import mentions
 
 from .test_command_line import ALL
 
@@ -64,7 +66,7 @@ def test_no_number_is_taken_that_cannot_be_meant(path: tuple[str, ...], param: o
     least, most = (-(10**30), 10**30) if whole else (-1.0, 1e300)
     for value in (least, most, *(() if whole else ("nan", "inf", "-inf"))):
         line = read_refusal(path, f"{param.opts[0]}={value}")  # type: ignore[attr-defined]
-        assert line.startswith(f"error: {param.name} is ") and "it must be " in line  # type: ignore[attr-defined]
+        assert re.match(rf"error: {param.name} is \S+, .*\d", line)  # type: ignore[attr-defined]
 
 
 def test_every_number_of_an_engine_has_bounds_without_the_command_line_too() -> None:
@@ -104,12 +106,12 @@ def lock(path: Path) -> str:
 
 
 PLACES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "a folder": (lambda path: str(path.parent), "this is a folder"),
-    "no folder": (lambda path: str(path / "out.json"), "there is no folder"),
-    "below a file": (write_file, "there is no folder"),
-    "a long name": (lambda path: str(path / ("x" * 300)), "there is no folder"),
+    "a folder": (lambda path: str(path.parent), "folder"),
+    "no folder": (lambda path: str(path / "out.json"), "folder"),
+    "below a file": (write_file, "folder"),
+    "a long name": (lambda path: str(path / ("x" * 300)), "folder"),
     "too long a name": (lambda path: str(path.parent / ("x" * 300)), "File name too long"),
-    "no place for files": (lambda path: "/proc/out.json", "it cannot be written"),
+    "no place for files": (lambda path: "/proc/out.json", "written"),
 }
 
 
@@ -125,7 +127,7 @@ def test_a_file_that_could_not_be_written_is_told_before_any_work(
     monkeypatch.chdir(tmp_path)
     make, said = PLACES[place]
     line = read_refusal(path, f"{param.opts[0]}={make(tmp_path / 'inner')}")  # type: ignore[attr-defined]
-    assert line.startswith(f"error: {param.name} is ") and said in line  # type: ignore[attr-defined]
+    assert mentions(line, f"error: {param.name}") and said in line  # type: ignore[attr-defined]
     left = [entry.read_text() for entry in tmp_path.iterdir()]
     assert left == (["precious"] if place == "below a file" else [])
 
@@ -136,26 +138,25 @@ def test_a_file_of_others_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "said"),
     [
-        ["calibrate", "-o", "a.json", "--data", "a.json"],
-        ["calibrate", "-o", "a.json", "--report", "./a.json"],
-        ["eval", "-o", "a.json", "--report", "link.json"],
-        ["eval", "--report", "a.json", "--text", "a.json"],
-        ["generate", "--batch", "a.json", "-o", "link.json"],
-        ["generate", "--profile", "b.json", "--profile", "a.json", "-o", "a.json"],
-        ["calibrate", "a.json", "-o", "a.json"],
+        ("calibrate -o a.json --data a.json", "output a.json data"),
+        ("calibrate -o a.json --report ./a.json", "output a.json report"),
+        ("eval -o a.json --report link.json", "output a.json report"),
+        ("eval --report a.json --text a.json", "report a.json text"),
+        ("generate --batch a.json -o link.json", "output link.json batch"),
+        ("generate --profile b.json --profile a.json -o a.json", "output a.json profile"),
+        ("calibrate a.json -o a.json", "output a.json model"),
     ],
-    ids=" ".join,
 )
 def test_no_file_is_written_over_another_one(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.json").write_text("precious")
     Path("link.json").symlink_to("a.json")
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2 and "give each a file of its own" in result.stderr
+    result = CliRunner().invoke(app, given.split())
+    assert result.exit_code == 2 and mentions(result.stderr, said)
     assert Path("a.json").read_text() == "precious"
 
 
@@ -170,34 +171,31 @@ def test_no_file_is_written_over_another_one(
 )
 def test_bytes_that_are_no_text_are_refused(given: list[str]) -> None:
     result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2 and "has bytes that are not UTF-8" in result.stderr, (
-        result.exception
-    )
+    assert result.exit_code == 2 and mentions(result.stderr, "UTF-8"), result.exception
 
 
 @pytest.mark.parametrize("given", ["", " "])
 def test_a_server_needs_a_name_and_an_address(given: str) -> None:
-    assert "it must be a text that is not empty" in read_refusal(
-        ("serve",), "--served-model-name", given
+    assert mentions(
+        read_refusal(("serve",), "--served-model-name", given), "served_model_name empty"
     )
-    assert "0.0.0.0 for all interfaces" in read_refusal(("serve",), "--host", given)
+    assert mentions(read_refusal(("serve",), "--host", given), "host 0.0.0.0")
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\r", "a\u2028b", "\x85"])
 def test_the_name_of_a_model_is_one_line(given: str) -> None:
-    assert "has no line breaks" in read_refusal(("serve",), "--served-model-name", given)
+    assert mentions(
+        read_refusal(("serve",), "--served-model-name", given), "served_model_name line"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            ["generate", "--batch", "in.jsonl", "-o", "out"],
-            "output is out, it is not a regular file",
-        ),
-        (["calibrate", "-o", "out"], "output is out, it is not a regular file"),
-        (["eval", "-o", "out", "--suites", "x"], "suites has 'x'"),
-        (["bench", "serving", "throughput", "./absent", "-o", "out"], "there is no such folder"),
+        (["generate", "--batch", "in.jsonl", "-o", "out"], "output out regular"),
+        (["calibrate", "-o", "out"], "output out regular"),
+        (["eval", "-o", "out", "--suites", "x"], "suites 'x'"),
+        (["bench", "serving", "throughput", "./absent", "-o", "out"], "'./absent'"),
     ],
 )
 def test_a_pipe_is_written_to_but_not_read_or_replaced(
@@ -210,4 +208,4 @@ def test_a_pipe_is_written_to_but_not_read_or_replaced(
     os.mkfifo("out")
     Path("in.jsonl").touch()
     result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2 and said in result.stderr and Path("out").is_fifo()
+    assert result.exit_code == 2 and mentions(result.stderr, said) and Path("out").is_fifo()

@@ -72,7 +72,7 @@ def test_a_digest_knows_the_beginning_of_a_chain_that_it_was_made_of(
 
 
 def test_bytes_that_are_no_digest_are_refused() -> None:
-    with pytest.raises(ValueError, match="12 bytes, it must be a multiple of 8"):
+    with pytest.raises(ValueError, match=r"12 bytes.* 8"):
         KeyDigest.from_bytes(b"x" * 12)
 
 

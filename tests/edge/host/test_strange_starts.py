@@ -18,6 +18,7 @@ from tangram.compress.profile import Profile
 from tangram.config import cache_folder
 from tangram.errors import ConfigError, ModelError
 from tangram.model.source import check_source, is_gguf
+from tests.mentions import mentioning, mentions
 
 SIZE = [sys.executable, "-m", "tangram", "size", "smollm2"]
 NOBODY = "~there-is-no-such-user/model"
@@ -63,7 +64,7 @@ def test_a_ctrl_c_before_the_first_line_of_ours_has_no_time_to_come() -> None:
 def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
     ended = shell('exec "$@" <&-', sys.executable, "-m", "tangram", "generate")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "standard input is empty" in ended.stderr
+    assert mentions(ended.stderr, "prompt empty")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
@@ -73,19 +74,19 @@ def test_a_prompt_that_nobody_can_type_is_one_line() -> None:
 def test_output_without_space_is_one_line(arguments: list[str]) -> None:
     ended = shell('exec "$@" >/dev/full', *SIZE[:3], *arguments)
     assert ended.returncode == 1
-    assert ended.stderr == "error: the output could not be written: No space left on device\n"
+    assert mentions(ended.stderr, "error: output space") and ended.stderr.count("\n") == 1
 
 
 def test_a_pipe_without_end_is_not_read_to_its_end() -> None:
     ended = shell('exec "$@" </dev/zero', sys.executable, "-m", "tangram", "generate")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "prompt on standard input has more than" in ended.stderr
+    assert mentions(ended.stderr, "prompt")
 
 
 def test_a_line_without_end_is_not_read_to_its_end() -> None:
     read = "from tangram.cli.terminal import read_typed_line; read_typed_line('')"
     ended = shell(f'exec "$1" -c "{read}" </dev/zero', sys.executable)
-    assert "OSError" in ended.stderr and "a line has more than" in ended.stderr
+    assert mentions(ended.stderr, "OSError line")
 
 
 @pytest.fixture
@@ -102,10 +103,10 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("homeless")
 def test_without_a_home_a_cache_folder_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="set TANGRAM_CACHE"):
+    with pytest.raises(ConfigError, match=mentioning("TANGRAM_CACHE")):
         cache_folder()
     monkeypatch.setenv("HOME", "relative")
-    with pytest.raises(ConfigError, match="relative"):
+    with pytest.raises(ConfigError, match=mentioning("'relative/.cache' TANGRAM_CACHE")):
         cache_folder()
     monkeypatch.setenv("TANGRAM_CACHE", "/kept")
     assert cache_folder() == Path("/kept")
@@ -132,12 +133,12 @@ def test_a_tilde_in_the_name_of_the_cache_is_the_home(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "name one"),
-        (" ", "name one"),
-        (NOBODY, "no such folder"),
-        (f"{NOBODY}.gguf", "no such GGUF file"),
-        ("loop", "no such"),
-        ("model.safetensors", "neither a folder nor a GGUF file"),
+        ("", "model '' smollm2"),
+        (" ", "model smollm2"),
+        (NOBODY, f"'{NOBODY}' folder"),
+        (f"{NOBODY}.gguf", f"'{NOBODY}.gguf' GGUF"),
+        ("loop", "'./loop' folder"),
+        ("model.safetensors", "'model.safetensors' folder GGUF"),
         ("model.GGUF", None),
     ],
 )
@@ -152,10 +153,10 @@ def test_a_model_that_is_none_is_told_before_any_work(
         check_source(name)
         assert is_gguf(name)
     elif name != "loop":
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=mentioning(words)):
             check_source(name)
     else:
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=mentioning(words)):
             check_source(f"./{name}")
 
 
@@ -186,7 +187,7 @@ def test_a_current_folder_that_is_gone_is_told(
     (tmp_path / "gone").rmdir()
     result = CliRunner().invoke(app, ["generate", "-p", "a"], env={"COLUMNS": None})
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
-    assert "the current folder cannot be used" in result.stderr
+    assert mentions(result.stderr, "folder")
 
 
 @pytest.mark.parametrize("name", [NOBODY, "loop"])

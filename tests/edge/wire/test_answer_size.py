@@ -13,6 +13,7 @@ import pytest
 
 from bench.bare_tokenizer import load_tokenizer
 from tangram.serve import answer_size
+from tests.mentions import assert_refused
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, stream_data
 from .tiny import TinyServer, run_tiny_server, tiny_folder
@@ -66,15 +67,7 @@ def test_more_than_fit_into_memory_are_refused_before_any_work(
 ) -> None:
     steps = server.engine.stats().steps
     response = client.post(path, json=body(path, **fields))
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["type"]) == (
-        400,
-        "logprobs",
-        "invalid_request_error",
-    ), error
-    assert f"at most {answer_size.MAX_WHOLE_LOGPROBS}" in error["message"]
-    assert "stream" in error["message"]
-    assert asked is None or f" {asked} log-probabilities" in error["message"]
+    assert_refused(response, "logprobs", f"{answer_size.MAX_WHOLE_LOGPROBS} stream {asked or ''}")
     assert (server.engine.stats().steps, server.engine.stats().waiting) == (steps, 0)
 
 
@@ -115,11 +108,11 @@ def test_an_answer_at_the_bound_has_as_many_as_it_says(
     answer = client.post(COMPLETIONS, json=body(COMPLETIONS, **fields, max_tokens=10)).json()
     assert sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"]) == 2 * 3 * 10
     refused = client.post(COMPLETIONS, json=body(COMPLETIONS, **fields, max_tokens=11))
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert_refused(refused, "logprobs")
 
 
 def test_a_prompt_that_never_fits_is_still_told_so(client: httpx.Client) -> None:
     response = client.post(
         COMPLETIONS, json=body(COMPLETIONS, prompt=[5] * 5000, n=128, max_tokens=1000, logprobs=20)
     )
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert_refused(response, "prompt")

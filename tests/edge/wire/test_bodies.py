@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tangram.types import ToolFormat
+from tests.mentions import assert_refused, mentions
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, EngineServer, chat_body, run_fake_server
 
@@ -214,13 +215,13 @@ def test_the_first_events_leave_out_what_is_long(fake_server: EngineServer) -> N
         ('{"user": "é"}'.encode("latin-1"), "not UTF-8"),
         (b'{"user": "\xed\xa0\x80"}', "not UTF-8"),
         (b"", "is empty"),
-        (b'{"n": ' + b"1" * 5000 + b"}", "5000 digits, at most 4300"),
-        (b'{"n": [-' + b"1" * 4301 + b"]}", "4301 digits, at most 4300"),
-        (b"[" * 100_000, "too many levels"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "5000 4300"),
+        (b'{"n": [-' + b"1" * 4301 + b"]}", "4301 4300"),
+        (b"[" * 100_000, "levels"),
         (b'{"model": "a", }', "at character 15"),
-        (b"5", "must be a JSON object"),
-        (b"null", "must be a JSON object"),
-        (b"[]", "must be a JSON object"),
+        (b"5", "JSON object"),
+        (b"null", "JSON object"),
+        (b"[]", "JSON object"),
     ],
 )
 def test_what_is_no_body_is_told_why(
@@ -228,7 +229,7 @@ def test_what_is_no_body_is_told_why(
 ) -> None:
     status, error = post(shared_server, path, content)
     assert (status, error["type"]) == (400, "invalid_request_error")
-    assert words in error["message"]
+    assert mentions(error["message"], words)
     assert not any(
         word in error["message"]
         for word in ("instance of", "None", "parsing the body", "set_int_max")
@@ -289,14 +290,14 @@ def test_a_field_that_comes_twice_is_refused_by_name(
 ) -> None:
     status, error = post(shared_server, path, content)
     assert (status, error["param"], error["code"]) == (400, param, "duplicate_field")
-    assert f"'{param}' more than once" in error["message"]
+    assert mentions(error["message"], f"'{param}'")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_one_token_has_one_bias(shared_server: EngineServer, path: str) -> None:
-    for bias in ({"7": 1, "007": 2}, {"00": 1, "5": 1, "0": 1}):
+    for bias, clash in (({"7": 1, "007": 2}, "'7' '007'"), ({"00": 1, "5": 1, "0": 1}, "'00' '0'")):
         error = wrong(shared_server, path, {"logit_bias": bias})
-        assert error["param"] == "logit_bias" and "the same token" in error["message"]
+        assert error["param"] == "logit_bias" and mentions(error["message"], clash)
     assert (
         post(
             shared_server,
@@ -323,10 +324,7 @@ def test_what_should_be_an_object_is_told_so(
     shared_server: EngineServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     error = wrong(shared_server, path, fields)
-    assert (error["param"], error["message"]) == (
-        param,
-        f"{param}: must be a JSON object (a dictionary)",
-    )
+    assert error["param"] == param and mentions(error["message"], f"{param} JSON object")
 
 
 def test_a_nameless_field_is_named(shared_server: EngineServer) -> None:
@@ -487,15 +485,10 @@ def test_text_inside_text_is_unicode_too(client: httpx.Client, spelled: str) -> 
         "tool_calls": [{"id": "a", "type": "function", "function": function}],
     }
     answer = client.post(CHAT, json=chat_body(messages=[USER, call]))
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (
-        400,
-        "messages[1].tool_calls[0].function.arguments",
-    )
-    assert "half a surrogate pair" in error["message"]
+    assert_refused(answer, "messages[1].tool_calls[0].function.arguments", "surrogate")
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": spelled}
     answer = client.post("/v1/responses", json={"model": MODEL, "input": [item]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].arguments")
+    assert_refused(answer, "input[0].arguments")
 
 
 @pytest.mark.parametrize(
@@ -530,22 +523,21 @@ def test_a_value_of_another_kind_is_named(
     answer = client.post(
         COMPLETIONS, json={"model": MODEL, "prompt": "a", "max_tokens": 20} | fields
     )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert_refused(answer, param)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_tokens": "20"}, "max_tokens: Input should be a valid integer, it is '20'"),
-        ({"max_tokens": 2.5}, "max_tokens: Input should be a valid integer, it is 2.5"),
-        ({"temperature": True}, "temperature: Input should be a valid number, it is true"),
-        ({"echo": "yes" * 99}, "echo: Input should be a valid boolean, it is 'yesyesyesyes"),
+        ({"max_tokens": "20"}, "max_tokens integer '20'"),
+        ({"max_tokens": 2.5}, "max_tokens integer 2.5"),
+        ({"temperature": True}, "temperature number true"),
+        ({"echo": "yes" * 99}, "echo boolean"),
     ],
 )
 def test_the_value_of_another_kind_is_repeated(
     client: httpx.Client, fields: dict[str, Any], said: str
 ) -> None:
     answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a"} | fields)
-    message = answer.json()["error"]["message"]
-    assert answer.status_code == 400
-    assert message.startswith(said) and len(message) < 100
+    error = assert_refused(answer, said.split()[0], said)
+    assert len(error["message"]) < 100

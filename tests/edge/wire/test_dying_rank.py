@@ -83,4 +83,4 @@ def test_a_server_ends_with_the_name_of_the_rank_that_died(
             os.kill(rank, signal.SIGKILL)
         written, _ = server.communicate(timeout=90)
     assert server.returncode != 0
-    assert f"rank 1 of 2 (process {rank}) was ended by signal 9" in written
+    assert re.search(rf"rank 1 of 2\b.*\b{rank}\b.*signal 9", written)

@@ -15,6 +15,7 @@ from bench.serving.servers import HttpEngine
 from bench.serving.streams import Post, StreamClients
 from tangram_lab.load.asks import Ask, alike
 from tangram_lab.load.clock import GivenUpError, Patience
+from tests.mentions import mentioning
 
 from .tiny import CHUNK, VOCABULARY, tiny_folder
 
@@ -54,7 +55,7 @@ def test_a_server_is_measured_and_nothing_of_it_is_left(tmp_path: Path) -> None:
 
         # Patience that is lost ends all requests; the server answers others afterwards.
         many = alike(24, 70, 400, shared_tokens=0, vocab_size=VOCABULARY)
-        with pytest.raises(GivenUpError, match="24 were sent"):
+        with pytest.raises(GivenUpError, match=mentioning("24")):
             engine.answer_all(many, Patience(ttft_s=0.05, every_s=0.05))
 
         # The same tokens come again, and a turn that follows them finds what they left.
@@ -92,6 +93,6 @@ def test_a_server_that_does_not_start_says_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_folder(tmp_path / "tiny")
-    with pytest.raises(SystemExit, match="its exit code is 2"):
+    with pytest.raises(SystemExit, match=mentioning("code 2")):
         HttpEngine("tangram", model, OPTIONS | {"max_num_seqs": 0}, tmp_path / "log", clients=1)
     assert "max_num_seqs is 0" in capfd.readouterr().err

@@ -25,6 +25,7 @@ import pytest
 
 from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.template_process import MOST_S
+from tests.mentions import assert_refused, mentions
 
 from .conftest import (
     CHAT,
@@ -210,11 +211,11 @@ def test_a_limit_of_files_that_is_too_low_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
-        ([], {"TANGRAM_API_KEY": ""}, "TANGRAM_API_KEY is set and holds no key"),
-        ([], {"TANGRAM_API_KEY": "  "}, "TANGRAM_API_KEY is set and holds no key"),
+        ([], {"TANGRAM_API_KEY": ""}, "TANGRAM_API_KEY"),
+        ([], {"TANGRAM_API_KEY": "  "}, "TANGRAM_API_KEY"),
         (["--api-key", b"\xff"], {}, "not UTF-8"),
-        (["--served-model-name", b"\xff"], {}, "served_model_name is"),
-        (["--served-model-name", ""], {}, "served_model_name is ''"),
+        (["--served-model-name", b"\xff"], {}, "served_model_name"),
+        (["--served-model-name", ""], {}, "served_model_name ''"),
     ],
 )
 def test_keys_and_names_that_would_open_or_break_the_server(
@@ -230,7 +231,7 @@ def test_keys_and_names_that_would_open_or_break_the_server(
         command, cwd=ROOT, env=os.environ | variables, capture_output=True, timeout=60
     )
     assert done.returncode == 2
-    assert words in " ".join(done.stderr.decode().split())
+    assert mentions(done.stderr.decode(), words)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def test_where_the_model_lies_is_told_to_nobody(python: list[str], folder: Path)
         other = client.post(COMPLETIONS, json=body(numbers(9), model=str(folder)))
         assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
         unknown = client.get("/v1/models/gpt-4")
-        assert f"serves {folder.name!r}" in unknown.json()["error"]["message"]
+        assert mentions(unknown.json()["error"]["message"], f"{folder.name}")
         told = [client.get(path) for path in ("/v1/models", "/openapi.json", "/metrics")]
         assert not any(str(folder.parent) in response.text for response in (answer, unknown, *told))
 
@@ -363,7 +364,7 @@ def test_who_is_answered_as_a_whole_hears_of_a_kill_at_once(
             for answer in answers:
                 told = answer.result()
                 assert told.status_code == 503
-                assert "the engine has stopped" in told.json()["error"]["message"]
+                assert mentions(told.json()["error"]["message"], "engine stopped")
         assert server.wait(timeout=10) == -signal.SIGKILL
 
 
@@ -381,7 +382,7 @@ def test_after_a_kill_the_next_start_finds_the_cache_as_it_was(
             next(lines)
             server.kill()
             *_, error, _, done, _ = lines
-        assert "the engine has stopped" in error and done == "data: [DONE]"
+        assert mentions(error, "engine stopped") and done == "data: [DONE]"
     (profile,) = tmp_path.glob("weights/*/profiles/*.json")
     written_ns = profile.stat().st_mtime_ns
     with process(*command, TANGRAM_CACHE=cache, start_s=120) as (url, server):
@@ -442,10 +443,7 @@ def test_a_template_that_never_ends_holds_up_no_other_request_and_not_the_end(
             assert httpx.post(url + CHAT, json=said("hi"), timeout=60).status_code == 200
             assert httpx.post(url + COMPLETIONS, json=body(numbers(9)), timeout=60).is_success
             slowest_s = max(slowest_s, time.monotonic() - begin_s)
-        assert looping.result().status_code == 400
-        error = looping.result().json()["error"]
-        assert error["param"] == "messages"
-        assert "chat template takes more than 5 s or 1024 MiB" in error["message"]
+        assert_refused(looping.result(), "messages", "template 5 1024")
         assert slowest_s < MOST_S, "others have waited for it"
         looping = pool.submit(httpx.post, url + CHAT, json=said("loop"), timeout=60)
         children = list_children(server.pid)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.model.load import load_model
+from tests.mentions import mentions
 from tests.small_engines import profile_file
 
 from .conftest import free_port
@@ -108,24 +109,16 @@ def test_a_process_ends_with_a_profile_that_is_not_for_it(
     assert ended.returncode == 2, "starting it again does not help"
     assert nobody_listens(port)
     assert "Traceback" not in ended.stderr
-    assert "layers is 3 in the profile, 2 in the model" in " ".join(ended.stderr.split())
+    assert mentions(ended.stderr.splitlines()[-1], "layers 3 2")
 
 
 def test_a_profile_of_another_model_is_named_by_what_differs(folder: Path, foreign: Path) -> None:
-    said = refusal(folder, foreign)
-    for phrase in (
-        "layers is 3 in the profile, 2 in the model",
-        "kv_heads is 2 in the profile, 4 in the model",
-    ):
-        assert phrase in said
+    assert mentions(refusal(folder, foreign), "layers 3 2 kv_heads 4")
 
 
 def test_a_profile_for_other_options_is_named_by_what_differs(folder: Path, profile: Path) -> None:
     said = refusal(folder, profile, "--chunk-tokens", "64", "--scope", "layer")
-    assert (
-        "chunk_tokens is 32 in the profile, 64 was requested" in said
-        and "scope is 'model' in the profile" in said
-    )
+    assert mentions(said, "chunk_tokens 32 64 scope 'model' 'layer'")
 
 
 def _with_nan(content: Content) -> None:
@@ -151,11 +144,11 @@ def _edit(content: Content) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (_with_nan, "mean.1.2 is NaN, it must be a finite number"),
-        (_a_row_short, "mean must be [2 layers][4 heads], it has another shape"),
-        (_a_head_short, "std must be [2 layers][4 heads], it has another shape"),
-        (_a_group_short, "sealed_pages has"),
-        (_edit, "checksum is"),
+        (_with_nan, "mean.1.2 NaN"),
+        (_a_row_short, "mean [2 layers][4 heads]"),
+        (_a_head_short, "std [2 layers][4 heads]"),
+        (_a_group_short, "sealed_pages"),
+        (_edit, "checksum"),
     ],
 )
 def test_a_damaged_profile_is_named_by_file_and_field(
@@ -166,7 +159,7 @@ def test_a_damaged_profile_is_named_by_file_and_field(
     damaged = tmp_path / "damaged.json"
     damaged.write_text(json.dumps(content))
     said = refusal(folder, damaged)
-    assert named in said and damaged.name in said
+    assert mentions(said, f"{damaged.name} {named}")
 
 
 def test_the_profile_itself_is_sound(profile: Path) -> None:

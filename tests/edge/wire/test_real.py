@@ -259,5 +259,5 @@ def test_a_ratio_without_a_profile_is_served_without_a_restart(client: Any) -> N
         for ratio in (0.2, 0.3, 0.5)
     }
     assert kept[0.2] < kept[0.3] < kept[0.5]
-    with pytest.raises(openai.BadRequestError, match=r"multiples of 0\.05: .*tangram calibrate"):
+    with pytest.raises(openai.BadRequestError, match=r"kv_retention is 0\.31, .*0\.05.*calibrate"):
         chat(client, question, extra_body={"kv_retention": 0.31}, **fields)

@@ -39,6 +39,7 @@ from tangram.serve.logs import LogForm
 from tangram.serve.options import FleetOptions
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import ChunkPlace, ChunkStored, News
+from tests.mentions import mentioning, mentions
 from tests.running import run_app
 
 CHUNK_TOKENS = 256
@@ -198,7 +199,7 @@ def test_a_request_without_a_token_is_sent_once_more_if_its_replica_dies(
     with serving(handle) as client:
         answer = client.post(COMPLETIONS, json=body())
     assert answer.status_code == 503
-    assert "send the request again" in answer.json()["error"]["message"]
+    assert mentions(answer.json()["error"]["message"], "again")
 
 
 def test_a_fault_is_told_and_not_repeated(replica: EngineReplica) -> None:
@@ -210,7 +211,7 @@ def test_a_fault_is_told_and_not_repeated(replica: EngineReplica) -> None:
     with serving(handle) as client:
         answer = client.post(COMPLETIONS, json=body())
     assert answer.status_code == 500
-    assert "could not be answered" in answer.json()["error"]["message"]
+    assert mentions(answer.json()["error"]["message"], "answered")
     assert len(handle.sent) == 1
 
 
@@ -225,7 +226,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event(replica: EngineRep
         *told, last = frames(client.post(COMPLETIONS, json=body(stream=True)))
         after = client.post(COMPLETIONS, json=body())
     assert told
-    assert "the replica that computed this answer has ended" in last["error"]["message"]
+    assert mentions(last["error"]["message"], "replica ended")
     assert after.status_code == 200
     assert len(handle.sent) == 2
 
@@ -280,15 +281,15 @@ def test_arguments_are_checked_by_name() -> None:
     config, options = read_arguments({"model": "smollm2", "kv_cache_gib": "0.5", "replicas": "3"})
     assert (config.kv_cache_gib, config.max_queue, options.replicas) == (0.5, 1024, 3)
     for given, message in (
-        ({"replica": 3}, "replica is no option"),
-        ({"replicas": 0}, "replicas is 0"),
-        ({"report_every_s": 3601}, "report_every_s is 3601"),
-        ({"request_timeout_s": 0}, "request_timeout_s is 0"),
-        ({"chunk_tokens": "x"}, "chunk_tokens is 'x'"),
-        ({"kv_retention": 7}, "kv_retention is 7"),
-        ({"autoscaling": {"max_replicas": "many"}}, "max_replicas is 'many'"),
+        ({"replica": 3}, "replica option"),
+        ({"replicas": 0}, "replicas 0 1"),
+        ({"report_every_s": 3601}, "report_every_s 3601 3600"),
+        ({"request_timeout_s": 0}, "request_timeout_s 0"),
+        ({"chunk_tokens": "x"}, "chunk_tokens 'x' integer"),
+        ({"kv_retention": 7}, "kv_retention 7.0 1"),
+        ({"autoscaling": {"max_replicas": "many"}}, "max_replicas 'many'"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=mentioning(message)):
             build_application(*read_arguments(given))
 
 
@@ -313,17 +314,20 @@ def test_each_rank_has_a_gpu_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = engine_deployment(config, **options).ray_actor_options
         assert (asked["num_cpus"], asked["num_gpus"]) == (cpus, gpus)
     for config, gpus in ((two, 1), (two, 0.5), (two, 3), (one, 2)):
-        with pytest.raises(ConfigError, match=f"gpus_per_replica is {gpus}"):
+        with pytest.raises(ConfigError, match=mentioning(f"gpus_per_replica {gpus}")):
             engine_deployment(config, gpus_per_replica=gpus)
 
 
 def test_events_that_replicas_cannot_publish_are_refused_before_any_starts() -> None:
     for given, message in (
-        ({"kv_events": "tcp://router:5557"}, "kv_events is 'tcp://router:5557'"),
-        ({"kv_events": "tcp://*:5557", "kv_events_replay": "inproc://x"}, "kv_events_replay is"),
-        ({"kv_events_topic": "kv@pod@model"}, "without kv_events"),
+        ({"kv_events": "tcp://router:5557"}, "kv_events 'tcp://router:5557'"),
+        (
+            {"kv_events": "tcp://*:5557", "kv_events_replay": "inproc://x"},
+            "kv_events_replay 'inproc://x'",
+        ),
+        ({"kv_events_topic": "kv@pod@model"}, "kv_events_topic kv_events"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=mentioning(message)):
             engine_deployment(EngineConfig(), **given)
 
 
@@ -444,7 +448,7 @@ def test_tokens_of_another_model_are_refused_with_a_request_to_send_them_again(
     with serving(LocalHandle(replica, [tokenized_before])) as client:
         answer = client.post(COMPLETIONS, json=body())
     assert answer.status_code == 503, answer.text
-    assert "send the request again" in answer.json()["error"]["message"]
+    assert mentions(answer.json()["error"]["message"], "again")
 
 
 def test_a_report_that_is_known_is_not_decoded_again(replica: EngineReplica) -> None:
@@ -458,7 +462,7 @@ def test_a_report_that_is_known_is_not_decoded_again(replica: EngineReplica) -> 
         router.update_replicas([idle, busy])  # type: ignore[list-item]
         assert router._made_s == {"a": report["made_s"], "b": 2.0}
         busy.routing_stats = report | {"digest": b"cannot be decoded", "made_s": 3.0}
-        with pytest.raises(ValueError, match="a digest has 17 bytes"):
+        with pytest.raises(ValueError, match=mentioning("17 8")):
             router.update_replicas([idle, busy])  # type: ignore[list-item]
 
     asyncio.run(update())

@@ -213,8 +213,7 @@ def test_a_schema_is_blamed_by_the_name_of_the_endpoint(fake_server: EngineServe
     ):
         with fake_server.http() as client:
             error = client.post(path, json={"model": MODEL, **body}).json()["error"]
-        assert error["param"] == f"{field}.schema.oops"
-        assert error["message"].startswith(f"{field}.schema.oops: the keyword 'oops'")
+        assert error["param"] == f"{field}.schema.oops" and "'oops'" in error["message"]
 
 
 def test_values_that_ask_for_nothing_pass(shared_server: EngineServer) -> None:

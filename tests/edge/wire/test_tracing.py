@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tangram.errors import ConfigError
 from tangram.serve.http import Telemetry
 from tangram.serve.tracing import Traces, traces_to
+from tests.mentions import mentioning
 
 from .conftest import (
     CHAT,
@@ -248,10 +249,10 @@ def test_nothing_asked_is_nothing_made() -> None:
 
 
 def test_no_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"otlp_endpoint is 'collector:4318', it must be a URL"):
+    with pytest.raises(ConfigError, match=mentioning("otlp_endpoint 'collector:4318' URL")):
         traces_to("collector:4318", MODEL, {})
     with pytest.raises(
-        ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is 'collector:4318', it must be a URL"
+        ConfigError, match=mentioning("OTEL_EXPORTER_OTLP_ENDPOINT 'collector:4318' URL")
     ):
         traces_to(None, MODEL, {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
 
@@ -268,7 +269,7 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'tangram-serve\[otel\]'"):
+    with pytest.raises(ConfigError, match=mentioning("'tangram-serve[otel]'")):
         traces_to(
             endpoint,
             MODEL,
