@@ -161,7 +161,7 @@ def test_a_thin_file_gives_the_same_tables_and_every_cell_once(tmp_path: Path) -
 
 
 def test_cells_of_other_samples_are_not_thrown_together() -> None:
-    with pytest.raises(ValueError, match="other samples of ruler"):
+    with pytest.raises(ValueError, match="ruler"):
         Thin.of([Results(command="c", cells=[CELLS[0], cell(STATIC, "ruler", [1.0, 0.0])])])
 
 

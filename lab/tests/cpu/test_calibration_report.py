@@ -30,6 +30,7 @@ from tangram_lab.calibration.lost_entries import (
     overflow,
     transfer,
 )
+from tests.mentions import mentioning, mentions
 
 CHUNK = 16
 
@@ -263,7 +264,7 @@ def test_a_report_covers_every_rho_and_survives_json() -> None:
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"samples is 1.*at least 2"):
         report(calibrate_samples(two_heads(12), "a"))
-    with pytest.raises(ConfigError, match="kinds has 1 names for 2 samples"):
+    with pytest.raises(ConfigError, match=mentioning("kinds 1 2")):
         calibrate_samples(two_heads(12, 4), "a")
 
 
@@ -297,18 +298,15 @@ def test_many_heads_are_drawn_in_several_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--plot", "heads.jpg"], "plot is heads.jpg, the picture is a PNG"),
-        (["--report", "report.txt"], "report is report.txt, it must end in .json or .md"),
-        (["--report", "absent/report.md"], "report is absent/report.md, there is no folder absent"),
-        (["--report", "report.md", "--samples", "1"], "take at least 2"),
-        (["--also-at", "0.3"], "also_at is 0.3, it is for --plot and --report"),
-        (
-            ["--report", "report.md", "--also-at", "0.3,1.5"],
-            "also_at has 1.5, each must be less than 1",
-        ),
-        (["--report", "report.md", "--also-at", ""], "also_at is ''"),
-        (["--report", "report.md", "--also-at", "some"], "also_at is 'some'"),
-        (["--report", "report.md", "--import", "budgets.npz"], "imported budgets hold no samples"),
+        (["--plot", "heads.jpg"], "plot heads.jpg PNG"),
+        (["--report", "report.txt"], "report report.txt .json .md"),
+        (["--report", "absent/report.md"], "report absent/report.md"),
+        (["--report", "report.md", "--samples", "1"], "report report.md, 2 1)"),
+        (["--also-at", "0.3"], "also_at 0.3 --plot --report"),
+        (["--report", "report.md", "--also-at", "0.3,1.5"], "also_at 1.5"),
+        (["--report", "report.md", "--also-at", ""], "also_at ''"),
+        (["--report", "report.md", "--also-at", "some"], "also_at 'some'"),
+        (["--report", "report.md", "--import", "budgets.npz"], "report report.md, --import"),
     ],
 )
 def test_what_calibration_could_not_show_is_refused_before_any_work(
@@ -319,7 +317,7 @@ def test_what_calibration_could_not_show_is_refused_before_any_work(
     monkeypatch.setattr("tangram_lab.cli.study.find_spec", lambda name: name)
     refused = CliRunner().invoke(app, ["calibrate", "smollm2", "-o", "profile.json", *options])
     assert refused.exit_code == 2
-    assert named in " ".join(refused.output.split())
+    assert mentions(refused.output, named)
     assert not list(tmp_path.iterdir())
 
 

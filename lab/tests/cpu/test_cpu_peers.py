@@ -58,7 +58,7 @@ def test_decode_is_counted_while_all_requests_decode() -> None:
     early, late = make_answer(1.0, 2.0, 3.0, 4.0, 5.0), make_answer(2.5, 3.5, 4.5, 5.5, 6.5)
     # After 2.5 s and up to 5 s: the tokens at 3, 4 and 5 s, and those at 3.5 and 4.5 s.
     assert decode_rate([early, late]) == pytest.approx(5 / 2.5)
-    with pytest.raises(ValueError, match="ask for more tokens"):
+    with pytest.raises(ValueError, match="tokens"):
         decode_rate([make_answer(1.0, 2.0), make_answer(3.0, 4.0)])
 
 

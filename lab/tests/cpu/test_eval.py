@@ -28,6 +28,7 @@ from tangram_lab.accuracy.results import FidelityCell, Results
 from tangram_lab.accuracy.sample_prompts import Alignment, Questions, filler_token
 from tangram_lab.accuracy.score_report import plain
 from tangram_lab.accuracy.work import count_work
+from tests.mentions import mentioning, mentions
 
 CONTEXT, CHUNK = 640, 128
 LLAMA = LlamaConfig(
@@ -185,20 +186,17 @@ def test_what_no_engine_could_do_is_refused_before_anything_is_measured(
     loaded: LoadedModel,
 ) -> None:
     def refuse(method: Method, said: str, base: EngineConfig = BASE, samples: int = 2) -> None:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=mentioning(said)):
             ModelBench.of(base, loaded, [method], calibration_samples=samples)
 
-    refuse(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention")
-    refuse(Method("static", 0.5, "best", CHUNK, "model", 2.0, 4), "scorer is 'best'")
-    refuse(
-        Method("static", 0.5, "keydiff", 100, "model", 2.0, 4),
-        "chunk_tokens is 100, .*multiple of page_tokens",
-    )
-    refuse(METHODS[0], "calibration_samples is 0", samples=0)
-    refuse(METHODS[2], "gate is 'g', but no method scores by fastkvzip", EngineConfig(gate="g"))
+    refuse(Method("static", 0.01, "keydiff", CHUNK, "model", 2.0, 4), "kv_retention 0.01 0.0625")
+    refuse(Method("static", 0.5, "best", CHUNK, "model", 2.0, 4), "scorer 'best'")
+    refuse(Method("static", 0.5, "keydiff", 100, "model", 2.0, 4), "chunk_tokens 100 page_tokens")
+    refuse(METHODS[0], "calibration_samples 0", samples=0)
+    refuse(METHODS[2], "gate 'g', fastkvzip", EngineConfig(gate="g"))
     bench = ModelBench.of(BASE, loaded, METHODS[:1], calibration_samples=2)
     long = Questions("ruler", ("niah_single_1",), 1, 1000).prompts(bench.codec, None)
-    with pytest.raises(ConfigError, match=r"context_tokens is too large: .* was made for 1024"):
+    with pytest.raises(ConfigError, match=mentioning("context_tokens 1024")):
         bench.for_prompts(long.samples)
 
 
@@ -320,27 +318,18 @@ def test_the_picture_is_drawn(model: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--retentions", "half"], "retentions is 'half', it must be numbers"),
-        (["--chunk-tokens", "64.5"], "chunk_tokens is '64.5', it must be whole numbers"),
-        (["--methods", "best"], "methods has 'best'"),
-        (["--suites", "ruler/niah"], "tasks has 'niah'"),
-        (["--locomo", "x.json"], "locomo is x.json, but suites is"),
-        (["--text", "x.txt"], "text is x.txt, but suites is"),
-        (["--suites", "fidelity"], "max_questions is 2, but fidelity asks none"),
-        (["--suites", "fidelity/x"], "suites has 'fidelity/x', but fidelity has no tasks"),
-        (
-            ["--suites", "fidelity,ruler/vt"],
-            "chunk_tokens has 128, but fidelity looks at 128 tokens that fill no chunk",
-        ),
-        (["--report", "none/r.md"], "there is no folder none"),
-        (
-            ["--kv-cache-dtype", "int8"],
-            "kv_cache_dtype is int8, but method full has no calibrated profile",
-        ),
-        (
-            ["--chunk-tokens", "128,96"],
-            "chunk_tokens has 96, of which the largest chunk, 128, is no multiple",
-        ),
+        (["--retentions", "half"], "retentions 'half'"),
+        (["--chunk-tokens", "64.5"], "chunk_tokens '64.5'"),
+        (["--methods", "best"], "methods 'best'"),
+        (["--suites", "ruler/niah"], "tasks 'niah'"),
+        (["--locomo", "x.json"], "locomo x.json, suites"),
+        (["--text", "x.txt"], "text x.txt, suites"),
+        (["--suites", "fidelity"], "max_questions 2, fidelity"),
+        (["--suites", "fidelity/x"], "suites 'fidelity/x' fidelity"),
+        (["--suites", "fidelity,ruler/vt"], "chunk_tokens 128 fidelity"),
+        (["--report", "none/r.md"], "report none"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype int8, full"),
+        (["--chunk-tokens", "128,96"], "chunk_tokens 96, 128"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_line(
@@ -350,7 +339,7 @@ def test_what_cannot_be_run_is_refused_in_a_line(
         app, ["eval", str(model), *FLAGS, "-o", str(tmp_path / "r.json"), *options]
     )
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split()) and "Traceback" not in result.output
+    assert mentions(result.output, said) and "Traceback" not in result.output
 
 
 def test_who_cannot_draw_hears_it_first(

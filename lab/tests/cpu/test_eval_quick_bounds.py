@@ -19,6 +19,7 @@ from tangram.config import EngineConfig
 from tangram_lab.accuracy.methods import Method, MethodName
 from tangram_lab.accuracy.results import AnyCell, Fidelity, FidelityCell, Score
 from tangram_lab.accuracy.sample_prompts import SuitePrompts
+from tests.mentions import mentions
 
 
 @pytest.fixture
@@ -86,10 +87,7 @@ def test_a_number_out_of_bounds_is_named(cells: list[AnyCell]) -> None:
         for cell in cells
     ]
     said = eval_quick.outside(worse, bounds)
-    assert (
-        len(said) == 4
-        and "scope model: score is 0.750, it must lie in [0.8, 1.0] and was 0.83" in said[-1]
-    )
+    assert len(said) == 4 and mentions(said[-1], "scope model: score 0.750, [0.8, 1.0] 0.83")
 
 
 def read(cell: AnyCell, method: MethodName, divergence: float) -> FidelityCell:
@@ -122,13 +120,10 @@ def test_fidelity_is_bounded_from_both_sides_and_equal_budgets_must_not_be_neare
     too_much = eval_quick.outside(
         [static], {"ruler": {"static, keydiff": {**wide, "divergence": (0.0, 0.8, 0.9)}}}
     )
-    assert "divergence is 1.000, it must lie in [0.0, 0.9]" in too_much[0]
+    assert mentions(too_much[0], "divergence 1.000, [0.0, 0.9]")
     assert eval_quick.overtaken([full, static, uniform]) == []
     nearer = read(uniform, "uniform", 0.9)
-    assert (
-        "ruler, keydiff: budgets of a profile are no better than equal ones (divergence or −score "
-        "1.000, 0.900)" in eval_quick.overtaken([static, nearer])[0]
-    )
+    assert mentions(eval_quick.overtaken([static, nearer])[0], "ruler keydiff 1.000 0.900")
 
 
 def control(folder: Path, prompts: SuitePrompts, known: int) -> Control:
@@ -180,7 +175,7 @@ def test_the_control_stands_beside_what_was_asked_the_same(tmp_path: Path) -> No
     assert "| kvpress, Ada-KV | keydiff | 50.0 ± 0.0 |" in text
     assert "| one-shot, layer − kvpress, Ada-KV | keydiff | +33.3 ± 8.3 |" in text
     other = found.cells[0].model_copy(update={"prompts_sha256": "another"})
-    with pytest.raises(ValueError, match="prompts_sha256 another of suite ruler is in no cell"):
+    with pytest.raises(ValueError, match=r"prompts_sha256 another .*ruler"):
         control_tables(found.model_copy(update={"cells": [other]}), cells)
 
 
@@ -189,5 +184,5 @@ def test_a_control_is_added_to_one_that_was_measured_alike(tmp_path: Path) -> No
     later = found.model_copy(update={"environment": {"kvpress": "0.5.5", "python": "3.12.3"}})
     both = found.join(later)
     assert both.cells == [*found.cells, *later.cells] and both.environment["python"] == "3.12.3"
-    with pytest.raises(ValueError, match=r"kvpress is 0\.5\.5 in the control"):
+    with pytest.raises(ValueError, match=r"kvpress is 0\.5\.5"):
         found.join(found.model_copy(update={"environment": {"kvpress": "0.6"}}))

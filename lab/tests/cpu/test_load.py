@@ -190,10 +190,10 @@ def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
     [
         ('{"timestamp": 0}', "1: input_length, output_length, hash_ids missing"),
         ("nothing", "1: not JSON"),
-        ("", "no request in the first 5 s"),
+        ("", r"trace\.jsonl.*\b5 s"),
         (
             '{"timestamp": 0, "input_length": 900, "output_length": 1, "hash_ids": [1]}',
-            "1: hash_ids stand for 512 tokens, input_length is 900",
+            "1: hash_ids.* 512 .*input_length is 900",
         ),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_measurement_says_what_was_drafted(folder: Path, tmp_path: Path) -> No
 
 def test_a_run_that_is_too_slow_is_given_up_and_leaves_nothing_behind(small_llm: LLM) -> None:
     engine, asks = small_llm.engine, alike(6, 30, 20, shared_tokens=0, vocab_size=300)
-    with pytest.raises(GivenUpError, match=r"more than 10% waited over 1e-09 s"):
+    with pytest.raises(GivenUpError, match=r"10%.* 1e-09 s"):
         answer_all(engine, asks, patience=Patience(1e-9, every_s=0.0))
     assert not engine.busy and engine.stats().pages_held == 0
     assert len(answer_all(engine, asks, patience=Patience(600.0))) == 6
@@ -353,10 +353,7 @@ def test_after_a_step_that_failed_the_engine_answers_as_before(
     with pytest.raises(ModelError):
         while engine.busy:
             engine.step()
-    assert (
-        events[-1].finish_reason is FinishReason.ABORT
-        and events[-1].error == "a step of the engine failed"
-    )
+    assert events[-1].finish_reason is FinishReason.ABORT and "step" in str(events[-1].error)
     assert not engine.busy and engine.stats().pages_free == engine.stats().pages_total
     check_books(engine)
     assert [answer.token_ids for answer in answer_all(engine, asks)] == expected

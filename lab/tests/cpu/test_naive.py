@@ -61,7 +61,7 @@ def test_a_prompt_is_projected_once_with_a_cache(adopt_tiny: Adopt) -> None:
 def test_tokens_that_differ_are_not_compared(adopt_tiny: Adopt) -> None:
     plain, cached = decode_both(adopt_tiny(CONFIG), [7], 4)
     wrong = replace(cached, token_ids=[*cached.token_ids[:2], -1, cached.token_ids[3]])
-    with pytest.raises(TangramError, match=r"token 3 is \d+ without a cache and -1 with it"):
+    with pytest.raises(TangramError, match=r"token 3 .*-1\b"):
         naive.check_equal(plain, wrong)
 
 

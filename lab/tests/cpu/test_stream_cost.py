@@ -34,7 +34,7 @@ def test_a_folder_is_measured_as_it_is_and_a_commit_from_its_files(tmp_path: Pat
 
 
 def test_what_is_neither_a_folder_nor_a_commit_is_refused() -> None:
-    with pytest.raises(SystemExit, match="neither a folder nor a commit"), checkout("no-such-one"):
+    with pytest.raises(SystemExit, match="no-such-one"), checkout("no-such-one"):
         pass
 
 

@@ -192,13 +192,13 @@ def test_what_is_left_to_ask_is_known_beforehand() -> None:
 def test_a_file_of_another_kind_is_not_overwritten(content: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"r\.json is no result file"):
+    with pytest.raises(ConfigError, match=r"r\.json .*result"):
         Results.resume(path, "tangram eval")
     assert path.read_text() == content
 
 
 def test_a_folder_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match=str(tmp_path / "none")):
         Results.resume(tmp_path / "none" / "r.json", "tangram eval")
 
 

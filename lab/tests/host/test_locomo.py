@@ -19,6 +19,7 @@ from tangram_lab.accuracy.budget import Budget
 from tangram_lab.accuracy.grading import score_reply
 from tangram_lab.accuracy.sample import Question, Sample
 from tangram_lab.accuracy.suites import SUITES
+from tests.mentions import mentioning
 
 SESSIONS = 6
 LONG = " ".join(["and we talked about the weather"] * 10)
@@ -260,7 +261,7 @@ def test_other_files_are_refused_by_name(folder: Path, content: str, said: str) 
 
 
 def test_missing_files_and_empty_folders_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"path.*none.json.*cannot be read"):
+    with pytest.raises(ConfigError, match=mentioning(f"{folder}/none.json")):
         locomo.read_samples(folder / "none.json", Budget(count_words, 1_000), 0)
     with pytest.raises(ConfigError, match=r"path.*without \*.json"):
         locomo.read_samples(folder, Budget(count_words, 1_000), 0)
@@ -291,9 +292,7 @@ def test_the_suite_picks_samples_categories_and_first_questions(folder: Path) ->
     assert [len(one.questions) for one in temporal] == [
         len(one.questions) // 5 for one in everything
     ]
-    with pytest.raises(
-        ConfigError, match=r"samples is 4, .* 3 contexts of at most 700 tokens: ask for 3 or fewer"
-    ):
+    with pytest.raises(ConfigError, match=mentioning("samples 4 3 700")):
         SUITES["locomo"](count_words, 700, 4, path=folder)
-    with pytest.raises(ConfigError, match=r"tasks has 'vt'.*temporal"):
+    with pytest.raises(ConfigError, match=mentioning("tasks 'vt' temporal")):
         SUITES["locomo"](count_words, 700, 1, path=folder, tasks=["vt"])

@@ -68,8 +68,8 @@ def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
     ("body", "said"),
     [
         (b"".join(map(piece, ANSWER)), "ends with"),  # without the end of the answer
-        (b"".join(map(piece, ANSWER[:-1])) + END, "without its usage or its end"),
-        (b"".join(map(piece, [*ANSWER[:-2], DONE])) + END, "without its usage or its end"),
+        (b"".join(map(piece, ANSWER[:-1])) + END, "usage"),
+        (b"".join(map(piece, [*ANSWER[:-2], DONE])) + END, "usage"),
         (piece(event('{"error": {"message": "no memory"}}')) + piece(DONE) + END, "no memory"),
     ],
     ids=["cut off", "no DONE", "no usage", "an error"],

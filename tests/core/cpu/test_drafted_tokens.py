@@ -23,6 +23,7 @@ from tangram.engine.speculation import Drafting
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Int32, Request, SamplingParams
+from tests.mentions import mentioning, mentions
 from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
@@ -145,7 +146,7 @@ def test_without_speculation_nothing_is_said(tiny: LoadedModel) -> None:
 def test_a_model_of_windows_only_has_nothing_to_draft_from(adopt_tiny: Adopt) -> None:
     windows = adopt_tiny(MistralConfig(**SHAPE, sliding_window=40))
     with pytest.raises(
-        ConfigError, match=r"speculative_config\.method is compressed_kv, but .* ngram or suffix"
+        ConfigError, match=mentioning("speculative_config.method compressed_kv ngram suffix")
     ):
         small_engine(windows, speculative_config={"method": "compressed_kv"})
     assert run(small_engine(windows, speculative_config={"method": "ngram"}), [[3, 4, 5]])
@@ -161,12 +162,11 @@ def test_the_start_says_what_drafts(
         config["kv_retention"] = 0.5
     with caplog.at_level(logging.INFO, logger="tangram"):
         small_engine(tiny, speculative_config=config, **(options if len(config) > 2 else {}))
-    said = caplog.text
-    assert f"speculation: {method}, at most 3 drafted tokens of a sequence in a step" in said
-    assert "at kv_retention 1.0 (nothing dropped)" in said
-    costs = "drafts read 0.5 of the KV entries (keydiff, scope model), verification reads all"
-    assert (costs in said) == (method == "compressed_kv")
-    assert ("no entry is held twice" in said) == (method == "compressed_kv")
+    said = caplog.messages
+    assert any(mentions(line, f"speculation: {method} 3") for line in said)
+    assert any(mentions(line, "kv_retention 1.0") for line in said)
+    costs = any(mentions(line, "drafts 0.5 keydiff scope model") for line in said)
+    assert costs == (method == "compressed_kv")
 
 
 class CheckedPages:
@@ -261,5 +261,5 @@ def test_a_gpu_drafts_no_more_than_a_task_verifies(
 def test_a_gpu_that_could_verify_no_draft_says_so() -> None:
     """All 128 query heads of DeepSeek-V3 are those of one KV head."""
     config = EngineConfig(speculative_config={"method": "suffix"})
-    with pytest.raises(ConfigError, match="one token has 128: leave speculative_config out"):
+    with pytest.raises(ConfigError, match=mentioning("128 speculative_config")):
         limit_drafts(config, 128)

@@ -26,6 +26,7 @@ from tangram.compress.scorers.gate import find_gate, load_gate
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import GroupSealer
+from tests.mentions import mentioning
 from tests.small_engines import GREEDY, profile_file, run, sealed_state, small_engine
 
 # 2 layers, hidden size 48, 2 KV heads, 3 query heads for each.
@@ -111,23 +112,17 @@ def test_a_released_gate_is_converted_as_the_page_says(
 
 def broken_gates() -> dict[str, tuple[Callable[[list[dict[str, Tensor]]], object], str]]:
     return {
-        "missing": (
-            lambda layers: layers[1].pop("q_norm.weight"),
-            r"layer 1 .*missing \['q_norm.weight'\]",
-        ),
-        "unknown": (
-            lambda layers: layers[0].update(extra=torch.ones(1)),
-            r"layer 0 .*unknown \['extra'\]",
-        ),
+        "missing": (lambda layers: layers[1].pop("q_norm.weight"), "layer 1 ['q_norm.weight']"),
+        "unknown": (lambda layers: layers[0].update(extra=torch.ones(1)), "layer 0 ['extra']"),
         "rows": (
             lambda layers: layers[1].update({"k_proj.weight": torch.ones(8, 48)}),
-            r"layer 1 has k_proj.weight of shape \[8, 48\], it must be \[16, 48\]",
+            "layer 1 k_proj.weight [8, 48], [16, 48]",
         ),
         "dimensions": (
             lambda layers: layers[0].update(k_base=torch.ones(2, 4, 8)),
-            r"k_base of shape \[2, 4, 8\]",
+            "k_base [2, 4, 8]",
         ),
-        "empty": (lambda layers: layers.clear(), "holds no layers"),
+        "empty": (lambda layers: layers.clear(), "layers"),
     }
 
 
@@ -137,7 +132,7 @@ def test_a_broken_gate_is_refused_by_name(tmp_path: Path, case: str) -> None:
     layers = gate_layers()
     damage(layers)
     save_layers(layers, tmp_path / "gate.safetensors")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning(message)):
         FastKVzip(tmp_path / "gate.safetensors")
 
 
@@ -153,7 +148,7 @@ class Malice:
 )
 def test_a_file_that_is_no_gate_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "gate.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot be read as a Fast KVzip gate"):
+    with pytest.raises(ConfigError, match=mentioning(f"{tmp_path}/gate.safetensors")):
         FastKVzip(tmp_path / "gate.safetensors")
 
 
@@ -165,16 +160,14 @@ def test_a_pickle_is_not_opened_and_the_error_says_what_to_do(
     torch.save({"module": content or gate_layers()}, tmp_path / name)
     monkeypatch.setattr(pickle, "Unpickler", pytest.fail)
     monkeypatch.setattr(torch, "load", pytest.fail)
-    with pytest.raises(
-        ConfigError, match=r"safetensors.*docs/scorers\.md says under 'Gate files' how to convert"
-    ):
+    with pytest.raises(ConfigError, match=mentioning("safetensors docs/scorers.md")):
         FastKVzip(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["b", "first.b", "1.b", "-1.b"])
 def test_tensors_of_no_layer_are_refused(tmp_path: Path, name: str) -> None:
     save_file({name: torch.ones(1)}, tmp_path / "gate.safetensors")
-    with pytest.raises(ConfigError, match="cannot be read as a Fast KVzip gate"):
+    with pytest.raises(ConfigError, match=mentioning(f"{tmp_path}/gate.safetensors")):
         FastKVzip(tmp_path / "gate.safetensors")
 
 
@@ -271,27 +264,27 @@ def test_published_budgets_are_imported_for_a_gate(tmp_path: Path) -> None:
 
 
 def test_a_missing_gate_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match=mentioning(f"{tmp_path}/nowhere.safetensors")):
         FastKVzip(tmp_path / "nowhere.safetensors")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.ones(CHUNK, 64)}, "hidden size 48, the model has 64"),
-        ({"keys": torch.ones(3, CHUNK, 16)}, "KV heads 2, the model has 3"),
-        ({"queries": torch.ones(2, CHUNK, 16)}, "query heads per KV head 3, the model has 1"),
-        ({"layer": 2}, "2 layers, the model has at least 3"),
+        ({"hidden": torch.ones(CHUNK, 64)}, "hidden 48 64"),
+        ({"keys": torch.ones(3, CHUNK, 16)}, "KV 2 3"),
+        ({"queries": torch.ones(2, CHUNK, 16)}, "query 3 1"),
+        ({"layer": 2}, "layers 2 3"),
     ],
 )
 def test_a_gate_of_another_model_is_refused(change: dict[str, object], message: str) -> None:
     chunk = replace(a_chunk(), **change)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning(message)):
         FastKVzip(GATE).score(chunk)
 
 
 def test_nobody_waits_for_a_gate_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate.safetensors")
-    with pytest.raises(ConfigError, match=r"gate\.safetensors.* it is not a regular file"):
+    with pytest.raises(ConfigError, match=mentioning(f"{tmp_path}/gate.safetensors regular")):
         load_gate(tmp_path / "gate.safetensors")
     assert find_gate(tmp_path, ModelFingerprint("m", "llama", 1, 1, 1, 8)) is None

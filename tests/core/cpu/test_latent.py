@@ -31,6 +31,7 @@ from tangram.sizing.cache_size import kv_size
 from tangram.types import Event, Request, SamplingParams
 from tests.core.cpu.test_purity import TINY_LATENT
 from tests.core.cpu.test_quantized import needs_products
+from tests.mentions import mentioning, mentions
 from tests.paged import make_batch
 from tests.small_engines import GREEDY, drain, profile_file, run, small_engine
 from tests.speculation import draft_always
@@ -57,7 +58,7 @@ def test_size_and_log_say_what_is_held(tiny: LoadedModel, caplog: pytest.LogCapt
     assert retention.layout.count_held_pages(3, 0) == size.pages
     assert size.pages * size.page_bytes == 96 * size.bytes_per_token == 96 * 4 * 40 * 4
     tokens = len(pool) * 8 // 2
-    assert f"{len(pool)} pages; {tokens:,} tokens fit at kv_retention 1.0" in caplog.text
+    assert any(mentions(line, f"{len(pool)} {tokens:,} 1.0") for line in caplog.messages)
 
 
 @pytest.mark.parametrize("retention", [0.25, 0.5])
@@ -97,8 +98,7 @@ def test_scorers_serve_latents(tiny: LoadedModel, tmp_path: Path, scorer: str) -
 
 
 def test_a_scorer_that_reads_each_head_is_refused(tiny: LoadedModel, tmp_path: Path) -> None:
-    message = "expected_attention.*values of each head.*latent.*keydiff"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning("expected_attention head latent keydiff")):
         profile_file(tiny, tmp_path, scorer="expected_attention")
 
 
@@ -196,7 +196,7 @@ def test_an_fp8_cache_takes_a_quarter_of_float32_and_says_much_the_same(tiny: Lo
 
 
 def test_integers_of_latents_are_refused(tiny: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8, but .* latent .* use fp8"):
+    with pytest.raises(ConfigError, match=mentioning("kv_cache_dtype int8 latent fp8")):
         small_engine(tiny, kv_cache_dtype="int8")
 
 
@@ -220,10 +220,7 @@ def _square(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (_quantise, "kv_b_proj is _OtherLinear"),
-        (_square, "layer 1: its eager attention computes something else"),
-    ],
+    [(_quantise, "model.layers.1.self_attn.kv_b_proj"), (_square, "layer 1 attention")],
 )
 def test_what_decode_could_not_absorb_is_refused(
     tokenizer: PreTrainedTokenizerBase, change: Callable[[nn.Module], nn.Module], message: str
@@ -231,7 +228,7 @@ def test_what_decode_could_not_absorb_is_refused(
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=IMPLEMENTATION)
     layer = model.get_decoder().layers[1]
     layer.self_attn = change(layer.self_attn)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=mentioning(message)):
         adopt("tiny", model, tokenizer)
 
 

@@ -140,9 +140,7 @@ def test_overflow_looks_at_some_chunks_and_changes_no_token(
     assert plain.stats().overflow == ()
 
 
-@pytest.mark.parametrize(
-    ("every", "why"), [(0, "it must be at least 1"), (3, "at kv_retention 1.0 nothing is dropped")]
-)
+@pytest.mark.parametrize(("every", "why"), [(0, "1"), (3, "kv_retention 1.0")])
 def test_overflow_that_could_never_be_seen_is_refused(
     tiny: LoadedModel, every: int, why: str
 ) -> None:

@@ -18,6 +18,7 @@ from tangram.model.load import load_model
 from tangram.model.servable import probe_geometry
 from tangram.sizing.cache_size import kv_size
 from tests.families import spread_weights
+from tests.mentions import mentioning
 from tests.tiny_configs import WINDOW, tiny_config
 
 
@@ -65,13 +66,13 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("model_type", "changes", "named"),
     [
-        ("llama", {"is_causal": False}, "layer 0: a token sees those after it"),
-        ("llama4_text", {}, "layer 0: a token sees others"),  # chunks
-        ("doge", {}, "layer 0: its attention mask is not by positions alone"),
-        ("moshi", {}, "layer 0: its mask shows all tokens, but .* cache keeps the newest 40"),
-        ("deepseek_v32", {}, "layer 0: attention has no option indices"),
-        ("bart", {"is_encoder_decoder": False}, "depend on .* its place there"),
-        ("lfm2", {"layer_types": ["full_attention"] * 3 + ["conv"]}, "3 of 4 layers"),
+        ("llama", {"is_causal": False}, "layer 0 after"),
+        ("llama4_text", {}, "layer 0 others"),  # chunks
+        ("doge", {}, "layer 0 mask positions"),
+        ("moshi", {}, "layer 0 mask 40"),
+        ("deepseek_v32", {}, "layer 0 indices"),
+        ("bart", {"is_encoder_decoder": False}, "place"),
+        ("lfm2", {"layer_types": ["full_attention"] * 3 + ["conv"]}, "3 4"),
         (
             "phi3",
             {
@@ -83,18 +84,18 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
                     "long_factor": [2.0] * 4,
                 },
             },
-            "depend on the longest position",
+            "longest position",
         ),
-        ("stablelm", {}, "do not hand the keyword arguments"),
-        ("diffllama", {}, "4 of 4 layers .* 8 times"),
-        ("mimo_v2_flash", {}, "differ in their numbers of heads"),
+        ("stablelm", {}, "keyword"),
+        ("diffllama", {}, "4 8"),
+        ("mimo_v2_flash", {}, "heads"),
     ],
 )
 def test_what_is_not_served_is_refused_whatever_the_config_says(
     model_type: str, changes: dict[str, Any], named: str
 ) -> None:
     """`refuse_unsupported` is not asked here."""
-    with pytest.raises(ModelError, match=rf"^{model_type} \(\w+\) cannot be served: .*{named}"):
+    with pytest.raises(ModelError, match=mentioning(f"{model_type} {named}")):
         probe_geometry(make(model_type, **changes))
 
 
@@ -120,7 +121,7 @@ def test_a_part_of_attention_that_no_option_names_is_found(
 
     probe_geometry(model)
     monkeypatch.setattr(home, "eager_attention_forward", eager)
-    with pytest.raises(ModelError, match="layer 0: its eager attention computes something else"):
+    with pytest.raises(ModelError, match=mentioning("layer 0 eager")):
         probe_geometry(model)
 
 
@@ -146,7 +147,7 @@ def test_an_option_that_a_layer_keeps_to_itself_is_found(
         return lambda *rest, **options: interface(*rest, **(options | {option: None}))
 
     monkeypatch.setattr(home.ALL_ATTENTION_FUNCTIONS, "get_interface", silent)
-    with pytest.raises(ModelError, match="its eager attention computes something else"):
+    with pytest.raises(ModelError, match=mentioning("eager")):
         probe_geometry(model)
 
 
@@ -160,11 +161,11 @@ def test_tokens_that_reach_each_other_but_by_attention_are_found() -> None:
     spread_weights(model)
     last = model.get_decoder().layers[3]  # type: ignore[no-untyped-call]
     hook = last.mlp.register_forward_pre_hook(shift)
-    with pytest.raises(ModelError, match="the logits of a token depend on other tokens"):
+    with pytest.raises(ModelError, match=mentioning("logits tokens")):
         probe_geometry(model)
     hook.remove()
     last.self_attn.q_proj.register_forward_pre_hook(shift)
-    with pytest.raises(ModelError, match="queries, keys or values of a token depend on other"):
+    with pytest.raises(ModelError, match=mentioning("queries keys values tokens")):
         probe_geometry(model)
 
 
@@ -175,7 +176,7 @@ def test_logits_that_nobody_asked_for_are_found() -> None:
         return inputs, options | {"logits_to_keep": 0}
 
     model.register_forward_pre_hook(forget, with_kwargs=True)
-    with pytest.raises(ModelError, match=r"it gives logits \[1, 4, 96\] where those of 3 tokens"):
+    with pytest.raises(ModelError, match=mentioning("logits [1, 4, 96] 3")):
         probe_geometry(model)
 
 
@@ -189,7 +190,7 @@ def test_whatever_a_model_raises_is_a_refusal_in_one_line(error: type[Exception]
         raise error("one\ntwo")
 
     model.get_decoder().layers[1].register_forward_pre_hook(fail)  # type: ignore[no-untyped-call]
-    with pytest.raises(ModelError, match=rf"^llama .*: it does not run: {error.__name__}") as found:
+    with pytest.raises(ModelError, match=mentioning(f"llama {error.__name__}")) as found:
         probe_geometry(model)
     assert "\n" not in str(found.value)
     assert model.config._attn_implementation == IMPLEMENTATION

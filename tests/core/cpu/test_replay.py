@@ -21,6 +21,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.torch_kernels import TorchLaunch
 from tangram.model.load import LoadedModel
 from tests.core.cpu.test_broken_logits import ANSWER, BAD, TINY, poison, prompt, submit
+from tests.mentions import mentioning
 from tests.small_engines import drain, profile_file, small_engine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 200, "kv_retention": 0.5}
@@ -123,10 +124,10 @@ def test_a_folder_is_not_filled(engine: Engine, model: LoadedModel, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about: about | {"version": "0.0.0"}, "was saved by Tangram 0.0.0"),
-        (lambda about: {**about, "config": {"kv_retention": 7.0}}, "kv_retention is 7.0"),
-        (lambda about: [], "cannot be read as a failed pass"),
-        (lambda about: about | {"rows": [{"slot": 0}]}, "cannot be read as a failed pass"),
+        (lambda about: about | {"version": "0.0.0"}, "Tangram 0.0.0"),
+        (lambda about: {**about, "config": {"kv_retention": 7.0}}, "kv_retention 7.0"),
+        (lambda about: [], "failed pass"),
+        (lambda about: about | {"rows": [{"slot": 0}]}, "failed pass"),
     ],
 )
 def test_another_file_is_refused(
@@ -138,7 +139,7 @@ def test_another_file_is_refused(
     tensors = load_file(path)
     about = json.dumps(change(_about(path)))
     save_file(tensors, path, {"format": FORMAT, "about": about})
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning(message)):
         load_pass(path)
 
 
@@ -160,7 +161,7 @@ def test_a_model_of_another_shape_is_refused(
     (path,) = saved_in(tmp_path)
     saved = load_pass(path)
     changed = type(saved)(**{**vars(saved), "pages": saved.pages[..., :8].clone()})
-    with pytest.raises(ConfigError, match="the pages of the pass are"):
+    with pytest.raises(ConfigError, match=mentioning("pages [2, 2, 8, 8] 16]")):
         replay(changed, replay_config(saved, kv_cache_gib=0.01), model)
 
 
@@ -174,7 +175,7 @@ def test_numbers_that_lead_out_of_arrays_are_refused(
         answer(engine, [prompt(20, 3, bad_at=4)])
     saved = load_pass(saved_in(tmp_path)[0])
     getattr(saved, field).flat[0] = value
-    with pytest.raises(ConfigError, match=f"{field} of the pass has {value}, it must lie in"):
+    with pytest.raises(ConfigError, match=mentioning(f"{field} {value}")):
         replay(saved, replay_config(saved, kv_cache_gib=0.01), model)
 
 
@@ -186,7 +187,7 @@ def test_rows_without_tables_are_refused(
     saved = load_pass(saved_in(tmp_path)[0])
     for field, value in (("slot", 7), ("start", -3), ("retention", 99)):
         changed = replace(saved, rows=(saved.rows[0] | {field: value}, *saved.rows[1:]))
-        with pytest.raises(ConfigError, match=f"^{field} of the pass"):
+        with pytest.raises(ConfigError, match=mentioning(f"{field} pass")):
             replay(changed, replay_config(saved, kv_cache_gib=0.01), model)
 
 

@@ -29,6 +29,7 @@ from tangram.compress.scorers.streaming_llm import StreamingLLM
 from tangram.compress.scorers.tova import TOVA
 from tangram.compress.select import keep, protect
 from tangram.errors import ConfigError, IntegrityError
+from tests.mentions import mentioning
 
 ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "fixtures" / "kvpress"
@@ -304,8 +305,7 @@ def cast(chunk: ChunkView, dtype: torch.dtype) -> ChunkView:
 )
 def test_a_chunk_that_is_too_short_is_a_configuration_error(scorer: Scorer, tokens: int) -> None:
     with pytest.raises(
-        ConfigError,
-        match=f"chunk_tokens is {tokens}, scorer {scorer.name} needs at least {tokens + 1}",
+        ConfigError, match=mentioning(f"chunk_tokens {tokens} {scorer.name} {tokens + 1}")
     ):
         scorer.score(random_view(tokens=tokens))
     assert scorer.score(random_view(tokens=tokens + 1)).shape == (2, tokens + 1)

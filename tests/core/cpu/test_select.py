@@ -141,5 +141,5 @@ def test_protected_tokens_are_always_kept() -> None:
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [1, 5], [-1, 1]])
 def test_counts_that_do_not_fit_are_refused(counts: list[int]) -> None:
-    with pytest.raises(IntegrityError, match="there must be 2 of them, each 0 to 4"):
+    with pytest.raises(IntegrityError, match=r"2 .*0 to 4"):
         keep(torch.zeros(2, 4), counts)

@@ -36,6 +36,7 @@ from tangram.engine.loop import Engine
 from tangram.errors import ConfigError, EngineError, ModelError, ProfileError
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
+from tests.mentions import mentioning
 from tests.small_engines import drain, profile_file, run, sealed_state, small_engine
 from tests.speculation import METHODS, draft_always
 
@@ -195,9 +196,9 @@ def test_a_rank_that_dies_ends_the_engine_with_its_name(two: Engine) -> None:
     assert two._ranks is not None
     process = two._ranks._processes[0]
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"rank 1 of 2 \(process {process.pid}\).*signal 9"):
+    with pytest.raises(EngineError, match=mentioning(f"rank 1 2 {process.pid} signal 9")):
         run(two, prompts(60))
-    with pytest.raises(EngineError, match="rank 1 of 2"):
+    with pytest.raises(EngineError, match=mentioning("rank 1 2")):
         run(two, prompts(5))
     assert process.poll() is not None
     assert not torch.distributed.is_initialized()
@@ -223,7 +224,7 @@ def test_nccl_is_aborted_in_a_thread_and_waits_for_graphs(
     process = engine._ranks._processes[0]
     os.kill(process.pid, signal.SIGKILL)
     assert aborted.wait(60) and not dropped.is_set()
-    with pytest.raises(EngineError, match=rf"rank 1 of 2 \(process {process.pid}\).*signal 9"):
+    with pytest.raises(EngineError, match=mentioning(f"rank 1 2 {process.pid} signal 9")):
         run(engine, prompts(5))
     engine.stop()
     assert dropped.is_set() and not torch.distributed.is_initialized()
@@ -232,22 +233,22 @@ def test_nccl_is_aborted_in_a_thread_and_waits_for_graphs(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, "quantization is int8.*tensor_parallel_size 2"),
-        ({"load_format": "dummy"}, "load_format is dummy.*tensor_parallel_size 2"),
-        ({"overflow_every": 4}, "overflow_every is 4.*tensor_parallel_size 2"),
+        ({"quantization": "int8"}, "quantization int8 tensor_parallel_size 2"),
+        ({"load_format": "dummy"}, "load_format dummy tensor_parallel_size 2"),
+        ({"overflow_every": 4}, "overflow_every 4 tensor_parallel_size 2"),
         (
             {"speculative_config": {"method": "draft_model", "model": "smollm2"}},
-            "speculative_config.method is draft_model.*tensor_parallel_size 2",
+            "speculative_config.method draft_model tensor_parallel_size 2",
         ),
     ],
 )
 def test_options_of_one_device_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioning(message)):
         EngineConfig(tensor_parallel_size=2, **options)
 
 
 def test_a_loaded_model_lies_on_one_device(llama: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2"):
+    with pytest.raises(ConfigError, match=mentioning("tensor_parallel_size 2")):
         small_engine(llama.loaded, tensor_parallel_size=2)
 
 
@@ -361,20 +362,20 @@ def test_a_gate_chooses_as_on_one_device(checkpoint: Callable[..., Checkpoint]) 
             {},
             3,
             ConfigError,
-            "tensor_parallel_size is 3.*4 KV heads",
+            "tensor_parallel_size 3 4",
             marks=pytest.mark.skipif(
                 DEVICE == "cuda" and torch.cuda.device_count() < 3, reason="needs three GPUs"
             ),
         ),
-        ({"profile": (), "scorer": "expected_attention"}, 2, ProfileError, "tangram calibrate"),
-        ({"max_model_len": 4096}, 2, ConfigError, "max_model_len is 4096"),
+        ({"profile": (), "scorer": "expected_attention"}, 2, ProfileError, "calibrate"),
+        ({"max_model_len": 4096}, 2, ConfigError, "max_model_len 4096"),
     ],
     ids=["heads", "profile", "length"],
 )
 def test_an_engine_that_cannot_be_built_leaves_no_process(
     llama: Checkpoint, options: dict[str, Any], ranks: int, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=mentioning(message)):
         build_engine(llama.config(ranks, **options))
     assert not ranks_of(os.getpid())
     assert not torch.distributed.is_initialized()
@@ -388,7 +389,7 @@ def test_a_model_without_a_plan_is_refused(
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
     adopt_tiny(GptOssConfig(**SHAPE, **moe)).model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="no plan for GptOssForCausalLM"):
+    with pytest.raises(ModelError, match=mentioning("GptOssForCausalLM")):
         build_engine(replace(llama, folder=tmp_path).config(2))
     assert not ranks_of(os.getpid())
 
@@ -396,7 +397,7 @@ def test_a_model_without_a_plan_is_refused(
 @pytest.mark.nightly
 def test_a_scorer_that_needs_all_heads_is_refused(checkpoint: Callable[..., Checkpoint]) -> None:
     made = checkpoint("llama", scorer="tova", scope="layer")
-    with pytest.raises(ConfigError, match="scorer is 'tova'"):
+    with pytest.raises(ConfigError, match=mentioning("scorer 'tova'")):
         build_engine(made.config(2))
     assert not ranks_of(os.getpid())
 
@@ -419,7 +420,7 @@ def test_a_rank_that_does_not_start_is_named(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tangram.engine.ranks.WORKER", "tangram.there_is_no_such_module")
-    with pytest.raises(EngineError, match=r"rank 1 of 2 \(process \d+\) did not start"):
+    with pytest.raises(EngineError, match=mentioning("rank 1 2")):
         build_engine(llama.config(2))
     assert not torch.distributed.is_initialized()
 

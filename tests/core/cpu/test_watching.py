@@ -259,4 +259,4 @@ def test_an_observer_that_fails_is_told_nothing_more_and_answers_go_on(
     answers = run(engine, PROMPTS[:2], ANSWER)
     assert answers == [world.alone(prompt)[0] for prompt in PROMPTS[:2]]
     assert broken.told == 1 and len(diary.steps) == engine.stats().steps
-    assert "an observer of the engine has failed" in caplog.text
+    assert "observer" in caplog.text

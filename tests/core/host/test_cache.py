@@ -26,6 +26,7 @@ from tests.core.host.device_double import (
     recount,
     retentions,
 )
+from tests.mentions import mentioning
 
 FEW = settings(max_examples=50, deadline=None)
 WINDOWED = geometry(3, 2, (None, 11, None))
@@ -106,7 +107,7 @@ def test_rows_that_grow_together_hold_what_they_hold_one_by_one(
     assert together.spare_pages == apart.spare_pages
     full = [one for one in together.sequences.values() if one.raw_tokens == 8]
     if full:
-        with pytest.raises(IntegrityError, match="exceeds the chunk of 8"):
+        with pytest.raises(IntegrityError, match=mentioning("chunk 8")):
             together.grow_each(full)
 
 
@@ -123,9 +124,7 @@ def test_a_page_is_free_exactly_when_nobody_refers_to_it(program: list[tuple[str
     ledger, held, expected = Ledger(12), list[np.ndarray](), Counter[int]()
     for action, number in program:
         if action == "take" and number > 12 - len(+expected):
-            with pytest.raises(
-                IntegrityError, match=f"{number} pages were asked for, {ledger.free} of 12 are free"
-            ):
+            with pytest.raises(IntegrityError, match=mentioning(f"{number} {ledger.free} 12")):
                 ledger.take(number)
         elif action == "take":
             held.append(ledger.take(number))
@@ -148,11 +147,11 @@ def test_a_page_is_free_exactly_when_nobody_refers_to_it(program: list[tuple[str
 def test_the_ledger_names_a_miscounted_page_and_a_page_that_is_free_twice() -> None:
     ledger = Ledger(4)
     pages = ledger.take(2)
-    with pytest.raises(IntegrityError, match="page 0 has 1 references, 0 were expected"):
+    with pytest.raises(IntegrityError, match=mentioning("page 0 1")):
         ledger.check(np.zeros(4, np.int32))
     ledger.release(pages)
     ledger.references[1] = 1
-    with pytest.raises(IntegrityError, match="free stack of 4 pages is not the set"):
+    with pytest.raises(IntegrityError, match=mentioning("free 4")):
         ledger.check(np.asarray([0, 1, 0, 0], np.int32))
 
 
@@ -161,15 +160,15 @@ def test_check_finds_a_lost_page_a_wrong_footprint_and_a_promise_without_pages()
     seq = admit(cache, tokens_of(20))
     compute(cache, seq, tokens_of(20))
     seq.promised_pages += 2000
-    with pytest.raises(IntegrityError, match="pages, the cache counts"):
+    with pytest.raises(IntegrityError, match=mentioning("2004 4")):
         check_accounting(cache)
     cache.counted_owed_pages += 2000
-    with pytest.raises(IntegrityError, match="pages were promised that do not exist"):
+    with pytest.raises(IntegrityError, match=mentioning("promised exist")):
         check_accounting(cache)
     seq.promised_pages -= 2000
     cache.counted_owed_pages -= 2000
     lost = seq.raw_pages.pop()
-    with pytest.raises(IntegrityError, match="the formula says"):
+    with pytest.raises(IntegrityError, match=mentioning("formula")):
         check_accounting(cache)
     seq.raw_pages.append(lost)
     cache.ledger.references[lost[0]] += 1
@@ -231,7 +230,7 @@ def test_who_finds_no_pages_or_no_slot_leaves_no_trace() -> None:
 
 def test_growing_over_the_end_of_a_chunk_is_refused() -> None:
     cache = manager(layout(2))
-    with pytest.raises(IntegrityError, match="3 \\+ 6 raw tokens exceed the chunk of 8"):
+    with pytest.raises(IntegrityError, match=mentioning("3 6 8")):
         seq = admit(cache, tokens_of(3))
         cache.grow(seq, 3)
         cache.grow(seq, 6)
@@ -430,5 +429,5 @@ def test_what_others_may_share_cannot_be_taken_back() -> None:
     seq = admit(cache, tokens[:1])
     cache.grow(seq, seq.layout.page_tokens)
     cache.commit(seq, tokens[: seq.computed_tokens])
-    with pytest.raises(IntegrityError, match="1 pages of them are in the prefix cache"):
+    with pytest.raises(IntegrityError, match=mentioning("1 prefix")):
         cache.shrink(seq, 1)

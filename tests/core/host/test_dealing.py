@@ -75,5 +75,5 @@ def test_two_deep_heads_are_parted() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*8 KV heads.*1 or 2 or 4"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*\b8\b.*1 or 2 or 4"):
         check_ranks(8, 3)

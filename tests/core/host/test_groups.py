@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tangram.compress.groups import allot_pages, cluster, compute_realised_retention, group_budgets
 from tangram.errors import ConfigError
 from tangram_lab.baselines.adjacent_groups import group_adjacent
+from tests.mentions import mentioning
 
 PAGE_TOKENS = 16
 
@@ -137,9 +138,7 @@ def test_empty_columns_are_paid_for() -> None:
 
 def test_an_impossible_retention_is_refused_with_the_smallest_possible_one() -> None:
     shape = {"chunk_tokens": 512, "page_tokens": 16, "heads_per_page": 4, "min_pages": 2}
-    with pytest.raises(
-        ConfigError, match=r"kv_retention is 0\.05, the smallest possible is 0\.0834"
-    ) as refusal:
+    with pytest.raises(ConfigError, match=mentioning("kv_retention 0.05 0.0834")) as refusal:
         allot_pages([0.5] * 4, [3] * 4, retention=0.05, **shape)
     assert "page_tokens" in str(refusal.value)
     assert allot_pages([0.5] * 4, [3] * 4, retention=0.0834, **shape) == [2] * 4
@@ -148,7 +147,7 @@ def test_an_impossible_retention_is_refused_with_the_smallest_possible_one() -> 
 def test_pages_that_no_retention_could_fill_are_refused_by_their_size() -> None:
     """No ratio is proposed that could not be given: it would be over 1."""
     with pytest.raises(
-        ConfigError, match="heads_per_page is 100000 and page_tokens 16: "
+        ConfigError, match=mentioning("heads_per_page 100000 page_tokens 16")
     ) as refusal:
         allot_pages(
             [0.5] * 4,
