@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,8 +162,8 @@ def offload_bytes(config: EngineConfig, chunk_bytes: int) -> int:
     if wanted and not chunk_bytes <= wanted <= most:
         raise ConfigError(
             f"kv_offload_gib is {config.kv_offload_gib}, it must be 0 or lie between "
-            f"{chunk_bytes / GIB:.4g}, one chunk at kv_retention {config.kv_retention}, and "
-            f"{most / GIB:.1f}, the memory of this machine"
+            f"{math.ceil(1e6 * chunk_bytes / GIB) / 1e6}, one chunk at kv_retention "
+            f"{config.kv_retention}, and {most / GIB:.1f}, the memory of this machine"
         )
     return wanted // ranks
 
