@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tangram.kernels import cpu, reference
+from tangram.kernels.interface import AttentionRule
 
 ROWS = ((512, 0), (512, 2500), (30, 2500))  # queries, past entries
 HEADS, GROUP, DIM, PAGE, SCALING = 3, 3, 64, 16, 0.125
@@ -33,12 +34,12 @@ def attentions(
     spans, out = np.array([[0, queries, 0, queries, past]], np.int32), torch.empty_like(q)
 
     def run_compiled() -> torch.Tensor:
-        cpu.prefill(q, k, v, out, pool, tables, address, spans, scaling=SCALING)
+        cpu.prefill(q, k, v, out, pool, tables, address, spans, AttentionRule(SCALING))
         return out
 
     def run_torch() -> torch.Tensor:
         return reference.prefill(
-            q, k, v, pool, tables, *address[0].T, scaling=SCALING, past_tokens=past
+            q, k, v, pool, tables, *address[0].T, AttentionRule(SCALING), past_tokens=past
         )
 
     return {"torch": run_torch, "compiled": run_compiled}

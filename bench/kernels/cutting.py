@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bench.kernels.family import NO_DEVICE, RESULTS
 from bench.kernels.sealing import REPLAYS, median_us
+from tangram.kernels.interface import AttentionRule
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows
@@ -140,15 +141,10 @@ class LongRows:
     def attend(self, decoder: Any) -> Tensor:
         """All layers, one after the other; the answer of the last."""
         first = self._first if self._load.queries > 1 else None
-        scaling = self._load.head_dim**-0.5
+        rule = AttentionRule(self._load.head_dim**-0.5)
         for layer in range(self._load.layers):
             out = decoder.attend(
-                layer,
-                self._q,
-                self._tables,
-                self._device_lengths,
-                scaling=scaling,
-                first_tokens=first,
+                layer, self._q, self._tables, self._device_lengths, rule, first_tokens=first
             )
         found: Tensor = out
         return found

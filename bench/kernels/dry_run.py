@@ -8,6 +8,7 @@ attention.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,11 +19,12 @@ from torch import Tensor
 from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
 from tangram.kernels.card import INTERPRETED
-from tangram.plan.check import check_plan
+from tangram.kernels.interface import AttentionRule
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram_lab.baselines.compared_schedules import KernelVariant
 from tangram_lab.kernel_benchmarks.contenders import Ours
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tangram_lab.kernel_benchmarks.timing import LARGEST_ERROR, WrongAnswer, relative_error
 from tangram_lab.kernel_benchmarks.workloads import Workload, compute_expected
 
@@ -34,7 +36,7 @@ def dry_run(name: str, options: argparse.Namespace, entries: Iterable[Entry]) ->
 
     Raises `WrongAnswer` or `IntegrityError` at the first fault.
     """
-    cost = CostModel.load(options.cost) if options.cost else CostModel()
+    cost = CostModel(**json.loads(options.cost.read_text())) if options.cost else CostModel()
     interpreter = os.environ.get("TRITON_INTERPRET") == "1"
     count = 0
     for entry in entries:
@@ -66,7 +68,7 @@ def _by_reference(workload: Workload, plan: WorkPlan) -> list[Tensor]:
             workload.lengths,
             plan,
             layer,
-            scaling=workload.scaling,
+            AttentionRule(workload.scaling),
         )
         for layer, q in enumerate(workload.q)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -198,7 +199,9 @@ def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callab
     options = run.options
     card, group = Card.of(workload.device), workload.case.geometry.group
     cost = (
-        CostModel.load(options.cost) if options.cost else estimate_cost(workload.pool, group, card)
+        CostModel(**json.loads(options.cost.read_text()))
+        if options.cost
+        else estimate_cost(workload.pool, group, card)
     )
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=workload.device)
 

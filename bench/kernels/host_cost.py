@@ -37,7 +37,6 @@ from tangram.kernels.card import Card
 from tangram.kernels.interface import KvPool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.plan.aot import plan_aot
-from tangram.plan.check import check_plan
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
@@ -47,6 +46,7 @@ from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32, Int64
 from tangram_lab.baselines.uniform import plan_uniform_splits
 from tangram_lab.environment import environment
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host_cost.json"
 PAGE, CHUNK, WORKERS, GROUP = 32, 2048, 264, 4

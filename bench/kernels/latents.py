@@ -34,6 +34,7 @@ from bench.kernels.family import NO_DEVICE, RESULTS
 from tangram.kernels import expanded, latents
 from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.packed import rehearse_packing
 from tangram.kernels.tiling import Tile
 from tangram.plan.records import PAST, SPAN
@@ -162,7 +163,9 @@ class Decode:
         work = self._work
         out = torch.empty((*work.q.shape[:2], RANK), dtype=work.q.dtype, device=work.q.device)
         return [
-            self._decoder.attend(0, work.q, work.tables, work.lengths, scaling=SCALING, out=out)
+            self._decoder.attend(
+                0, work.q, work.tables, work.lengths, AttentionRule(SCALING), out=out
+            )
         ]
 
 

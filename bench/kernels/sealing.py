@@ -25,6 +25,7 @@ from bench.kernels.family import NO_DEVICE, RESULTS
 from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.select import keep, protect
+from tangram.kernels.interface import AttentionRule
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.timing import ColdCache
 
@@ -99,10 +100,10 @@ class Layer:
             self.address[None],
             self.spans,
             self.order,
+            AttentionRule(DIM**-0.5),
             layer=0,
             shortest=self.chunk,
             longest=self.chunk,
-            scaling=DIM**-0.5,
         )
 
     def multiply(self) -> Tensor:

@@ -135,13 +135,13 @@ def build_measured(
     parts = build_parts(for_one_device(config, loaded))
     found = parts.speculation
     if found is None:
-        return MeasuredEngine(parts.engine(), None)
+        return MeasuredEngine(Engine(parts), None)
     if pace is not None:
         found = SteadySpeculation(found, parts.config.speculation, pace)
     if acceptance is not None and found.drafter is not None:
         found.drafter = CoinDrafter(found.drafter, acceptance, loaded.device)
     found.counters = tally = Tally(found.most)
-    return MeasuredEngine(replace(parts, speculation=found).engine(), tally)
+    return MeasuredEngine(Engine(replace(parts, speculation=found)), tally)
 
 
 def say_always(loaded: LoadedModel) -> None:

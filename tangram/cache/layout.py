@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product
 
 import numpy as np
 
@@ -46,6 +47,14 @@ class Layout:
     full_groups: int
     window_chunks: int
 
+    def __post_init__(self) -> None:
+        heads = list(product(range(self.geometry.layers), range(self.geometry.kv_heads)))
+        held = sorted(chain.from_iterable(self.groups))
+        if held != heads:
+            raise ConfigError(
+                f"groups hold {len(held)} heads, the model has {len(heads)}: each is in one group"
+            )
+
     @classmethod
     def build(
         cls,
@@ -64,15 +73,6 @@ class Layout:
         groups cover each full-attention head exactly once and counts are in range.
         """
         chunk_pages = chunk_tokens // page_tokens
-        members = sorted(head for group in groups for head in group)
-        expected = [
-            (layer, head) for layer in geometry.full_layers for head in range(geometry.kv_heads)
-        ]
-        if members != expected:
-            raise ConfigError(
-                f"groups cover {len(members)} heads, the model's full-attention layers have "
-                f"{len(expected)}"
-            )
         if any(not 1 <= len(group) <= heads_per_page for group in groups):
             raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
         if any(not 1 <= pages <= chunk_pages for pages in sealed_pages) or len(sealed_pages) != len(
@@ -155,12 +155,12 @@ class Layout:
     @cached_property
     def head_group(self) -> Int32:
         """[L, H]: the group of each head."""
-        return self._per_head([[group] * len(members) for group, members in enumerate(self.groups)])
+        return self._per_head([group for group, heads in enumerate(self.groups) for _ in heads])
 
     @cached_property
     def head_column(self) -> Int32:
         """[L, H]: the column of each head in its group's pages."""
-        return self._per_head([list(range(len(members))) for members in self.groups])
+        return self._per_head([column for heads in self.groups for column in range(len(heads))])
 
     @cached_property
     def head_kept_tokens(self) -> Int32:
@@ -173,12 +173,11 @@ class Layout:
         places = self.group_offset[self.head_group], self.head_column, self.head_group
         return np.stack(places, axis=-1).astype(np.int32)
 
-    def _per_head(self, values: list[list[int]]) -> Int32:
-        table = np.zeros((self.geometry.layers, self.geometry.kv_heads), np.int32)
-        for members, numbers in zip(self.groups, values, strict=True):
-            layers, heads = zip(*members, strict=True)
-            table[layers, heads] = numbers
-        return table
+    def _per_head(self, values: list[int]) -> Int32:
+        """[L, H] of `values`, which are in the order of the groups' heads."""
+        layers, heads = zip(*chain.from_iterable(self.groups), strict=True)
+        by_head = np.asarray(values, np.int32)[np.lexsort((heads, layers))]
+        return by_head.reshape(self.geometry.layers, self.geometry.kv_heads)
 
     @cached_property
     def group_offset(self) -> Int64:
@@ -334,14 +333,14 @@ class Layout:
         full_heads, windows = self._heads_by_window
         if not windows:
             return tokens * full_heads
-        return tokens * full_heads + sum([min(tokens, one) * heads for one, heads in windows])
+        return tokens * full_heads + sum([min(tokens, window) * heads for window, heads in windows])
 
     @cached_property
     def _heads_by_window(self) -> tuple[int, list[tuple[int, int]]]:
         """How many heads see the whole context; each window, and how many heads have it."""
         heads, windows = self.geometry.kv_heads, Counter(self.geometry.windows)
         full = windows.pop(None, 0)
-        return full * heads, [(one, n * heads) for one, n in windows.items() if one is not None]
+        return full * heads, [(size, n * heads) for size, n in windows.items() if size is not None]
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page: the entries of Hp heads × P tokens."""

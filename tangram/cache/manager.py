@@ -178,8 +178,8 @@ class CacheManager:
                 seq.raw_tokens += 1
             else:
                 full[seq.keys.retention].append(seq)
-        for retention, own in full.items():
-            self._take_page_each(retention.layout, own)
+        for retention, alike in full.items():
+            self._take_page_each(retention.layout, alike)
         # Beyond the groups of a layout with fewer there is nothing that anyone reads.
         self.lengths[[seq.slot for seq in seqs]] += 1
 
@@ -350,9 +350,9 @@ class CacheManager:
         pages = self._take(len(seqs) * len(layout.groups)).reshape(len(seqs), -1)
         chunks, number = np.array([(len(seq.spans), len(seq.raw_pages)) for seq in seqs]).T
         entries = layout.raw_entries(chunks[:, None], number)
-        for seq, where, own in zip(seqs, entries, pages, strict=True):
-            self._enter(seq, where, own)
-            seq.raw_pages.append(own)
+        for seq, where, taken in zip(seqs, entries, pages, strict=True):
+            self._enter(seq, where, taken)
+            seq.raw_pages.append(taken)
             seq.raw_tokens += 1
             self._count_owed(seq)
 

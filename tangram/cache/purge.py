@@ -43,7 +43,7 @@ class Suspects:
 def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
     """All links and sequences that may depend on the sequence of `keys` and `tokens` int64 [n].
 
-    These are the ones that begin with the same tokens.
+    These are those that begin with the same tokens.
     """
     layout = keys.retention.layout
     found = {raw_key(keys.after(0, tokens), tokens[: layout.page_tokens])}

@@ -42,9 +42,9 @@ def derive_profile(
     span = high.kv_retention - low.kv_retention
     part = (kv_retention - low.kv_retention) / span if span else 0.0
     mean, std = (
-        (1 - part) * np.asarray(one) + part * np.asarray(other)
-        for one, other in ((low.mean, high.mean), (low.std, high.std))
+        (1 - part) * np.asarray(lower) + part * np.asarray(upper)
+        for lower, upper in ((low.mean, high.mean), (low.std, high.std))
     )
-    return nearest.with_shares(
+    return nearest.with_statistics(
         mean, std, kv_retention=kv_retention, page_tokens=page_tokens, heads_per_page=heads_per_page
     )

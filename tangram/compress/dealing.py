@@ -82,10 +82,10 @@ def deal_heads(pages: Int64, ranks: int) -> Int64:
     bundle[np.argsort(-pages, axis=None, kind="stable")] = np.arange(pages.size) // ranks
     run = np.arange(pages.size) // ranks
     left, dealt = np.ones(pages.size, np.bool_), np.empty((ranks, layers, share), np.int64)
-    for own in dealt:
+    for share_of in dealt:
         heads = _match(run, bundle, np.flatnonzero(left))
         left[heads] = False
-        own[:] = (heads % kv_heads).reshape(layers, share)
+        share_of[:] = (heads % kv_heads).reshape(layers, share)
     return np.ascontiguousarray(dealt.transpose(1, 0, 2)).reshape(layers, kv_heads)
 
 

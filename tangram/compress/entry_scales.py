@@ -27,7 +27,7 @@ def choose_scales(largest: npt.ArrayLike) -> HeadScales:
 
 def join_scales(scales: Iterable[HeadScales | None]) -> HeadScales | None:
     """The scales of a pool that several profiles share: the largest of each. None if all are."""
-    known = [np.asarray(own) for own in scales if own is not None]
+    known = [np.asarray(part) for part in scales if part is not None]
     if not known:
         return None
     return tuple(

@@ -181,12 +181,16 @@ def _check_budgets(budgets: npt.ArrayLike, layers: int) -> Float64:
     table = np.asarray(budgets, np.float64)
     if table.ndim != 2 or table.shape[0] != layers or table.size == 0:
         raise ConfigError(f"budgets has shape {table.shape}, it must be [{layers} layers, heads]")
-    if not (np.isfinite(table).all() and (table >= 0).all()):
+    _check_values(table)
+    return table
+
+
+def _check_values(budgets: Float64) -> None:
+    if not (np.isfinite(budgets).all() and (budgets >= 0).all()):
         raise ConfigError(
             "budgets holds a negative or non-finite value, each must be a fraction of a head's "
             "entries"
         )
-    return table
 
 
 def _check_shape(
@@ -206,11 +210,7 @@ def _check_shape(
         raise ConfigError(
             f"there are {budgets.size} budgets for {len(group_sizes)} groups, give one for each"
         )
-    if not (np.isfinite(budgets).all() and (budgets >= 0).all()):
-        raise ConfigError(
-            "budgets holds a negative or non-finite value, each must be a fraction of a head's "
-            "entries"
-        )
+    _check_values(budgets)
     if any(not 1 <= size <= heads_per_page for size in group_sizes):
         raise ConfigError(f"every group must have 1 to {heads_per_page} heads (heads_per_page)")
     if not 1 <= minimum <= chunk_tokens // page_tokens:

@@ -188,34 +188,16 @@ class Profile(BaseModel):
 
         Raises `ConfigError` if ρ cannot be met.
         """
-        return self._derive(
-            self.mean, self.std, page_tokens=page_tokens, heads_per_page=heads_per_page
-        )
+        pages = {"page_tokens": page_tokens, "heads_per_page": heads_per_page}
+        return self.with_statistics(self.mean, self.std, **pages)
 
-    def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, *, alpha: float) -> Profile:
-        """The same options and `calibration` with other statistics, float [L, H]."""
-        return self._derive(mean, std, alpha=alpha)
+    def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
+        """The profile of other statistics, float [L, H], and the same options but for `changes`.
 
-    def with_shares(
-        self,
-        mean: npt.ArrayLike,
-        std: npt.ArrayLike,
-        *,
-        kv_retention: float,
-        page_tokens: int,
-        heads_per_page: int,
-    ) -> Profile:
-        """The same scorer and `calibration` for another ρ and its statistics, float [L, H].
-
-        Raises `ConfigError` if ρ cannot be met.
+        These are options of `from_statistics`. Raises `ConfigError` if ρ cannot be met.
         """
-        return self._derive(
-            mean,
-            std,
-            kv_retention=kv_retention,
-            page_tokens=page_tokens,
-            heads_per_page=heads_per_page,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        return Profile.from_statistics(mean, std, **(options | changes)).with_scales(self.scales)
 
     def has_options_of(self, other: Profile) -> bool:
         """Whether it differs from `other` at most in ρ, in pages, and in what was measured."""
@@ -227,11 +209,6 @@ class Profile(BaseModel):
     def with_scales(self, scales: HeadScales | None) -> Profile:
         """The same profile with `scales`, or without."""
         return self.model_copy(update={"scales": scales})
-
-    def _derive(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
-        """Groups and counts from the options of this profile, with `changes`."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return Profile.from_statistics(mean, std, **(options | changes)).with_scales(self.scales)
 
     @property
     def budgets(self) -> Float64:
@@ -339,10 +316,16 @@ class Profile(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
         shape = (len(self.layers), self.model.kv_heads)
-        for name, rows in (("mean", self.mean), ("std", self.std)):
-            if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
+        for name, table, layers in (
+            ("mean", self.mean, shape[0]),
+            ("std", self.std, shape[0]),
+            ("scales", self.scales, self.model.layers),
+        ):
+            if table is not None and (
+                len(table) != layers or any(len(row) != shape[1] for row in table)
+            ):
                 raise ValueError(
-                    f"{name} must be [{shape[0]} layers][{shape[1]} heads], it has another shape"
+                    f"{name} must be [{layers} layers][{shape[1]} heads], it has another shape"
                 )
         if list(self.layers) != sorted(set(self.layers) & set(range(self.model.layers))):
             raise ValueError(
@@ -359,17 +342,7 @@ class Profile(BaseModel):
                 f"groups must have 1 to {self.heads_per_page} heads each (heads_per_page)"
             )
         self._check_counts(len(heads))
-        self._check_scales()
         return self
-
-    def _check_scales(self) -> None:
-        if self.scales is None:
-            return
-        shape = (self.model.layers, self.model.kv_heads)
-        if len(self.scales) != shape[0] or any(len(row) != shape[1] for row in self.scales):
-            raise ValueError(
-                f"scales must be [{shape[0]} layers][{shape[1]} heads], they have another shape"
-            )
 
     def _check_counts(self, heads: int) -> None:
         fewest = fewest_pages(self.sink_tokens, self.window_tokens, self.page_tokens)

@@ -124,8 +124,8 @@ class AnswerText:
 
 def end_tokens(codec: Decoder, sampling: SamplingParams) -> frozenset[int]:
     """The tokens that end an answer, and are no part of its text."""
-    own = frozenset(sampling.stop_token_ids)
-    return own if sampling.ignore_eos else own | codec.eos_token_ids
+    stated = frozenset(sampling.stop_token_ids)
+    return stated if sampling.ignore_eos else stated | codec.eos_token_ids
 
 
 def spell(pieces: Iterable[Piece]) -> str:

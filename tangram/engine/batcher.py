@@ -120,8 +120,8 @@ class Batcher:
     def rehearsal(self, tokens: int, queries: int = 1, *, shares: bool = False) -> Pass:
         """A pass of `tokens` tokens, up to `queries` of each of some empty sequences.
 
-        These are planned as long ones: of several lengths that share nothing, or alike ones that
-        share prefixes.
+        These are planned as long sequences: of several lengths that share nothing, or alike, with
+        shared prefixes.
         """
         most = self.retentions[0].layout.max_tokens
         rows = min(tokens, len(self._cache.lengths))

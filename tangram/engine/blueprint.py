@@ -89,7 +89,7 @@ def for_one_rank(config: EngineConfig, rank: int) -> Blueprint:
     check_ranks(loaded.geometry.kv_heads, size)
     whole = _draw(compression, loaded, max_tokens)
     shares = share_retentions(whole.served.retentions, loaded.geometry, rank, size)
-    scorers = {name: one.of_heads(shares.heads) for name, one in whole.served.scorers.items()}
+    scorers = {name: scorer.of_heads(shares.heads) for name, scorer in whole.served.scorers.items()}
     share = Share(loaded.geometry, shares.order, rank, size)
     wanted = Wanted.of(config, loaded.device, loaded.dtype)
     prepare(loaded.model, replace(wanted, share=share), Stage.SHARE)
@@ -119,8 +119,8 @@ def for_drafting(
         served.name, served.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()
     )
     tokens = readable_tokens(loaded, served.name, max_tokens)
-    own = draft_config(config, drafts, tokens)
-    return _draw(Compression.of(own, loaded.fingerprint), loaded, tokens)
+    drafting = draft_config(config, drafts, tokens)
+    return _draw(Compression.of(drafting, loaded.fingerprint), loaded, tokens)
 
 
 def _settle(config: EngineConfig, loaded: LoadedModel) -> tuple[Compression, int]:

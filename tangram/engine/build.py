@@ -6,8 +6,6 @@ gives the pages (`pool_size`), the model is prepared and its passes are captured
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import distributed as dist
 
 from tangram.config import EngineConfig
@@ -15,16 +13,14 @@ from tangram.engine.admission import Admission
 from tangram.engine.blueprint import Blueprint, for_one_device, for_one_rank
 from tangram.engine.derived import DerivedRetentions
 from tangram.engine.drafters import build_speculation
-from tangram.engine.loop import Engine
+from tangram.engine.loop import Engine, Parts
 from tangram.engine.memory import explain_exhaustion
 from tangram.engine.option_checks import check_options, load_checked
 from tangram.engine.pool_size import PoolSize, size_pool
 from tangram.engine.rank_runner import RankRunner
 from tangram.engine.ranks import Ranks
 from tangram.engine.ready_runner import build_cache, build_runner
-from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler, StepLimits
-from tangram.engine.speculation import Speculation
 from tangram.engine.startup import announce, announce_speculation
 from tangram.errors import IntegrityError
 from tangram.kernels.dispatch import pool_kernels
@@ -53,7 +49,7 @@ def engine_of(
 ) -> Engine:
     """`build_engine` for a loaded model. `kernels`, if given, chooses the kernels of its pool."""
     blueprint = for_one_device(config, loaded)
-    return build_parts(blueprint, kernels or pool_kernels, records=records).engine()
+    return Engine(build_parts(blueprint, kernels or pool_kernels, records=records))
 
 
 def follower(config: EngineConfig) -> RankRunner:
@@ -76,35 +72,11 @@ def _build_on_ranks(config: EngineConfig) -> Engine:
         parts = build_parts(for_one_rank(config, 0))
         if isinstance(parts.runner, RankRunner):
             parts.runner.lead(ranks, parts.scheduler.cache)
-        return parts.engine(ranks)
+        return Engine(parts, ranks)
     except BaseException as error:
         if (found := ranks.explain(error)) is error:
             raise
         raise found from error
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine is made of."""
-
-    config: EngineConfig
-    loaded: LoadedModel
-    admission: Admission
-    scheduler: Scheduler
-    runner: Runner
-    speculation: Speculation | None
-
-    def engine(self, ranks: Ranks | None = None) -> Engine:
-        """The engine; on several devices that of rank 0, which leads the other `ranks`."""
-        return Engine(
-            self.config,
-            self.loaded,
-            self.admission,
-            self.scheduler,
-            self.runner,
-            self.speculation,
-            ranks,
-        )
 
 
 def build_parts(

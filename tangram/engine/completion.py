@@ -72,7 +72,7 @@ class Completion:
 
     @property
     def constrained(self) -> bool:
-        """Whether the next token depends on the value of the one before."""
+        """Whether the next token depends on the value of the token before."""
         return self.sampler.matcher is not None
 
     def take(self, tokens: Sequence[ChosenToken]) -> FinishReason | None:

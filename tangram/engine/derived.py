@@ -39,12 +39,12 @@ class DerivedRetentions:
         key = served.scorer, kv_retention
         if (known := self._made.get(key)) is not None:
             return known
-        own = [entry for entry in self._profiles if entry.scorer.name == served.scorer]
-        is_known = any(entry.kv_retention == kv_retention for entry in own)
-        if not is_known and not (own and is_derivable(kv_retention)):
+        measured = [entry for entry in self._profiles if entry.scorer.name == served.scorer]
+        is_known = any(entry.kv_retention == kv_retention for entry in measured)
+        if not is_known and not (measured and is_derivable(kv_retention)):
             return None
         try:
-            profile = derive_profile(own, kv_retention, **self._pages)
+            profile = derive_profile(measured, kv_retention, **self._pages)
         except ConfigError as error:
             raise RequestError(str(error), "kv_retention") from error
         made = replace(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.types import Int32, Int64
 
 WHOLE_ROW = 16  # a block table with at least this part written is copied as a whole
@@ -55,7 +55,7 @@ class DeviceTables:
         """A place that was written twice is copied twice, with its current value."""
         if places:
             where = np.concatenate(places)
-            target, pages = place(
+            target, pages = upload(
                 np.stack([where, self._host.ravel().take(where)]), self._device.device
             )
             # Their low halves: a conversion would be a launch at every step.
@@ -63,5 +63,5 @@ class DeviceTables:
 
     def _copy_rows(self, slots: list[int]) -> None:
         if slots:
-            target = place(np.asarray(slots), self._device.device)
-            self._device.index_copy_(0, target, place(self._host[slots], self._device.device))
+            target = upload(slots, self._device.device)
+            self._device.index_copy_(0, target, upload(self._host[slots], self._device.device))

@@ -87,19 +87,21 @@ def readable_tokens(drafts: LoadedModel, served: str, max_tokens: int) -> int:
 
 
 def check_vocabulary(
-    served: str, own: Mapping[str, int], drafts: str, other: Mapping[str, int]
+    served: str, numbers: Mapping[str, int], drafts: str, others: Mapping[str, int]
 ) -> None:
     """Raise `ConfigError` unless each token has the same id in both models, which have names.
 
-    Their end tokens may differ: a drafted one is verified like any other token.
+    Their end tokens may differ: a drafted end token is verified as others are.
     """
-    different = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
+    different = [
+        token for token in numbers.keys() | others.keys() if numbers.get(token) != others.get(token)
+    ]
     if different:
-        token = min(different, key=lambda one: (own.get(one, other.get(one)), one))
+        token = min(different, key=lambda text: (numbers.get(text, others.get(text)), text))
         raise ConfigError(
             f"{NAME}.model is {drafts}, whose tokenizer is not that of {served}: they "
-            f"differ in {len(different)} tokens; {token!r} has number {other.get(token)} in "
-            f"{drafts} and {own.get(token)} in {served}: choose a draft model of the "
+            f"differ in {len(different)} tokens; {token!r} has number {others.get(token)} in "
+            f"{drafts} and {numbers.get(token)} in {served}: choose a draft model of the "
             "same family"
         )
 

@@ -1,4 +1,4 @@
-"""Draft passes one behind the other: each computes what the one before has chosen.
+"""Draft passes one behind the other: each computes what the pass before has chosen.
 
 The host reads no token of them, so a GPU runs them without waiting.
 """
@@ -15,7 +15,7 @@ from tangram.cache.step import Row
 from tangram.engine.passes import Passes, carry_nothing
 from tangram.engine.sampling import choose_tokens
 from tangram.engine.speculation import Drafting
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.types import Int64
 
 
@@ -71,10 +71,10 @@ class DraftRound(DraftPasses):
         number = len(self._drafts)
         found = torch.stack(self._drafts, dim=1) if number else None
         samplers = [
-            one.sampler.ahead(
-                number, None if found is None or not one.sampler.remembers else found[at]
+            each.sampler.ahead(
+                number, None if found is None or not each.sampler.remembers else found[at]
             )
-            for at, one in enumerate(self._drafting)
+            for at, each in enumerate(self._drafting)
         ]
         tokens = choose_tokens(_fit(logits, self._vocabulary), samplers)
         self.take(tokens)
@@ -84,26 +84,12 @@ class DraftRound(DraftPasses):
         """int64 [Σ counts]: the drafts of one sequence after the other."""
         drafts = torch.stack(self._drafts, dim=1)
         wanted = np.flatnonzero(np.arange(drafts.shape[1]) < self.counts[:, None])
-        return drafts.flatten().index_select(0, place(wanted, drafts.device))
+        return drafts.flatten().index_select(0, upload(wanted, drafts.device))
 
 
 def count_drafts(drafting: Sequence[Drafting]) -> Int64:
     """int64 [n]: how many drafts each sequence gets."""
-    return np.array([one.row.drafts for one in drafting], np.int64)
-
-
-class Membership:
-    """Numbers the sets of rows that passes decode, as plans see them."""
-
-    def __init__(self) -> None:
-        self._members: tuple[tuple[int, ...], ...] = ()
-        self._epoch = 0
-
-    def epoch_of(self, members: tuple[tuple[int, ...], ...]) -> int:
-        """A number that changes when `members` do: the plan may no longer hold."""
-        if members != self._members:
-            self._members, self._epoch = members, self._epoch + 1
-        return self._epoch
+    return np.array([each.row.drafts for each in drafting], np.int64)
 
 
 def _fit(logits: Tensor, vocabulary: int) -> Tensor:

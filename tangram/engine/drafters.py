@@ -28,8 +28,8 @@ def build_speculation(
     match blueprint.config.speculation:
         case Ngram() | Suffix() as lookup:
             return speculate_by_lookup(lookup)
-        case CompressedKv() as own:
-            return Speculation(own, drafter=_self_drafter(blueprint, cache, runner))
+        case CompressedKv() as compressed:
+            return Speculation(compressed, drafter=_self_drafter(blueprint, cache, runner))
         case DraftModel() as other if blueprint.drafting is not None:
             pages = size_draft_pool(other, blueprint, blueprint.drafting, cache.ledger.total)
             drafter = _model_drafter(blueprint, blueprint.drafting, pages, runner, kernels)
@@ -39,7 +39,7 @@ def build_speculation(
 
 def _self_drafter(blueprint: Blueprint, cache: CacheManager, runner: Runner) -> SelfDrafter:
     """The drafter of compressed_kv."""
-    drafts = [one.draft for one in blueprint.served.retentions if one.draft is not None]
+    drafts = [entry.draft for entry in blueprint.served.retentions if entry.draft is not None]
     if not drafts or cache.drafts is None:
         raise IntegrityError("compressed_kv has no retention with a draft")
     passes = runner.draft_passes(drafts[0], cache.drafts)

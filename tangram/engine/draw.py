@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tangram.engine.filters import on_device
+from tangram.kernels.transfer import upload
 
 # Of rows x vocabulary on a GPU, 64 MiB a tensor; a CPU keeps one row in its cache.
 _ENTRIES_AT_ONCE = 2**24
@@ -38,7 +38,7 @@ def draw(weights: Tensor, keys: Sequence[int]) -> Tensor:
     `weights` are int64. `keys` are those of the rows. A token of weight 0 is never drawn while
     another weighs more. A token of less than 2**-32 of the sum is almost never drawn.
     """
-    places = on_device(weights.device, keys)
+    places = upload(keys, weights.device)
     rows = max(1, _ENTRIES_AT_ONCE // weights.shape[1]) if weights.is_cuda else 1
     pairs = zip(torch.split(weights, rows), torch.split(places, rows), strict=True)
     return torch.cat(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.types import SamplingValues
 
 ONE = 2**40  # weight of the likeliest token: 2**22 of them still fit in an int64
@@ -27,7 +26,7 @@ def weights_of(logits: Tensor, rows: Sequence[SamplingValues]) -> Tensor:
 
     Tokens that tie with the last token kept stay.
     """
-    temperature = on_device(logits.device, [row.temperature for row in rows]).float()[:, None]
+    temperature = upload([row.temperature for row in rows], logits.device).float()[:, None]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_().mul_(ONE).long()
     vocab_size = weights.shape[1]
     _keep(
@@ -44,15 +43,8 @@ def weights_of(logits: Tensor, rows: Sequence[SamplingValues]) -> Tensor:
 def pick(values: Tensor, rows: Sequence[int]) -> Tensor:
     """The chosen rows of `values` [R, …], without a copy when all are chosen."""
     return (
-        values
-        if len(rows) == len(values)
-        else values.index_select(0, on_device(values.device, rows))
+        values if len(rows) == len(values) else values.index_select(0, upload(rows, values.device))
     )
-
-
-def on_device(device: torch.device, values: Sequence[float]) -> Tensor:
-    """`values` as int64 or float64 [n] on `device`."""
-    return place(np.asarray(values), device)
 
 
 def _keep(
@@ -65,18 +57,18 @@ def _keep(
     if not rows:
         return
     floors = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
-    own = floor(pick(weights, rows), [value for value in values if value is not None])
-    floors.index_copy_(0, on_device(weights.device, rows), own)
+    least = floor(pick(weights, rows), [value for value in values if value is not None])
+    floors.index_copy_(0, upload(rows, weights.device), least)
     weights.masked_fill_(weights < floors[:, None], 0)
 
 
 def _min_p_floor(weights: Tensor, min_weights: Sequence[float]) -> Tensor:
-    return on_device(weights.device, min_weights)
+    return upload(min_weights, weights.device)
 
 
 def _top_k_floor(weights: Tensor, top_k: Sequence[float]) -> Tensor:
     largest = weights.topk(int(max(top_k)), dim=-1).values
-    return largest.gather(1, on_device(weights.device, top_k)[:, None] - 1)[:, 0]
+    return largest.gather(1, upload(top_k, weights.device)[:, None] - 1)[:, 0]
 
 
 def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
@@ -84,7 +76,7 @@ def _top_p_floor(weights: Tensor, top_p: Sequence[float]) -> Tensor:
 
     Holtzman et al. 2020, section 3.
     """
-    needed = (weights.sum(dim=-1) * on_device(weights.device, top_p)).ceil().long().clamp_(min=1)
+    needed = (weights.sum(dim=-1) * upload(top_p, weights.device)).ceil().long().clamp_(min=1)
     return (
         find_threshold_by_halving(weights, needed)
         if weights.is_cuda

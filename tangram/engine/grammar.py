@@ -205,7 +205,7 @@ def _describe(backend: Tokenizer) -> str:
 def _has_byte_alphabet(description: dict[str, Any]) -> bool:
     """Whether tokens are written in GPT-2's byte alphabet."""
     decoder = description["decoder"] or {}
-    return any(one.get("type") == "ByteLevel" for one in decoder.get("decoders", [decoder]))
+    return any(part.get("type") == "ByteLevel" for part in decoder.get("decoders", [decoder]))
 
 
 class CompiledGrammar:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -49,6 +50,18 @@ STATS_EVERY_S = 0.05
 _log = logging.getLogger("tangram")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    admission: Admission
+    scheduler: Scheduler
+    runner: Runner
+    speculation: Speculation | None
+
+
 class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
@@ -58,45 +71,38 @@ class Engine:
     the one before are read. On several devices it leads the other `ranks`, and ends them.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedModel,
-        admission: Admission,
-        scheduler: Scheduler,
-        runner: Runner,
-        speculation: Speculation | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.config, self._ranks = config, ranks
-        self._speculation = speculation
-        scheduler.drafts = speculation
+    def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:
+        self.config, self._ranks = parts.config, ranks
+        self._loaded, self.admission = parts.loaded, parts.admission
+        self._scheduler, self._runner = parts.scheduler, parts.runner
+        self._speculation = speculation = parts.speculation
+        self._scheduler.drafts = speculation
+        loaded, device = self._loaded, self._loaded.device
         self._verifier = (
-            None if speculation is None else Verifier(scheduler, runner, speculation, loaded.device)
+            None
+            if speculation is None
+            else Verifier(self._scheduler, self._runner, speculation, device)
         )
         self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
         self.healthy = True
-        self.ahead = loaded.device.type != "cpu"
-        self._loaded, self.admission, self._scheduler, self._runner = (
-            loaded,
-            admission,
-            scheduler,
-            runner,
-        )
+        self.ahead = device.type != "cpu"
         self.grammars = GrammarCompiler(
             loaded.tokenizer, self.geometry.vocab_size, self.codec.eos_token_ids
         )
         self._answers = Answers(
             self.codec,
             vocab_size=self.geometry.vocab_size,
-            device=loaded.device,
-            seed=config.seed,
-            defaults=admission.sampling,
+            device=device,
+            seed=self.config.seed,
+            defaults=self.sampling,
         )
         self._flight: Flight | None = None
         self._outbox = Outbox(self._publish_stats)
-        self._mail = Mailbox(Intake(config.max_queue, config.max_num_seqs), config.max_num_seqs)
-        self._statistics = StatsReader(admission, scheduler, runner.meters, speculation)
+        most = self.config.max_num_seqs
+        self._mail = Mailbox(Intake(self.config.max_queue, most), most)
+        self._statistics = StatsReader(
+            self.admission, self._scheduler, self._runner.meters, speculation
+        )
         self._stats, self._stats_s = self._statistics.read(), -STATS_EVERY_S
         self._thread: threading.Thread | None = None
         self._checked = False
@@ -173,7 +179,7 @@ class Engine:
         return self._mail.waiting
 
     def stats(self) -> EngineStats:
-        """One reading of the engine's state. While a thread steps, the last one that it published.
+        """One reading of the engine's state. While a thread steps, the last that it published.
 
         That is no older than the last end of an answer, and no older than `STATS_EVERY_S` and a
         step.
@@ -492,7 +498,7 @@ class Engine:
     def _start_siblings(self, completion: Completion) -> None:
         """Start the other completions of a request once the first has its first token.
 
-        The first one computes the prompt of all.
+        The first computes the prompt of all.
         """
         self._mail.start()
         for sibling in self._answers.siblings(completion.request.request_id):

@@ -57,7 +57,7 @@ def check_cache_device(config: EngineConfig, device: torch.device) -> None:
 
 def check_scales(config: EngineConfig, retentions: Sequence[Retention]) -> None:
     """Raise `ConfigError` if the KV cache needs scales and none of `retentions` has them."""
-    if config.kv_cache_dtype != "int8" or any(one.scales is not None for one in retentions):
+    if config.kv_cache_dtype != "int8" or any(entry.scales is not None for entry in retentions):
         return
     if retentions[0].layout.geometry.value_dim is not None:
         raise ConfigError(

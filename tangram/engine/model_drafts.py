@@ -19,12 +19,11 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
-from tangram.engine.draft_round import DraftRound, Membership
-from tangram.engine.rows import prefill_span, row_of
+from tangram.engine.draft_round import DraftRound
+from tangram.engine.rows import Membership, prefill_span, row_of
 from tangram.engine.runner import Runner
 from tangram.engine.speculation import Drafting
 from tangram.engine.token_sequence import TokenSequence, sequence_of
-from tangram.errors import IntegrityError
 from tangram.types import Int64
 
 
@@ -53,14 +52,14 @@ class ModelDrafter:
 
     def prepare(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
         """See `Drafter`. What a long prompt lacks is computed in several steps."""
-        mirrors = {one: self._mirror(one) for one in sequences if self.serves(one)}
+        mirrors = {entry: self._mirror(entry) for entry in sequences if self.serves(entry)}
         used = frozenset(mirrors.values())
-        held = {one: mirror for one, mirror in mirrors.items() if self._secure(mirror, used)}
+        held = {entry: mirror for entry, mirror in mirrors.items() if self._secure(mirror, used)}
         prefill = _DraftedPrefill(self._most_tokens)
         for mirror in held.values():
             self._prefill(mirror, prefill)
         self._compute(prefill)
-        return [one for one in sequences if one not in held]
+        return [entry for entry in sequences if entry not in held]
 
     def serves(self, sequence: TokenSequence) -> bool:
         """See `Drafter`: while the model can read more of it."""
@@ -79,8 +78,8 @@ class ModelDrafter:
 
         So nothing is missing if all are accepted.
         """
-        mirrors = [self._mirrors[one.sequence] for one in drafting]
-        caches = [_require_cache(mirror) for mirror in mirrors]
+        mirrors = [self._mirrors[each.sequence] for each in drafting]
+        caches = [mirror.held for mirror in mirrors]
         epoch = self._epoch_of(mirrors, caches)
         for cache in caches:
             self.cache.grow(cache, 1)
@@ -149,7 +148,7 @@ class ModelDrafter:
         fits = needed <= self.cache.ledger.total
         while not (fits and self._promise(mirror)):
             others = self._mirrors.values()
-            idle = (one for one in others if one.cache is not None and one not in used)
+            idle = (holder for holder in others if holder.cache is not None and holder not in used)
             other = next(idle, None) if fits else None
             if other is None:
                 self._close(mirror)
@@ -173,7 +172,7 @@ class ModelDrafter:
 
     def _prefill(self, mirror: TokenSequence, prefill: _DraftedPrefill) -> None:
         """Take pages for what `mirror` lacks but its newest token, as much as fits `prefill`."""
-        cache = _require_cache(mirror)
+        cache = mirror.held
         key = self.cache.next_key(cache, mirror.tokens[: mirror.known - 1])
         if key in prefill.sealing:
             self._close(mirror)  # the next step finds the chunk in the cache
@@ -200,7 +199,7 @@ class ModelDrafter:
         rows = tuple(sorted(prefill.rows, key=lambda row: row.kind is RowKind.TAIL))
         self._runner.run(Step(rows, 0, *self.cache.take_moves(row.slot for row in rows)), [])
         for mirror in prefill.mirrors:
-            self.cache.commit(_require_cache(mirror), mirror.known_tokens)
+            self.cache.commit(mirror.held, mirror.known_tokens)
 
     def _epoch_of(self, mirrors: Sequence[TokenSequence], caches: Sequence[SequenceCache]) -> int:
         return self._membership.epoch_of(
@@ -238,9 +237,3 @@ def _is_behind(mirror: TokenSequence, cache: SequenceCache) -> bool:
 def _is_ready(mirror: TokenSequence) -> bool:
     cache = mirror.cache
     return cache is not None and not _is_behind(mirror, cache)
-
-
-def _require_cache(mirror: TokenSequence) -> SequenceCache:
-    if mirror.cache is None:
-        raise IntegrityError(f"{mirror.request_id} is drafted for without pages")
-    return mirror.cache

@@ -35,8 +35,8 @@ def check_options(config: EngineConfig) -> torch.device:
         read_text_config(drafts.model)
         if config.load_format != "dummy":  # such models may have no tokenizer
             names = config.model, drafts.model
-            own, other = map(read_vocabulary, names)
-            check_vocabulary(names[0], own, names[1], other)
+            served, drafted = map(read_vocabulary, names)
+            check_vocabulary(names[0], served, names[1], drafted)
     if config.max_model_len is not None:
         check_model_len(config, _positions(config))
     return device

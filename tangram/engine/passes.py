@@ -23,7 +23,7 @@ from tangram.engine.graphs import PassGraphs
 from tangram.engine.meters import Meters
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import Launch, PoolKernels
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.model.attention import AttentionContext, RepeatAttention, StepAttention
 from tangram.model.load import LoadedModel
 from tangram.model.sealing import ChunkSealer, Sealing
@@ -163,7 +163,7 @@ class Passes:
 
     def upload(self, *arrays: Int64) -> list[Tensor]:
         """The arrays on the model's device, in their shapes and dtype."""
-        return [place(array, self._loaded.device) for array in arrays]
+        return [upload(array, self._loaded.device) for array in arrays]
 
     @torch.inference_mode()
     def rehearse_decode(self, rows: int) -> None:
@@ -243,7 +243,7 @@ class BegunPass:
         following = self.work.followed_by(growth)
         return self.passes.begin(
             following,
-            lambda own: own[: len(growth)].copy_(tokens),
+            lambda inputs: inputs[: len(growth)].copy_(tokens),
             replayed=self.graphs is not None,
         )
 

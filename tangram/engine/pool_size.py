@@ -40,15 +40,15 @@ def size_pool(blueprint: Blueprint) -> PoolSize:
 def size_draft_pool(
     drafts: DraftModel, blueprint: Blueprint, drafting: Blueprint, pages: int
 ) -> int:
-    """The pages of `drafting`, the model that drafts, beside `pages` of the served one."""
+    """The pages of `drafting`, the model that drafts, beside `pages` of the served model."""
     return draft_pages(drafts, pages, *_shapes(blueprint, drafting))
 
 
 def _shapes(blueprint: Blueprint, drafting: Blueprint) -> tuple[PoolShape, PoolShape]:
     """Their pages, for sequences of one length."""
     served, other = (
-        PoolShape(one.served.retentions[0].layout, one.page_bytes, blueprint.max_tokens)
-        for one in (blueprint, drafting)
+        PoolShape(drawn.served.retentions[0].layout, drawn.page_bytes, blueprint.max_tokens)
+        for drawn in (blueprint, drafting)
     )
     return served, other
 
@@ -56,7 +56,7 @@ def _shapes(blueprint: Blueprint, drafting: Blueprint) -> tuple[PoolShape, PoolS
 def _count_bytes(blueprint: Blueprint) -> int:
     """Bytes of the served model's KV pages."""
     config, loaded, drafting = blueprint.config, blueprint.loaded, blueprint.drafting
-    tables = table_bytes(config, [one.layout for one in blueprint.served.retentions])
+    tables = table_bytes(config, [retention.layout for retention in blueprint.served.retentions])
     if blueprint.shares is not None:  # the fullest device decides
         return agree_on_least(kv_bytes(config, loaded, tables), loaded.device)
     drafts = config.speculation

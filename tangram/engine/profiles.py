@@ -50,7 +50,7 @@ class Compression:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelFingerprint | None) -> Compression:
-        """That of `model`, or without one, what is known of any.
+        """That of `model`; without a model, what is known of any.
 
         Raises `ProfileError` or `ConfigError` if profiles are unreadable or do not agree.
         """
@@ -88,11 +88,11 @@ class Compression:
 
     def _name_scorer(self, profile: Profile) -> str:
         """The scorer that `profile` must be for."""
-        own = profile.scorer.name
-        return own if own in self.scopes else self.choice.scorer
+        name = profile.scorer.name
+        return name if name in self.scopes else self.choice.scorer
 
     def _make_scorer(self, name: str, model: ModelFingerprint | None) -> Scorer:
-        # A gate that no scorer takes is refused by the default one.
+        # A gate that no scorer takes is refused by the default scorer.
         is_taken = takes_gate(name) or not any(map(takes_gate, self.scopes))
         gate = Path(self.config.gate) if self.config.gate and is_taken else None
         scorer = make_scorer(name, gate=gate, model=model)
@@ -111,11 +111,11 @@ class Compression:
         """
         config, default = self.config, self.choice.scorer
         profiles = [self._check(profile, loaded, scorers) for profile in self.named]
-        own = [profile.kv_retention for profile in profiles if profile.scorer.name == default]
-        if config.kv_retention in (1.0, *own):
+        ratios = [profile.kv_retention for profile in profiles if profile.scorer.name == default]
+        if config.kv_retention in (1.0, *ratios):
             return profiles, profiles
         if profiles:
-            raise explain_missing_retention(config, default, self.scopes[default], own)
+            raise explain_missing_retention(config, default, self.scopes[default], ratios)
         scorer, scope = scorers[default], self.choice.scope
         kept = find_kept_profiles(config, loaded, scorer, scope)
         profile = kept.get(config.kv_retention) or make_profile(config, loaded, scorer, scope)

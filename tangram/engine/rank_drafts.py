@@ -24,7 +24,7 @@ class RankDrafter(SelfDrafter):
 
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
         """See `Drafter`."""
-        rows, counts = [one.row for one in drafting], count_drafts(drafting)
+        rows, counts = [each.row for each in drafting], count_drafts(drafting)
         with self._runner.drafting(rows, counts, self.epoch_of(drafting)):
             return super().draft(drafting)
 

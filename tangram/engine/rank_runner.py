@@ -161,8 +161,8 @@ class RankRunner(Runner):
         for row in rows:
             if row.kind is RowKind.DECODE:
                 alike.setdefault(row.retention, []).append((row.slot, row.start, len(row.tokens)))
-        for retention, own in alike.items():
-            self._tables.set_positions(retention.layout, *np.array(own, np.int64).T)
+        for retention, places in alike.items():
+            self._tables.set_positions(retention.layout, *np.array(places, np.int64).T)
         return replace(order.step, rows=rows)
 
     def _own(self, row: Row) -> Row:

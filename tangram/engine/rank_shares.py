@@ -25,14 +25,14 @@ class RankShares:
     """The share of one rank in `heads` [L, H / N], numbers of the model's KV heads.
 
     `order` [L, H] lists the heads of all ranks. Sequences carry the retentions `common`, whose
-    layouts count page numbers of all ranks. `own` has for each of them where entries of this rank
+    layouts count page numbers of all ranks. `local` has for each of them where entries of this rank
     lie.
     """
 
     order: Int64
     heads: Int64
     common: Sequence[Retention]
-    own: Mapping[Retention, Retention]
+    local: Mapping[Retention, Retention]
 
 
 def share_retentions(
@@ -54,7 +54,7 @@ def share_retentions(
     local = replace(
         geometry, kv_heads=geometry.kv_heads // ranks, query_heads=geometry.query_heads // ranks
     )
-    own = dict[Retention, Retention]()
+    local_of = dict[Retention, Retention]()
     for retention in whole:
         listed = rank_heads(_kept_pages(retention.layout), order[full], full, ranks)
         numbers = [max(pages for _, pages in place) for place in zip(*listed, strict=True)]
@@ -63,13 +63,13 @@ def share_retentions(
         layout = _lay_out(retention.layout, local, members, numbers)
         common = replace(retention, layout=layout, draft=draft)
         kept = [pages for _, pages in listed[rank]]
-        own[common] = replace(
+        local_of[common] = replace(
             retention,
             layout=_lay_out(retention.layout, local, members, kept),
             scales=_scales_of(retention.scales, heads),
             draft=draft,
         )
-    return RankShares(order, heads, list(own), own)
+    return RankShares(order, heads, list(local_of), local_of)
 
 
 def _share_draft(
@@ -109,5 +109,5 @@ def _scales_of(scales: HeadScales | None, heads: Int64) -> HeadScales | None:
     if scales is None:
         return None
     return tuple(
-        tuple(row[head] for head in own) for row, own in zip(scales, heads.tolist(), strict=True)
+        tuple(row[head] for head in mine) for row, mine in zip(scales, heads.tolist(), strict=True)
     )

@@ -73,10 +73,10 @@ def build_runner(
     if blueprint.shares is None:
         runner = Runner(loaded, served.retentions, served.scorers, cache, settings)
     else:
-        own = blueprint.shares.own
-        parts = {common: mine.layout for common, mine in own.items()}
+        local = blueprint.shares.local
+        parts = {common: mine.layout for common, mine in local.items()}
         tables = PartTables(parts, config.max_num_seqs)
-        runner = RankRunner(loaded, own, served.scorers, tables, settings)
+        runner = RankRunner(loaded, local, served.scorers, tables, settings)
     _prepare_runner(runner, config, drafted)
     return runner
 

@@ -64,7 +64,7 @@ class KeptRecorder:
         Call it once all tokens of the noted chunks are known.
         """
         if self._noted:
-            self._name({one.cache.slot: one for one in computing if one.cache is not None})
+            self._name({entry.cache.slot: entry for entry in computing if entry.cache is not None})
 
     def collect(self, *, awaited: bool = False) -> None:
         """Store what has arrived on the host, or all if `awaited`."""

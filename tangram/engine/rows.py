@@ -1,4 +1,4 @@
-"""The rows of one sequence, as its tokens and its pages determine them."""
+"""The rows of one sequence, as its tokens and its pages determine them, and sets of such rows."""
 
 from __future__ import annotations
 
@@ -62,3 +62,17 @@ def prefill_span(cache: SequenceCache, known: int) -> tuple[RowKind, int, int]:
     if known - begin < chunk_tokens:
         return RowKind.TAIL, cache.computed_tokens, known
     return RowKind.SEAL, begin, begin + chunk_tokens
+
+
+class Membership:
+    """Numbers the sets of rows that passes decode, as plans see them."""
+
+    def __init__(self) -> None:
+        self._members: tuple[object, ...] = ()
+        self._epoch = 0
+
+    def epoch_of(self, members: tuple[object, ...]) -> int:
+        """A number that changes when `members` do: the plan may no longer hold."""
+        if members != self._members:
+            self._members, self._epoch = members, self._epoch + 1
+        return self._epoch

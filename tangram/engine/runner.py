@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from tangram.engine.batcher import Batcher
 from tangram.engine.device_tables import BlockTables, DeviceTables
 from tangram.engine.forward_pass import Pass
 from tangram.engine.meters import Meters
-from tangram.engine.passes import Carry, Passes, carry_nothing
+from tangram.engine.passes import Carry, Passes
 from tangram.engine.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.sampling import SampledTokens, SampleRow, choose
 from tangram.engine.saved_pass import PassSaver
@@ -28,7 +28,7 @@ from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
 from tangram.kernels.narrow import NARROW, stored_scales
 from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.model.load import LoadedModel
 from tangram.model.rotary import model_rotary
 from tangram.model.sealing import ScoreObserver, Sealing
@@ -196,24 +196,8 @@ class Runner:
         if len(pages):
             self._host.move((), awaited=True)  # what is still arriving would replace the zeros
             self.pool.view(torch.uint8).index_fill_(
-                0, place(pages.astype(np.int64), self.pool.device), 0
+                0, upload(pages.astype(np.int64), self.pool.device), 0
             )
-
-    @torch.inference_mode()
-    def tail_logits(self, step: Step) -> Tensor:
-        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order.
-
-        Nothing may be pending.
-        """
-        self._host.move(step.moves, awaited=step.awaited)
-        work = self.passes.batcher.build(step.rows, step.epoch)
-        wanted = [
-            np.arange(end - len(row.tokens), end) + 1
-            for row, end in zip(step.rows, work.ends, strict=True)
-            if row.kind is RowKind.TAIL
-        ]
-        every = replace(work, sampled=np.concatenate(wanted))
-        return self.passes.begin(every, carry_nothing).logits()
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -240,14 +224,14 @@ class Runner:
         if pending:
             place_of, chosen = self._chosen
             found = [place_of[rows[number].slot] for number in pending]
-            target, source = place(np.array([ends[pending], found]), self._loaded.device)
+            target, source = upload(np.array([ends[pending], found]), self._loaded.device)
             sources.append((target, chosen.index_select(0, source)))
         if drafts and drafted is not None:
             targets = [
                 np.arange(end - rows[at].drafts, end) + 1
                 for at, end in zip(drafts, ends[drafts], strict=True)
             ]
-            sources.append((place(np.concatenate(targets), self._loaded.device), drafted))
+            sources.append((upload(np.concatenate(targets), self._loaded.device), drafted))
 
         def carry(tokens: Tensor) -> None:
             for target, values in sources:

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from tangram.engine.draw import draw, row_key
-from tangram.engine.filters import on_device, pick, weights_of
+from tangram.engine.filters import pick, weights_of
 from tangram.errors import RequestError
-from tangram.kernels.transfer import HostCopies, place
+from tangram.kernels.transfer import HostCopies, upload
 from tangram.types import (
     OPENAI_SAMPLING,
     ChosenToken,
@@ -86,7 +86,7 @@ class SampleRow:
             if params.min_tokens
             else []
         )
-        self._ends = on_device(torch.device(device), ends) if ends else None
+        self._ends = upload(ends, torch.device(device)) if ends else None
         self.greedy = self.values.temperature < _GREEDY_BELOW
         asks_more = self._bias is not None or params.logprobs is not None
         self.takes_largest = self.stays and not asks_more
@@ -136,7 +136,7 @@ class SampleRow:
         """Add `tokens` to the completion."""
         self.step += len(tokens)
         if self._history is not None:
-            self._history.add(on_device(self._history.output_counts.device, tokens))
+            self._history.add(upload(tokens, self._history.output_counts.device))
 
     def change_logits(self, logits: Tensor) -> None:
         """Add the bias and the penalties to `logits` [V] (float32), in place; mask early ends."""
@@ -156,7 +156,7 @@ class _History:
     ) -> None:
         self.prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.prompt_seen.index_fill_(
-            0, place(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True
+            0, upload(np.asarray(prompt_token_ids, np.int64), torch.device(device)), True
         )
         self.output_counts = torch.zeros(vocab_size, device=device)
         self.one = torch.ones(1, device=device)
@@ -258,7 +258,7 @@ def _choose(raw: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
     if random:
         weights = weights_of(pick(changed, random), [rows[i].values for i in random])
         keys = [row_key(rows[i].seed, rows[i].sample_index, rows[i].step) for i in random]
-        tokens.index_copy_(0, on_device(raw.device, random), draw(weights, keys))
+        tokens.index_copy_(0, upload(random, raw.device), draw(weights, keys))
     return tokens, largest
 
 
@@ -285,10 +285,11 @@ def _bias(params: SamplingParams, device: torch.device | str) -> tuple[Tensor, T
     """The bias as (token ids int64, values float32), None if there is none."""
     if not params.logit_bias:
         return None
-    place = torch.device(device)
-    return on_device(place, list(params.logit_bias)), on_device(
-        place, list(params.logit_bias.values())
-    ).float()
+    tokens, values = (
+        upload(list(part), torch.device(device))
+        for part in (params.logit_bias, params.logit_bias.values())
+    )
+    return tokens, values.float()
 
 
 def _mask_forbidden(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -298,13 +299,13 @@ def _mask_forbidden(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         return raw
     masks = np.stack([matcher.mask_tokens() for _, matcher in bound])
     bits = (
-        place(masks, raw.device)[:, :, None]
+        upload(masks, raw.device)[:, :, None]
         >> torch.arange(8, dtype=torch.uint8, device=raw.device)
         & 1
     )
     indices = [index for index, _ in bound]
     chosen = pick(raw, indices).masked_fill(bits.flatten(1)[:, : raw.shape[1]] == 0, -math.inf)
-    return raw.index_copy(0, on_device(raw.device, indices), chosen)
+    return raw.index_copy(0, upload(indices, raw.device), chosen)
 
 
 def _change(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -328,9 +329,9 @@ def _logprobs(
             asked.setdefault(min(row.params.logprobs, raw.shape[1]), []).append(index)
     found: list[tuple[Sequence[int], HostCopies]] = []
     for count, indices in asked.items():
-        own, chosen = pick(raw, indices), pick(tokens, indices)[:, None]
-        normaliser = own.logsumexp(dim=-1, keepdim=True)
-        logprobs = (own.gather(1, chosen) - normaliser)[:, 0]
-        values, token_ids = own.topk(count, dim=-1)
+        wanted, chosen = pick(raw, indices), pick(tokens, indices)[:, None]
+        normaliser = wanted.logsumexp(dim=-1, keepdim=True)
+        logprobs = (wanted.gather(1, chosen) - normaliser)[:, 0]
+        values, token_ids = wanted.topk(count, dim=-1)
         found.append((indices, HostCopies(logprobs, token_ids, values - normaliser)))
     return found

@@ -41,11 +41,10 @@ from msgspec.structs import replace
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
-from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.open_chunks import OpenChunks
-from tangram.engine.rows import newest_row, prefill_span, row_of
+from tangram.engine.rows import Membership, newest_row, prefill_span, row_of
 from tangram.engine.token_sequence import TokenSequence
 from tangram.types import Int32, Int64
 from tangram.watch import SequenceState
@@ -111,8 +110,7 @@ class Scheduler:
     open_chunks: OpenChunks = field(init=False)
     passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
-    _members: list[tuple[int, Retention, int]] = field(default_factory=list)
-    _epoch: int = 0
+    _membership: Membership = field(default_factory=Membership)
     _decode_waits: bool = False
     _fresh: int = 0  # of those waiting, how many never ran
     _accepted: int = 0  # drafts of the last step
@@ -123,7 +121,7 @@ class Scheduler:
     def excess(self, entering: int) -> int:
         """Sequences that never ran, with `entering` more, minus the free places of the batch.
 
-        A positive number waits; a negative one is free places.
+        A positive number waits; a negative number is free places.
         """
         return self._fresh + entering - (self.limits.max_num_seqs - len(self.running))
 
@@ -149,7 +147,7 @@ class Scheduler:
 
     def _leave_open(self, sequences: Iterable[TokenSequence]) -> None:
         for sequence in sequences:
-            cache = _require_cache(sequence)
+            cache = sequence.held
             if sequence.complete or not cache.raw_tokens:
                 continue
             if self.cache.can_leave_open(cache):
@@ -180,7 +178,7 @@ class Scheduler:
         pages = found.pages(self.cache)
         self.open_chunks.forget()
         self._forget(sequence)
-        for other in [entry for entry in self.running if _require_cache(entry).slot in found.slots]:
+        for other in [entry for entry in self.running if entry.held.slot in found.slots]:
             self._preempt(other)
         purge(self.cache, found)
         return pages
@@ -203,8 +201,7 @@ class Scheduler:
         self._accepted = 0
         in_turn = chain(filled, self._in_turn(unfinished, self._admissions()))
         prefill = self._prefill(
-            (sequence for sequence in in_turn if not _require_cache(sequence).arriving),
-            budget - len(decoding),
+            (sequence for sequence in in_turn if not sequence.held.arriving), budget - len(decoding)
         )
         self._decode_waits = bool(
             decoding and not self._decode_waits and self._comes_first(prefill)
@@ -215,7 +212,7 @@ class Scheduler:
         decode = [] if self._decode_waits else self._decode_rows(decoding, spare)
         if not decode and not prefill:
             prefill = self._prefill(
-                [sequence for sequence in self.running if _require_cache(sequence).arriving], budget
+                [sequence for sequence in self.running if sequence.held.arriving], budget
             )
         if not self.running and not self.waiting:
             prefill = self._seal_open()
@@ -238,7 +235,7 @@ class Scheduler:
         """
         self._accepted += accepted
         sequence.foresee(drafts[:accepted])
-        self.cache.shrink(_require_cache(sequence), len(drafts) - accepted)
+        self.cache.shrink(sequence.held, len(drafts) - accepted)
 
     @property
     def prefilling(self) -> bool:
@@ -248,7 +245,7 @@ class Scheduler:
 
     @property
     def computing(self) -> Sequence[TokenSequence]:
-        """The running sequences, and an ended one whose chunks are sealed now."""
+        """The running sequences, and an ended sequence whose chunks are sealed now."""
         return *self.running, *self.open_chunks.sealing
 
     @property
@@ -288,9 +285,7 @@ class Scheduler:
     def _at_boundary(self) -> list[TokenSequence]:
         """The running sequences that are at the end of a chunk: sealed, or full and not yet."""
         size = self.cache.chunk_tokens
-        return [
-            sequence for sequence in self.running if not _require_cache(sequence).raw_tokens % size
-        ]
+        return [sequence for sequence in self.running if not sequence.held.raw_tokens % size]
 
     def _sort_running(self) -> tuple[list[TokenSequence], list[TokenSequence], list[TokenSequence]]:
         """The running sequences that are not complete, in three parts.
@@ -301,7 +296,7 @@ class Scheduler:
         size, decoding = self.cache.chunk_tokens, list[TokenSequence]()
         filled, others = list[TokenSequence](), list[TokenSequence]()
         for sequence in self.running:
-            known, cache = sequence.known, _require_cache(sequence)
+            known, cache = sequence.known, sequence.held
             if known > sequence.limit:
                 continue
             raw_tokens = cache.raw_tokens
@@ -405,14 +400,14 @@ class Scheduler:
         """Whether a row of `prefill` is of a sequence whose first token is still to come."""
         slots = {row.slot for row in prefill}
         return any(
-            _require_cache(sequence).slot in slots and not sequence.read_tokens
+            sequence.held.slot in slots and not sequence.read_tokens
             for sequence in (self.running if slots else ())
         )
 
     def _decode_rows(self, sequences: Sequence[TokenSequence], spare: int) -> list[Row]:
         """The newest token of each sequence, and its drafts, up to `spare` in all."""
         if self.drafts is None:
-            caches = [_require_cache(sequence) for sequence in sequences]
+            caches = [sequence.held for sequence in sequences]
             self.cache.grow_each(caches)
             return [newest_row(*pair) for pair in zip(sequences, caches, strict=True)]
         rows: list[Row] = []
@@ -424,7 +419,7 @@ class Scheduler:
 
     def _decode_row(self, sequence: TokenSequence, spare: int) -> Row:
         """The newest token and up to `spare` drafts, with pages for them."""
-        cache = _require_cache(sequence)
+        cache = sequence.held
         drafts = self._draft(sequence, cache, spare)
         self.cache.grow(cache, 1 + len(drafts))
         row = newest_row(sequence, cache)
@@ -462,11 +457,11 @@ class Scheduler:
         """
         if row.kind is not RowKind.SEAL or sequence.retention.one_chunk_a_step:
             return False
-        cache, rest = _require_cache(sequence), sequence.known - row.start - len(row.tokens)
+        cache, rest = sequence.held, sequence.known - row.start - len(row.tokens)
         return rest > 1 and self.cache.can_go_on(cache, min(rest, cache.layout.chunk_tokens))
 
     def _prefill_row(self, sequence: TokenSequence, budget: int) -> Row | None:
-        cache = _require_cache(sequence)
+        cache = sequence.held
         kind, start, end = prefill_span(cache, sequence.known)
         if end - start > budget:
             return None
@@ -485,17 +480,9 @@ class Scheduler:
 
     def _epoch_of(self, decode: list[Row]) -> int:
         size = self.cache.chunk_tokens
-        members = [(row.slot, row.retention, row.start // size) for row in decode]
-        if members != self._members:
-            self._members = members
-            self._epoch += 1
-        return self._epoch
-
-
-def _require_cache(sequence: TokenSequence) -> SequenceCache:
-    if sequence.cache is None:
-        raise RuntimeError(f"{sequence.request_id} runs without pages")
-    return sequence.cache
+        return self._membership.epoch_of(
+            tuple((row.slot, row.retention, row.start // size) for row in decode)
+        )
 
 
 def _publishing(step: Step, page_tokens: int) -> list[Row]:
@@ -512,14 +499,14 @@ def _publishing(step: Step, page_tokens: int) -> list[Row]:
 
 def _decodes(sequence: TokenSequence) -> bool:
     """True if only its newest token must be computed, within the current chunk."""
-    cache = _require_cache(sequence)
+    cache = sequence.held
     return (
         sequence.known - cache.computed_tokens == 1 and cache.raw_tokens < cache.layout.chunk_tokens
     )
 
 
 def _at_chunk_start(sequence: TokenSequence) -> bool:
-    cache = _require_cache(sequence)
+    cache = sequence.held
     rest = sequence.known - cache.computed_tokens
     # With chunks of one token the newest token fills its chunk but is still decoded.
     return cache.raw_tokens == 0 and (rest < cache.layout.chunk_tokens or _decodes(sequence))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tangram.cache.part_tables import PartTables
 from tangram.cache.step import Row
-from tangram.engine.draft_round import DraftRound, Membership
+from tangram.engine.draft_round import DraftRound
 from tangram.engine.passes import Passes
+from tangram.engine.rows import Membership
 from tangram.engine.speculation import Drafting
 from tangram.engine.token_sequence import TokenSequence
 from tangram.errors import IntegrityError
@@ -45,7 +46,7 @@ class SelfDrafter:
     @torch.inference_mode()
     def draft(self, drafting: Sequence[Drafting]) -> Tensor:
         """See `Drafter`."""
-        rows = [draft_row(one.row) for one in drafting]
+        rows = [draft_row(each.row) for each in drafting]
         set_draft_positions(self._tables, rows)
         epoch, vocabulary = self.epoch_of(drafting), rows[0].retention.layout.geometry.vocab_size
         drafts = DraftRound(self._passes, drafting, rows, epoch, vocabulary)
@@ -68,12 +69,12 @@ class SelfDrafter:
         return self._membership.epoch_of(
             tuple(
                 (
-                    one.sequence.arrival_index,
-                    one.sequence.preemptions,
-                    one.row.slot,
-                    one.row.start // one.row.retention.layout.chunk_tokens,
+                    each.sequence.arrival_index,
+                    each.sequence.preemptions,
+                    each.row.slot,
+                    each.row.start // each.row.retention.layout.chunk_tokens,
                 )
-                for one in drafting
+                for each in drafting
             )
         )
 

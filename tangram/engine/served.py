@@ -61,8 +61,8 @@ def find_served(compression: Compression, loaded: LoadedModel, max_tokens: int) 
         full = _with_draft(full, _retain(profile, scorers, full.layout))
     found = [_retain(profile, scorers, full.layout) for profile in profiles]
     found.sort(key=lambda entry: entry.scorer != config.scorer)
-    own = config.kv_retention, config.scorer
-    default = next((one for one in found if (one.kv_retention, one.scorer) == own), full)
+    wanted = config.kv_retention, config.scorer
+    default = next((entry for entry in found if (entry.kv_retention, entry.scorer) == wanted), full)
     others = [entry for entry in (full, *found) if entry is not default]
     return Served(scorers, [default, *others], bases)
 

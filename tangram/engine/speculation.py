@@ -33,7 +33,7 @@ from tangram.types import ChosenToken, DraftedTokens, Int64
 
 # Of the time of a sequence: what it loses at most by drafts of others. Trials of `Pace` come to it.
 LOST_SHARE = 0.02
-# A first iteration with drafts waits for the one before, so there must be patience for some.
+# A first iteration with drafts waits for the step before, so there must be patience for some.
 BURST = 4
 LOOK_EVERY = 16  # tokens of a sequence that is not drafted for: how often a lookup is tried out
 # By which `suffix_decoding_max_cached_requests` becomes a bound in tokens.
@@ -45,7 +45,7 @@ _NOTHING = np.zeros(0, np.int64)
 class Drafting:
     """A sequence that is drafted for: `row` decodes its newest token and `row.drafts` drafts.
 
-    `sampler` chooses the token behind the newest one.
+    `sampler` chooses the token behind the newest.
     """
 
     sequence: TokenSequence
@@ -145,7 +145,7 @@ def verifiers(sampler: SampleRow, drafts: Tensor) -> list[SampleRow]:
 
 
 def accept(drafts: Sequence[int], tokens: Sequence[ChosenToken | None]) -> list[ChosenToken | None]:
-    """The tokens that a sequence goes on with: those of accepted drafts and the one behind them.
+    """The tokens that a sequence goes on with: those of accepted drafts and the next.
 
     `tokens` [n + 1] are what the `verifiers` of `drafts` [n] have chosen.
     """
@@ -264,7 +264,7 @@ class Speculation:
         """All tokens of the decoding `sequences` are known: what drafts for them gets ready."""
         if self.drafter is None:
             return
-        chosen = [one for one in sequences if one.speculative and self._course(one).chosen]
+        chosen = [entry for entry in sequences if entry.speculative and self._course(entry).chosen]
         for sequence in self.drafter.prepare(chosen):
             course = self._course(sequence)
             course.chosen = 0
@@ -310,7 +310,7 @@ class Speculation:
     def end_step(self) -> None:
         """The step has ended, and it did nothing but decode.
 
-        Its time counts if the step before was of its kind: otherwise it has waited for that one.
+        Its time counts if the step before was of its kind: otherwise it has waited for it.
         """
         self._last, seconds = self._wanted, self._now() - self._begin_s
         if self._drafted:

@@ -90,8 +90,8 @@ class ChatTemplate:
         read = [
             self._read(each) for each in ([found] if isinstance(found, str) else found.values())
         ]
-        own = TEMPLATE_NAMES.union(self._tokenizer.special_tokens_map)
-        return frozenset.intersection(*read) - own if read else frozenset()
+        given = TEMPLATE_NAMES.union(self._tokenizer.special_tokens_map)
+        return frozenset.intersection(*read) - given if read else frozenset()
 
     def warm(self) -> None:
         """Start the processes, which takes them a second or two."""
@@ -112,9 +112,9 @@ class ChatTemplate:
             raise _explain_rejection() from error
         # Transformers leaves fields without a value out, too.
         given = [{k: v for k, v in each.items() if v is not None} for each in messages]
-        own = self._tokenizer.special_tokens_map
+        names = self._tokenizer.special_tokens_map
         asked = {"conversations": [given], "tools": shown, "chat_template": template}
-        return self._answer({"render": {**own, **options, **asked}})
+        return self._answer({"render": {**names, **options, **asked}})
 
     def _read(self, template: str) -> frozenset[str]:
         if self._exceeds:

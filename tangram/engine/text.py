@@ -53,11 +53,11 @@ class TextCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()
     ) -> None:
-        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
         self._decode_one = _keep_texts(self._decoder)
         self.template = ChatTemplate(tokenizer)
-        self.eos_token_ids = frozenset((*own, *eos_token_ids))
+        self.eos_token_ids = frozenset((*ends, *eos_token_ids))
         added = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -336,8 +336,8 @@ def _find_decoder(tokenizer: PreTrainedTokenizerBase) -> _Decoder:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     kind = type(tokenizer)
-    own = (TokenizersBackend.decode, TokenizersBackend._decode)
-    if isinstance(tokenizer, TokenizersBackend) and (kind.decode, kind._decode) == own:
+    theirs = (TokenizersBackend.decode, TokenizersBackend._decode)
+    if isinstance(tokenizer, TokenizersBackend) and (kind.decode, kind._decode) == theirs:
         direct: _Decoder = tokenizer.backend_tokenizer.decode
         return direct
 

@@ -10,6 +10,7 @@ import numpy as np
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
+from tangram.errors import IntegrityError
 from tangram.types import Int64
 
 
@@ -22,7 +23,7 @@ class TokenSequence:
     request share its prompt. `keys` name its chunks in the prefix cache. `limit` is the most tokens
     whose KV state it may ever need. `arrival_index` is never reused. `due_tokens`, in computed
     tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
-    first leaves the queue. `foreseen` tokens behind the known ones are accepted drafts. Nothing is
+    first leaves the queue. `foreseen` tokens behind the known are accepted drafts. Nothing is
     drafted for a sequence that is not `speculative`. It is number `sample_index` of the completions
     of its request.
     """
@@ -48,6 +49,13 @@ class TokenSequence:
     def retention(self) -> Retention:
         """How it keeps its KV entries."""
         return self.keys.retention
+
+    @property
+    def held(self) -> SequenceCache:
+        """Its cache. Raises `IntegrityError` if it has none: it runs without pages."""
+        if self.cache is None:
+            raise IntegrityError(f"{self.request_id} runs without pages")
+        return self.cache
 
     @property
     def complete(self) -> bool:
@@ -101,7 +109,7 @@ class TokenSequence:
         self.pending = True
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The values of the tokens that come next: the expected one first, then foreseen ones."""
+        """The values of the tokens that come next: the expected token, then those foreseen."""
         begin = self.known - self.pending
         end = begin + len(tokens)
         if end > len(self.tokens):

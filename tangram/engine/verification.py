@@ -19,7 +19,7 @@ from tangram.engine.runner import Runner
 from tangram.engine.scheduler import Scheduler
 from tangram.engine.speculation import Drafting, Speculation, accept, verifiers
 from tangram.errors import IntegrityError
-from tangram.kernels.transfer import place
+from tangram.kernels.transfer import upload
 from tangram.types import ChosenToken
 
 
@@ -70,7 +70,7 @@ class Verifier:
         if drafter is None:
             known = np.concatenate([row.tokens[1:] for row in rows if row.drafts])
             if any(completion.sampler.remembers for completion in completions):
-                return step, place(known, self.device)
+                return step, upload(known, self.device)
             return step, torch.from_numpy(known)
         self.runner.move(step)
         drafting = [

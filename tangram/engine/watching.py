@@ -92,7 +92,7 @@ class Watching:
         )
 
     def read(self, sequence: TokenSequence) -> SequenceReading:
-        """One sequence now. Of a preempted or ended one, as it was when last computed."""
+        """One sequence now. If it is preempted or has ended, as it was when last computed."""
         layout, (sealed, raw) = sequence.retention.layout, sequence.count_state()
         return SequenceReading(
             sequence.request_id,

@@ -14,7 +14,7 @@ import torch
 HOPPER = (9, 0)
 LEAST = (8, 0)  # Ampere: older cards cannot multiply bfloat16
 # By capability: 16-bit products that a multiprocessor adds up in float32 in a cycle, from NVIDIA's
-# tables. A card that is not listed counts as the one before it, or as the first. GeForce cards do
+# tables. A card that is not listed counts as the last before it, or as the first. GeForce cards do
 # half as many.
 PRODUCTS = {(8, 0): 1024, (8, 6): 512, (9, 0): 2048, (10, 0): 4096, (12, 0): 512}
 # An H100's, where the driver of a virtual GPU tells neither.
@@ -40,7 +40,7 @@ class Card:
 
     @property
     def chains(self) -> bool:
-        """Programmatic dependent launch: a launch may begin while the one before it ends."""
+        """Programmatic dependent launch: a launch may begin while the last ends."""
         return self.capability >= HOPPER
 
     @property

@@ -31,6 +31,7 @@ from torch import Tensor
 from tangram.kernels import cpu_prefill, reference
 from tangram.kernels.cpu_products import TILE_ROWS
 from tangram.kernels.cpu_tasks import DecodeTokens, LayerTasks, Pages, step
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import as_entries
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import Records
@@ -116,17 +117,18 @@ def warm_up(dtype: torch.dtype) -> None:
     size of torch's OpenMP pool, so torch's own size is restored.
     """
     threads = torch.get_num_threads()
-    one = np.zeros((1, 1, 1), np.int64)
-    rows = DecodeRows.of(one, one, one, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
+    zero = np.zeros((1, 1, 1), np.int64)
+    rows = DecodeRows.of(zero, zero, zero, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
-    decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, scaling=1.0)
+    decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, AttentionRule(1.0))
     likely = entry if dtype is torch.float32 else entry.bfloat16()
     asked = next((x for x in (likely, entry) if prefills_compiled(x, pool)), None)
     if asked is not None:
         address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
-        prefill(asked, asked, asked, asked.clone(), pool, index, address, spans, scaling=1.0)
+        out = torch.empty_like(asked)
+        prefill(asked, asked, asked, out, pool, index, address, spans, AttentionRule(1.0))
     torch.set_num_threads(threads)
 
 
@@ -156,10 +158,7 @@ class DecodePass:
         out: Tensor,
         plan: CpuPlan,
         layer: int,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        rule: AttentionRule,
     ) -> None:
         """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → out [T, Q, V].
 
@@ -175,9 +174,9 @@ class DecodePass:
             self._first,
             wide.numpy().reshape(*by_head, width),
             self._lengths,
-            self._sinks(sinks, by_head[1:]),
-            np.float32(scaling),
-            np.float32(softcap or 0.0),
+            self._sinks(rule.sinks, by_head[1:]),
+            np.float32(rule.scaling),
+            np.float32(rule.softcap or 0.0),
         )
         keys, values = (_array(as_entries(x, self._dtype).view(self._bits)) for x in (k, v))
         tasks, bounds = plan.layer_tasks, plan.bounds[layer]
@@ -203,11 +202,9 @@ def decode_step(
     lengths: Tensor,
     plan: CpuPlan,
     layer: int,
+    rule: AttentionRule,
     *,
-    scaling: float,
     first_tokens: Int64 | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
@@ -217,12 +214,10 @@ def decode_step(
     first = np.arange(plan.address.shape[1] + 1) if first_tokens is None else first_tokens
     if runs_compiled(pool):
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
-        own = DecodePass(pool, tables, lengths, first)
-        own.run(q, k, v, out, plan, layer, scaling=scaling, softcap=softcap, sinks=sinks)
+        DecodePass(pool, tables, lengths, first).run(q, k, v, out, plan, layer, rule)
         return out
-    rule = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     where = pool, tables, lengths, plan.plan, plan.address, layer, first
-    return reference.decode_step(q, k, v, *where, **rule)  # type: ignore[arg-type]
+    return reference.decode_step(q, k, v, *where, rule)
 
 
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:
@@ -248,11 +243,7 @@ def prefill(
     tables: Tensor,
     address: Int32,
     spans: Int32,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    rule: AttentionRule,
 ) -> None:
     """`reference.prefill` of N rows that lie end to end in q [T, Q, D] → out [T, Q, D].
 
@@ -261,14 +252,14 @@ def prefill(
     Sums are float32. Call it only where `prefills_compiled`. Raises `IntegrityError` as
     `reference.prefill` does.
     """
-    if window is not None:
+    if rule.window is not None:
         for lengths, position in zip(address[..., 2].tolist(), spans[:, 4].tolist(), strict=True):
             reference.refuse_other_pasts(lengths, position)
     heads, bits = k.shape[1], COMPILED[q.dtype]
-    group, own = q.shape[1] // heads, slice(int(spans[0, 0]), int(spans[-1, 1]))
+    group, asking = q.shape[1] // heads, slice(int(spans[0, 0]), int(spans[-1, 1]))
     places = spans.astype(np.int64)
-    places[:, :2] -= own.start
-    queries = _by_head(q[own], heads)
+    places[:, :2] -= asking.start
+    queries = _by_head(q[asking], heads)
     answers = torch.empty_like(queries)
     asked = cpu_prefill.Asked(
         _array(queries.view(bits)),
@@ -279,9 +270,12 @@ def prefill(
         address.astype(np.int64),
     )
     blocks = _array(reference.blocks(pool).view(COMPILED[pool.dtype]))
-    logits = np.full(q.shape[1], -np.inf, np.float32) if sinks is None else _array(sinks.float())
+    no_sinks = np.full(q.shape[1], -np.inf, np.float32)
     scoring = cpu_prefill.Scoring(
-        window or 0, np.float32(scaling), np.float32(softcap or 0.0), logits.reshape(heads, group)
+        rule.window or 0,
+        np.float32(rule.scaling),
+        np.float32(rule.softcap or 0.0),
+        (no_sinks if rule.sinks is None else _array(rule.sinks.float())).reshape(heads, group),
     )
     threads = _threads()
     _let_use(threads)
@@ -294,8 +288,8 @@ def prefill(
         np.zeros(1, np.int64),
         threads,
     )
-    answered = torch.unflatten(answers[:, :-TILE_ROWS], 1, (own.stop - own.start, group))
-    out[own] = answered.transpose(0, 1).flatten(1, 2)
+    answered = torch.unflatten(answers[:, :-TILE_ROWS], 1, (asking.stop - asking.start, group))
+    out[asking] = answered.transpose(0, 1).flatten(1, 2)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

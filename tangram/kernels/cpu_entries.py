@@ -174,7 +174,7 @@ def _compile_is_nan(blocks, block, part, entry):  # type: ignore[no-untyped-def]
 def dot_keys(query, blocks, block, begin, end, scores, at):  # type: ignore[no-untyped-def]
     """scores[m, at + i] = query[m] · key begin + i of `block`, before `end`.
 
-    Up to KEYS − 1 scores behind the last one are overwritten.
+    Up to KEYS − 1 scores behind the last are overwritten.
     """
     parts, page, dim = blocks.shape[1:]
     width = WIDTHS[0] if dim % WIDTHS[0] == 0 else WIDTHS[1] if dim % WIDTHS[1] == 0 else WIDTHS[2]

@@ -228,10 +228,10 @@ def read_block(asked, pages, row, head, begin, past, start, stop, work, worker):
                 for d in range(entries.shape[2]):
                     entries[vector, entry - start + t - place, d] = as_element(held[t, d], entries)
         entry += last - place
-    own = asked.spans[row, 2] - past
+    behind = asked.spans[row, 2] - past
     columns = (stop - start + LANES - 1) // LANES * LANES
     for t in range(entry - start, columns):
-        at = own + start + t
+        at = behind + start + t
         for d in range(entries.shape[2]):
             entries[0, t, d] = asked.k[at, head, d] if t < stop - start else 0
             entries[1, t, d] = asked.v[at, head, d] if t < stop - start else 0

@@ -114,9 +114,10 @@ def useful_threads(tasks, first, last, lengths, tile, head_dim, threads):  # typ
     `tasks` are those of a `WorkPlan`.
     """
     tokens = 0
-    for task in range(first, last):
-        one = tasks[task]
-        begin, end = resolve(one["kind"], one["a"], one["b"], lengths[one["length_index"]], tile)
+    for number in range(first, last):
+        task = tasks[number]
+        length = lengths[task["length_index"]]
+        begin, end = resolve(task["kind"], task["a"], task["b"], length, tile)
         tokens += end - begin
     return threads if tokens * head_dim * 2 > SERIAL_ELEMENTS else 1
 
@@ -132,12 +133,12 @@ def append_rows(k, v, pages, lengths, first, address):  # type: ignore[no-untype
     page_tokens = blocks.shape[2]
     for row in range(address.shape[0]):
         for head in range(k.shape[1]):
-            own = address[row, head]
-            end = lengths[own["length_index"]] - first[row + 1]
+            record = address[row, head]
+            end = lengths[record["length_index"]] - first[row + 1]
             for token in range(first[row], first[row + 1]):
                 index = end + token
-                page = tables[own["table"] + index // page_tokens]
-                block, place = page * heads_per_page + own["column"], index % page_tokens
+                page = tables[record["table"] + index // page_tokens]
+                block, place = page * heads_per_page + record["column"], index % page_tokens
                 blocks[block, 0, place, :] = k[token, head]
                 if blocks.shape[1] == 2:
                     blocks[block, 1, place, :] = v[token, head]
@@ -327,13 +328,13 @@ def keep_parts(rows, entries, head, out, lse, partial_out, partial_lse):  # type
 @compile_kept()
 def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignore[no-untyped-def]
     """One task: its attention, and where its results go."""
-    one = tasks.tasks[task]
+    record = tasks.tasks[task]
     length, entries = (
-        rows.lengths[one["length_index"]],
-        tasks.entries[one["row_begin"] : one["row_end"]],
+        rows.lengths[record["length_index"]],
+        tasks.entries[record["row_begin"] : record["row_end"]],
     )
-    begin, end = resolve(one["kind"], one["a"], one["b"], length, tasks.tile)
-    query, group = gather_queries(rows, entries, one["head"]), rows.queries.shape[2]
+    begin, end = resolve(record["kind"], record["a"], record["b"], length, tasks.tile)
+    query, group = gather_queries(rows, entries, record["head"]), rows.queries.shape[2]
     # What several rows share is older than the tokens of any of them.
     drafts = query.shape[0] // group - 1 if len(entries) == 1 else 0
     bounds = query.shape[0] if drafts else 0
@@ -342,14 +343,14 @@ def run_task(rows, pages, tasks, task, partial_out, partial_lse):  # type: ignor
         end = min(end, length)
     for m in range(bounds):
         newest[m] = length - 1 - drafts + m // group
-    if one["kind"] == RangeKind.WINDOW and drafts:
+    if record["kind"] == RangeKind.WINDOW and drafts:
         begin = max(begin - drafts, 0)
-        oldest[:] = np.maximum(newest + 1 - one["a"], 0)
+        oldest[:] = np.maximum(newest + 1 - record["a"], 0)
     out = np.empty((query.shape[0], rows.out.shape[3]), np.float32)
     lse = np.empty(query.shape[0], np.float32)
-    place = one["table"], one["column"]
+    place = record["table"], record["column"]
     attend(query, oldest, newest, pages, *place, begin, end, rows.softcap, out, lse)
-    keep_parts(rows, entries, one["head"], out, lse, partial_out, partial_lse)
+    keep_parts(rows, entries, record["head"], out, lse, partial_out, partial_lse)
 
 
 @compile_kept()
@@ -389,14 +390,14 @@ def step(rows, k, v, pages, tasks, layer, address, workers):  # type: ignore[no-
         for _ in prange(workers):
             run_tasks(rows, pages, tasks, task_end, partials, counter)
     for segment in range(segment_begin, segment_end):
-        one = tasks.segments[segment]
-        for number in range(first[one["row"] + 1] - first[one["row"]]):
+        record = tasks.segments[segment]
+        for number in range(first[record["row"] + 1] - first[record["row"]]):
             merge(
-                one["first_slot"],
-                one["end_slot"],
+                record["first_slot"],
+                record["end_slot"],
                 number,
                 partials[0],
                 partials[1],
-                rows.sinks[one["head"]],
-                rows.out[first[one["row"]] + number, one["head"]],
+                rows.sinks[record["head"]],
+                rows.out[first[record["row"]] + number, record["head"]],
             )

@@ -16,6 +16,21 @@ WIDTHS = (LANES, 4, 1)  # of vectors: one of the last where dimensions are not w
 INDEX, WORD, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 
 
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 class VectorCode:
     """Writes vector code over the arguments of an intrinsic; its arrays are contiguous."""
 
@@ -93,16 +108,21 @@ class VectorCode:
         return self.shuffle(lone, empty, [0] * self.lanes)
 
     def fuse(self, total: Any, left: Any, right: Any) -> Any:
-        """total + left · right, rounded once."""
-        kind = ir.FunctionType(self.floats, [self.floats] * 3)
-        name = f"llvm.fma.v{self.lanes}f32"
+        """total + left · right, rounded once; words are pairs of bfloat16, with AVX512-BF16."""
+        if left.type == self.words:
+            pairs = ir.VectorType(BFloat(), 2 * self.lanes)
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            args = [total, *(self.builder.bitcast(x, pairs) for x in (left, right))]
+        else:
+            name, args = f"llvm.fma.v{self.lanes}f32", [left, right, total]
+        kind = ir.FunctionType(self.floats, [x.type for x in args])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
-        return self.builder.call(function, [left, right, total])
+        return self.builder.call(function, args)
 
-    def shuffle(self, one: Any, other: Any, places: list[int]) -> Any:
+    def shuffle(self, first: Any, last: Any, places: list[int]) -> Any:
         """The elements of two vectors that `places` name, those of the second behind the first."""
         mask = ir.Constant(ir.VectorType(WORD, len(places)), places)
-        return self.builder.shuffle_vector(one, other, mask)
+        return self.builder.shuffle_vector(first, last, mask)
 
     def sum_each(self, four: list[Any]) -> Any:
         """The sums of four vectors, as one of four elements."""
@@ -113,18 +133,18 @@ class VectorCode:
         fours = range(0, lanes, 4)
         low = [place for at in fours for place in (at, lanes + at, at + 1, lanes + at + 1)]
         high = [place + 2 for place in low]
-        one = self._fold(four[0], four[1], low, high)
-        other = self._fold(four[2], four[3], low, high)
+        first = self._fold(four[0], four[1], low, high)
+        last = self._fold(four[2], four[3], low, high)
         low = [place for at in fours for place in (at, at + 1, lanes + at, lanes + at + 1)]
         high = [place + 2 for place in low]
-        total = self._fold(one, other, low, high)
+        total = self._fold(first, last, low, high)
         while lanes > 4:
             lanes //= 2
             total = self._fold(total, total, list(range(lanes)), list(range(lanes, 2 * lanes)))
         return total
 
-    def _fold(self, one: Any, other: Any, low: list[int], high: list[int]) -> Any:
-        return self.builder.fadd(self.shuffle(one, other, low), self.shuffle(one, other, high))
+    def _fold(self, first: Any, last: Any, low: list[int], high: list[int]) -> Any:
+        return self.builder.fadd(self.shuffle(first, last, low), self.shuffle(first, last, high))
 
     def loop(self, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
         """`sums` after `body` of 0, 1, … before `count`, which is 1 or more."""
@@ -146,9 +166,9 @@ class VectorCode:
         builder.position_at_end(end)
         return added
 
-    def add_products(self, sums: list[Any], left: list[Any], right: list[Any]) -> list[Any]:
+    def add_products(self, sums: list[Any], left: Iterable[Any], right: list[Any]) -> list[Any]:
         """`sums` of a tile, row by row, and the products of `left` by rows, `right` by columns."""
-        pairs = ((one, other) for one in left for other in right)
+        pairs = ((x, y) for x in left for y in right)
         return [self.fuse(total, *pair) for total, pair in zip(sums, pairs, strict=True)]
 
 

@@ -63,20 +63,14 @@ def _widen(x, pool, dtype: tl.constexpr):
 
 @triton.jit
 def _take(
-    acc,
-    peak,
-    total,
+    softmax,
     q,
     page,
     n,
-    stop,
-    low,
-    high,
+    seen,
     pool,
     column,
-    scaling,
-    softcap,
-    k_scale,
+    scoring,
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
@@ -86,12 +80,15 @@ def _take(
     SOFTCAP: tl.constexpr,
     NQ: tl.constexpr,
 ):
-    """Add the entries `n`, on pages `page`, to the online softmax.
+    """Add the entries `n`, on pages `page`, to the online `softmax`: acc, peak and total.
 
-    `acc` and `q` are in parts (`_cut`): two if entries are FP8. Where MASKED, entries
-    from `stop` on are left out, and with several queries a row those outside [low, high) of each
-    query.
+    `acc` and `q` are in parts (`_cut`): two if entries are FP8. `scoring` are scaling, softcap and
+    the scale of keys. Where MASKED, entries are left out by `seen`: those from `stop` on, and with
+    several queries a row those outside [low, high) of each query.
     """
+    acc, peak, total = softmax
+    stop, low, high = seen
+    scaling, softcap, k_scale = scoring
     PARTS: tl.constexpr = len(q)
     ROWS: tl.constexpr = q[0].shape[0]
     d = tl.arange(0, BLOCK_D // PARTS)
@@ -100,9 +97,9 @@ def _take(
     # Entries read by few rows must not evict shared entries and partial results from L2.
     keep: tl.constexpr = "evict_first" if ROWS <= 16 * NQ else "evict_last"
     if MASKED:
-        seen = (n < stop)[:, None] & (d < D // PARTS)[None, :]
-        k = tl.load(place, mask=seen, other=0, eviction_policy=keep)
-        v = tl.load(place + P * D // PARTS, mask=seen, other=0, eviction_policy=keep)
+        here = (n < stop)[:, None] & (d < D // PARTS)[None, :]
+        k = tl.load(place, mask=here, other=0, eviction_policy=keep)
+        v = tl.load(place + P * D // PARTS, mask=here, other=0, eviction_policy=keep)
     elif BLOCK_D != D:
         k = tl.load(place, mask=(d < D // PARTS)[None, :], other=0, eviction_policy=keep)
         v = tl.load(
@@ -143,22 +140,15 @@ def _take(
 
 @triton.jit
 def _tiles(
-    acc,
-    peak,
-    total,
+    softmax,
     q,
     pool,
-    tables,
     table,
     column,
     begin,
     end,
-    stop,
-    low,
-    high,
-    scaling,
-    softcap,
-    k_scale,
+    seen,
+    scoring,
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
@@ -168,41 +158,18 @@ def _tiles(
     SOFTCAP: tl.constexpr,
     NQ: tl.constexpr,
 ):
-    """Online softmax of `q` over entries [begin, end) by tiles.
-
-    Where MASKED, entries are hidden as in `_take`.
-    """
+    """Online softmax of `q` over entries [begin, end) by tiles; see `_take`."""
     for first in range(begin, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         if MASKED:
-            page = tl.load(tables + table + n // P, mask=n < stop, other=0)
+            page = tl.load(table + n // P, mask=n < seen[0], other=0)
         else:
-            page = tl.load(tables + table + n // P)
-        acc, peak, total = _take(
-            acc,
-            peak,
-            total,
-            q,
-            page,
-            n,
-            stop,
-            low,
-            high,
-            pool,
-            column,
-            scaling,
-            softcap,
-            k_scale,
-            HP,
-            P,
-            D,
-            BLOCK_D,
-            BLOCK_N,
-            MASKED,
-            SOFTCAP,
-            NQ,
+            page = tl.load(table + n // P)
+        softmax = _take(
+            *(softmax, q, page, n, seen, pool, column, scoring),
+            *(HP, P, D, BLOCK_D, BLOCK_N, MASKED, SOFTCAP, NQ),
         )
-    return acc, peak, total
+    return softmax
 
 
 @triton.jit
@@ -230,10 +197,10 @@ def _mean(weights, values, sums, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _look_up(tables, n, begin, stop, P: tl.constexpr):
-    """The places `n`, or the last one before `stop`, and their pages."""
+def _look_up(table, n, begin, stop, P: tl.constexpr):
+    """The places `n`, or the last before `stop`, and their pages."""
     n = tl.minimum(n, stop - 1)
-    return n, tl.load(tables + n // P, mask=stop > begin, other=0)
+    return n, tl.load(table + n // P, mask=stop > begin, other=0)
 
 
 @triton.jit
@@ -270,21 +237,15 @@ def _load_latents(
 
 @triton.jit
 def _take_latents(
-    acc,
-    peak,
-    total,
+    softmax,
     q,
     q_rotary,
     pool,
-    tables,
     table,
     column,
     begin,
-    stop,
-    low,
-    high,
-    scaling,
-    softcap,
+    seen,
+    scoring,
     HP: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
@@ -297,24 +258,25 @@ def _take_latents(
     TURNED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Online softmax over the latents [begin, stop), each loaded once as key and as value.
+    """Online softmax over the latents [begin, stop), each loaded once as key and value (`_take`).
 
     Pages are looked up a tile ahead, so that no load of entries waits for them. If TURNED, queries
     are the columns of scores and of means, `acc` [V, M]: few of them then waste nothing of a
-    product of 64 rows. With several queries a row the entries outside [low, high) of each are
-    hidden.
+    product of 64 rows.
     """
+    acc, peak, total = softmax
+    stop, low, high = seen
+    scaling = scoring[0] * scoring[2]
     PARTS: tl.constexpr = len(q)
     QUERIES: tl.constexpr = q[0].shape[0]
     AXIS: tl.constexpr = 0 if TURNED else 1
-    tables += table
-    here, page = _look_up(tables, begin + tl.arange(0, BLOCK_N), begin, stop, P)
+    here, page = _look_up(table, begin + tl.arange(0, BLOCK_N), begin, stop, P)
     for first in range(begin, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         latents, rotary = _load_latents(
             pool, page, here, column, HP, P, D, V, BLOCK_D, BLOCK_R, PARTS, KEEP
         )
-        here, page = _look_up(tables, n + BLOCK_N, begin, stop, P)
+        here, page = _look_up(table, n + BLOCK_N, begin, stop, P)
         if TURNED:
             scores = tl.zeros([BLOCK_N, QUERIES], tl.float32)
         else:
@@ -325,15 +287,15 @@ def _take_latents(
         for part in tl.static_range(PARTS):
             scores = _product(q_rotary[part], rotaries[part], scores, TURNED)
         if SOFTCAP:
-            scores = soft_cap(scores, scaling, softcap)
+            scores = soft_cap(scores, scaling, scoring[1])
         else:
             scores = scores * (scaling * LOG2E)
-        seen = _along_entries(n < stop, TURNED)
+        visible = _along_entries(n < stop, TURNED)
         if NQ > 1:
             place = _along_entries(n, TURNED)
-            seen = seen & (place >= _along_queries(low, TURNED))
-            seen = seen & (place < _along_queries(high, TURNED))
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (place >= _along_queries(low, TURNED))
+            visible = visible & (place < _along_queries(high, TURNED))
+        scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, AXIS))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - _along_queries(safe, TURNED))
@@ -352,9 +314,7 @@ def _take_latents(
 
 @triton.jit
 def _finish(
-    acc,
-    peak,
-    total,
+    softmax,
     part_out,
     part_lse,
     slot,
@@ -367,6 +327,7 @@ def _finish(
 
     Each query row has its own number of parts.
     """
+    acc, peak, total = softmax
     d = tl.arange(0, BLOCK_D)
     for back in range(tl.max(before, 0), 0, -1):
         here = back <= before
@@ -521,7 +482,8 @@ def decode_tasks(
         if TURNED:
             acc = _turn(acc)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        softmax = acc, peak, tl.zeros([BLOCK_M], tl.float32)
+        scoring = scaling, softcap, k_scale
         if SHORT and not BLOCK_R:
             # The first pages do not wait for the length: only entries below it are used.
             begin = tl.load(record + word(TASK, "a"))
@@ -530,29 +492,9 @@ def decode_tasks(
             end = tl.load(record + word(TASK, "b"))
             if tl.load(record + word(TASK, "kind")) == OPEN:
                 end = tl.load(length_place)
-            acc, peak, total = _take(
-                acc,
-                peak,
-                total,
-                query,
-                page,
-                n,
-                end,
-                begin,
-                end,
-                pool,
-                column,
-                scaling,
-                softcap,
-                k_scale,
-                HP,
-                P,
-                D,
-                BLOCK_D,
-                BLOCK_N,
-                True,
-                SOFTCAP,
-                1,
+            softmax = _take(
+                *(softmax, query, page, n, (end, begin, end), pool, column, scoring),
+                *(HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP, 1),
             )
             whole = begin + BLOCK_N
         else:
@@ -580,31 +522,9 @@ def decode_tasks(
                     visible_end = tl.minimum(end, length - drafts)
             whole = begin + (tl.maximum(visible_end - begin, 0) // BLOCK_N) * BLOCK_N
             if not BLOCK_R:
-                acc, peak, total = _tiles(
-                    acc,
-                    peak,
-                    total,
-                    query,
-                    pool,
-                    tables,
-                    table,
-                    column,
-                    begin,
-                    whole,
-                    end,
-                    low,
-                    high,
-                    scaling,
-                    softcap,
-                    k_scale,
-                    HP,
-                    P,
-                    D,
-                    BLOCK_D,
-                    BLOCK_N,
-                    False,
-                    SOFTCAP,
-                    NQ,
+                softmax = _tiles(
+                    *(softmax, query, pool, tables + table, column, begin, whole),
+                    *((end, low, high), scoring, HP, P, D, BLOCK_D, BLOCK_N, False, SOFTCAP, NQ),
                 )
         if BLOCK_R:
             # A program without a query of this task reads nothing.
@@ -614,61 +534,15 @@ def decode_tasks(
                 "evict_first" if GT <= BLOCK_M and BLOCK_M < 2 * GT else "evict_last"
             )
             acc, peak, total = _take_latents(
-                acc,
-                peak,
-                total,
-                query,
-                rotary,
-                pool,
-                tables,
-                table,
-                column,
-                begin,
-                end,
-                low,
-                high,
-                scaling * k_scale,
-                softcap,
-                HP,
-                P,
-                D,
-                V,
-                BLOCK_D,
-                BLOCK_R,
-                BLOCK_N,
-                SOFTCAP,
-                NQ,
-                TURNED,
-                keep,
+                *(softmax, query, rotary, pool, tables + table, column, begin, (end, low, high)),
+                *(scoring, HP, P, D, V, BLOCK_D, BLOCK_R, BLOCK_N, SOFTCAP, NQ, TURNED, keep),
             )
             if TURNED:
                 acc = _turn(acc)
         else:
             acc, peak, total = _tiles(
-                acc,
-                peak,
-                total,
-                query,
-                pool,
-                tables,
-                table,
-                column,
-                whole,
-                end,
-                end,
-                low,
-                high,
-                scaling,
-                softcap,
-                k_scale,
-                HP,
-                P,
-                D,
-                BLOCK_D,
-                BLOCK_N,
-                True,
-                SOFTCAP,
-                NQ,
+                *(softmax, query, pool, tables + table, column, whole, end),
+                *((end, low, high), scoring, HP, P, D, BLOCK_D, BLOCK_N, True, SOFTCAP, NQ),
             )
         acc = _join(acc, BLOCK_M, BLOCK_D)
         if SCALED:
@@ -681,7 +555,7 @@ def decode_tasks(
             if CHAINED:
                 wait_for_tasks()
             acc, peak, total = _finish(
-                acc, peak, total, part_out, part_lse, slot, before, GT, V, BLOCK_D
+                (acc, peak, total), part_out, part_lse, slot, before, GT, V, BLOCK_D
             )
         seen = tl.where(total > 0, total, 1.0)
         result = acc / seen[:, None]

@@ -60,7 +60,7 @@ class DecodeBuffers:
         self._lengths: Tensor | None = None
 
     def load(self, decode: DecodedRows, lengths: Int32) -> LoadedRows:
-        """The rows of `decode` at `lengths`. The plan replaces the last one, if it fits.
+        """The rows of `decode` at `lengths`. The plan replaces the last, if it fits.
 
         Each number of queries has its own kernels.
         """
@@ -93,7 +93,7 @@ class DecodeBuffers:
 
     def _capacity(self, decode: DecodedRows, options: DecodeOptions) -> Capacity:
         group = self._pool.group * decode.batch.queries
-        return Capacity.of([decode.plan], [pack(decode.plan, group, options, decode.batch.lengths)])
+        return Capacity.of(decode.plan, pack(decode.plan, group, options, decode.batch.lengths))
 
     def _sharing(self, decode: DecodedRows, rows: int) -> Capacity:
         """Capacity for plans of as many rows that share other prefixes: few need a new graph.

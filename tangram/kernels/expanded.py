@@ -25,9 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tangram.kernels.card import HOPPER, Card
 from tangram.kernels.interface import MOST_BYTES, Expansion
 from tangram.kernels.reference import gather, merge_parts
-from tangram.kernels.tiles import LOG2E, multiply
+from tangram.kernels.tiles import LOG2E, absorb_tile, multiply
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, count_shared_bytes, fit_tile
-from tangram.kernels.transfer import place as place_on
+from tangram.kernels.transfer import upload
 from tangram.plan.records import Records
 from tangram.types import Int32, Int64
 
@@ -59,11 +59,8 @@ class LatentRows:
 
 @triton.jit
 def _take(
-    acc,
-    peak,
-    total,
-    query,
-    turned,
+    softmax,
+    queries,
     keys,
     values,
     rotary,
@@ -77,21 +74,15 @@ def _take(
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the tile of entries at `place` to the online softmax of one head.
+    """`absorb_tile` of the entries at `place`, for one head, whose keys begin at `column`.
 
-    Its keys begin at `column`. `last` [M] is the last of the entries `n` that each query sees.
+    `queries` are without rotary elements, and these.
     """
+    query, turned = queries
     scores = tl.zeros([query.shape[0], TILE], tl.float32)
     scores = multiply(query, tl.trans(keys.load([place, column])), scores)
     scores = multiply(turned, tl.trans(rotary.load([place, RANK])), scores)
-    if MASKED:
-        scores = tl.where(n[None, :] > last[:, None], float("-inf"), scores)
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * (scaling * LOG2E))
-    weights = tl.exp2(scores * (scaling * LOG2E) - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    v = values.load([place, column + PLAIN])
-    acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
-    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+    return absorb_tile(softmax, scores, n, last, scaling, values, place, column + PLAIN, MASKED)
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["rows"])
@@ -137,8 +128,8 @@ def attend_expanded(
         past = tl.load(row + 2)
         past_place = tl.load(row + 3)
         own_place = tl.load(row + 4)
-        own = tl.load(row + 5)
-        lead = own - queries
+        count = tl.load(row + 5)
+        lead = count - queries
         column = head * (PLAIN + VALUE)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.arange(0, TILE)
@@ -152,75 +143,30 @@ def attend_expanded(
         turned = tl.load(
             source + PLAIN + r[None, :], mask=wanted & (r < ROTARY)[None, :], other=0.0
         )
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        softmax = tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32)
         # Whole tiles of both segments in one loop, so that loads run ahead across them.
         past_tiles = past // TILE
-        own_tiles = tl.where(own > 0, (lead + tile * BLOCK_M + 1) // TILE, 0)
+        own_tiles = tl.where(count > 0, (lead + tile * BLOCK_M + 1) // TILE, 0)
         for at in range(0, past_tiles + own_tiles):
             place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
-            acc, peak, total = _take(
-                acc,
-                peak,
-                total,
-                query,
-                turned,
-                keys,
-                values,
-                rotary,
-                place,
-                column,
-                n,
-                m,
-                scaling,
-                RANK,
-                PLAIN,
-                False,
-                TILE,
+            softmax = _take(
+                *(softmax, (query, turned), keys, values, rotary, place, column, n, m, scaling),
+                *(RANK, PLAIN, False, TILE),
             )
         for at in range(past_tiles * TILE, past, TILE):
             last = past - 1 + tl.zeros([BLOCK_M], tl.int32)
-            acc, peak, total = _take(
-                acc,
-                peak,
-                total,
-                query,
-                turned,
-                keys,
-                values,
-                rotary,
-                past_place + at,
-                column,
-                at + n,
-                last,
-                scaling,
-                RANK,
-                PLAIN,
-                True,
-                TILE,
+            softmax = _take(
+                *(softmax, (query, turned), keys, values, rotary, past_place + at, column),
+                *(at + n, last, scaling, RANK, PLAIN, True, TILE),
             )
-        end = tl.where(own > 0, lead + tl.minimum(tile * BLOCK_M + BLOCK_M, queries), 0)
+        end = tl.where(count > 0, lead + tl.minimum(tile * BLOCK_M + BLOCK_M, queries), 0)
         for at in range(own_tiles * TILE, end, TILE):
-            acc, peak, total = _take(
-                acc,
-                peak,
-                total,
-                query,
-                turned,
-                keys,
-                values,
-                rotary,
-                own_place + at,
-                column,
-                at + n,
-                lead + m,
-                scaling,
-                RANK,
-                PLAIN,
-                True,
-                TILE,
+            softmax = _take(
+                *(softmax, (query, turned), keys, values, rotary, own_place + at, column),
+                *(at + n, lead + m, scaling, RANK, PLAIN, True, TILE),
             )
+        acc, peak, total = softmax
         seen = tl.where(total > 0, total, 1.0)
         target = out + (token * Q + head) * VALUE + v[None, :]
         result = (acc / seen[:, None]).to(out.dtype.element_ty)
@@ -271,15 +217,15 @@ def attend(
             begin, end = int(spans["query_begin"].min()), int(spans["query_end"].max())
         for column in ("query_begin", "query_end"):
             spans[column] -= begin
-        own, asking = LatentRows(spans, address), q[begin:end]
+        moved, asking = LatentRows(spans, address), q[begin:end]
         entries = latents, pool, tables
-        final = _Part.of(own, last, last + most, *entries, causal=True)
+        final = _Part.of(moved, last, last + most, *entries, causal=True)
         if not last:
             final.attend(asking, *how, out)
             continue
         merged = final.attend(asking, *how)
         for first in range(0, last, most):
-            part = _Part.of(own, first, first + most, *entries)
+            part = _Part.of(moved, first, first + most, *entries)
             merged = merge_parts([merged, part.attend(asking, *how)])
         out[begin:end] = merged[0].to(q.dtype)
 
@@ -289,15 +235,15 @@ def _lots(rows: LatentRows, most: int) -> Iterator[slice]:
     cut alike.
     """
     begin, filled = 0, 0
-    for own in rows.sequences:
-        lengths = rows.address["length"][own]
+    for run in rows.sequences:
+        lengths = rows.address["length"][run]
         past = _tile(int(lengths.max()))
-        if own.start > begin and filled + past > most:
-            yield slice(begin, own.start)
-            begin, filled = own.start, 0
+        if run.start > begin and filled + past > most:
+            yield slice(begin, run.start)
+            begin, filled = run.start, 0
         for cut in np.flatnonzero(np.diff(_last_cut(lengths, most))).tolist():
-            yield slice(begin, own.start + cut + 1)
-            begin = own.start + cut + 1
+            yield slice(begin, run.start + cut + 1)
+            begin = run.start + cut + 1
         filled += past
     yield slice(begin, len(rows.spans))
 
@@ -337,16 +283,16 @@ class _Part:
         )
         seen = np.clip(rows.address["length"], begin, end) - begin
         sequences = list(rows.sequences)
-        sizes = [_tile(int(seen[own].max())) for own in sequences]
+        sizes = [_tile(int(seen[run].max())) for run in sequences]
         own_sizes = [_tile(count) * causal for count in counts.tolist()]
         places = np.cumsum([0, *sizes, *own_sizes])
         count = -(-int(places[-1]) // _AT_A_TIME) * _AT_A_TIME
         entries = latents.new_zeros((count, latents.shape[1]))
         past_place = np.zeros(len(seen), np.int64)
-        for own, place in zip(sequences, places.tolist(), strict=False):
-            past_place[own] = place
-            table, column, _ = rows.address[own.start].tolist()
-            count = int(seen[own].max())
+        for run, place in zip(sequences, places.tolist(), strict=False):
+            past_place[run] = place
+            table, column, _ = rows.address[run.start].tolist()
+            count = int(seen[run].max())
             held, _ = gather(pool, tables, table, column, begin, begin + count)
             entries[place : place + count] = held.to(latents.dtype)
         own_place = places[len(sizes) : -1]
@@ -391,24 +337,10 @@ class _Part:
         tile = tile or tile_of(blocks, q.element_size(), card)
         tiles = triton.cdiv(int(self.table[:, 1].max()), tile.queries)
         attend_expanded[(tiles * len(self.table) * heads,)](
-            q,
-            keys,
-            values,
-            turned,
-            place_on(self.table, q.device),
-            out,
-            lse,
-            tiles,
-            scaling,
+            *(q, keys, values, turned, upload(self.table, q.device), out, lse, tiles, scaling),
             *q.stride()[:2],
-            Q=heads,
-            RANK=rank,
-            PLAIN=sizes[0],
-            VALUE=sizes[1],
-            ROTARY=sizes[2],
-            BLOCK_D=blocks[0],
-            BLOCK_V=blocks[1],
-            BLOCK_R=blocks[2],
+            **{"Q": heads, "RANK": rank, "PLAIN": sizes[0], "VALUE": sizes[1], "ROTARY": sizes[2]},
+            **{"BLOCK_D": blocks[0], "BLOCK_V": blocks[1], "BLOCK_R": blocks[2]},
             BLOCK_M=tile.queries,
             TILE=TILE,
             PARTIAL=partial,

@@ -90,18 +90,8 @@ def score_tokens(
     s = tl.arange(0, BLOCK_S)
     factor = 1.0 / tl.sqrt(D * 1.0)
     key = _project(
-        hidden,
-        key_weight + head * D * WIDTH,
-        t,
-        d,
-        stride_token,
-        T,
-        D,
-        WIDTH,
-        TOKENS,
-        BLOCK_D,
-        INNER,
-        PRECISION,
+        *(hidden, key_weight + head * D * WIDTH, t, d, stride_token, T),
+        *(D, WIDTH, TOKENS, BLOCK_D, INNER, PRECISION),
     )
     key = _normalize(key, key_norm, d, D, EPSILON)
     learned = tl.load(
@@ -110,30 +100,20 @@ def score_tokens(
         other=0.0,
     )
     total = tl.zeros([TOKENS], tl.float32)
-    for one in range(G):
-        place = head * G + one
+    for number in range(G):
+        place = head * G + number
         query = _project(
-            hidden,
-            query_weight + place * D * WIDTH,
-            t,
-            d,
-            stride_token,
-            T,
-            D,
-            WIDTH,
-            TOKENS,
-            BLOCK_D,
-            INNER,
-            PRECISION,
+            *(hidden, query_weight + place * D * WIDTH, t, d, stride_token, T),
+            *(D, WIDTH, TOKENS, BLOCK_D, INNER, PRECISION),
         )
         query += tl.load(query_bias + place * D + d, mask=d < D, other=0.0)[None, :]
         query = _normalize(query, query_norm, d, D, EPSILON)
-        own = tl.sum(query * key, 1) * factor + tl.load(bias + place)
+        logit = tl.sum(query * key, 1) * factor + tl.load(bias + place)
         others = tl.dot(query, learned, input_precision="ieee") * factor
         others = tl.where((s < S)[None, :], others, float("-inf"))
         most = tl.max(others, 1)
         log_sum = most + tl.log(tl.sum(tl.exp(others - most[:, None]), 1))
-        total += tl.sigmoid(own - log_sum)
+        total += tl.sigmoid(logit - log_sum)
     chunk = (t // C).to(tl.int64)
     tl.store(scores + (chunk * H + head) * C + t % C, total / G, mask=t < T)
 
@@ -152,23 +132,10 @@ def score(weights: Mapping[str, Tensor], hidden: Tensor, chunks: int, epsilon: f
     tokens, width = hidden.shape
     scores = torch.empty(chunks, heads, tokens // chunks, dtype=torch.float32, device=hidden.device)
     score_tokens[(triton.cdiv(tokens, _TOKENS), heads)](
-        hidden,
-        weights["q_proj.weight"],
-        weights["q_proj.bias"],
-        weights["k_proj.weight"],
-        weights["q_norm.weight"],
-        weights["k_norm.weight"],
-        weights["k_base"],
-        weights["b"],
-        scores,
-        tokens,
-        tokens // chunks,
-        hidden.stride(0),
-        H=heads,
-        G=weights["b"].shape[2],
-        D=dim,
-        S=sinks,
-        WIDTH=width,
+        *(hidden, weights["q_proj.weight"], weights["q_proj.bias"], weights["k_proj.weight"]),
+        *(weights["q_norm.weight"], weights["k_norm.weight"], weights["k_base"], weights["b"]),
+        *(scores, tokens, tokens // chunks, hidden.stride(0)),
+        **{"H": heads, "G": weights["b"].shape[2], "D": dim, "S": sinks, "WIDTH": width},
         TOKENS=_TOKENS,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_S=max(16, triton.next_power_of_2(sinks)),

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import widen
 from tangram.kernels.interface import MOST_BYTES, PrefillRows
-from tangram.kernels.tiles import LOG2E, multiply
+from tangram.kernels.tiles import absorb_tile, multiply
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 from tangram.types import Int32, Int64
 
@@ -73,7 +73,7 @@ class PrefillOrder:
         A row is gathered or not by its own length alone, and never if it is in `apart`.
         """
         heads, everyone = rows.address.shape[2], np.arange(rows.asking.start, rows.asking.stop)
-        others = np.array([row for own in apart for row in range(own.start, own.stop)], np.int64)
+        others = np.array([row for run in apart for row in range(run.start, run.stop)], np.int64)
         asking = np.setdiff1d(everyone, others)
         wanted = gathers & (_keys(rows)[asking] >= LEAST_TOKENS)
         lots = list(_lots(rows, asking[wanted], MOST_BYTES // entry_bytes))
@@ -81,8 +81,8 @@ class PrefillOrder:
         parts, begin, first = list[Part](), 0, 0
         for lot in lots:
             cells, sources = (
-                slice(at, at + len(own) * heads)
-                for at, own in ((begin, lot.rows), (first, lot.lasts))
+                slice(at, at + len(run) * heads)
+                for at, run in ((begin, lot.rows), (first, lot.lasts))
             )
             parts.append(lot.part(rows, offsets, cells, sources))
             begin, first = cells.stop, sources.stop
@@ -121,8 +121,8 @@ class _Lot:
         """Lay pasts and own entries end to end and write into `offsets` where they begin."""
         layers, _, heads = rows.address.shape
         pasts, keys = _pasts(rows, self.lasts), _keys(rows)[self.rows]
-        own = np.broadcast_to(_tile(keys)[:, None], (layers, len(keys), heads))
-        sizes = np.concatenate([_tile(pasts), own], axis=1).reshape(layers, -1)
+        new = np.broadcast_to(_tile(keys)[:, None], (layers, len(keys), heads))
+        sizes = np.concatenate([_tile(pasts), new], axis=1).reshape(layers, -1)
         ends = np.cumsum(sizes, axis=1)
         begins = (ends - sizes).reshape(layers, -1, heads)
         pasts_begin, own_begin = np.moveaxis(offsets.reshape(layers, -1, heads, 2), -1, 0)
@@ -138,10 +138,10 @@ def _lots(rows: PrefillRows, members: Int64, most: int) -> Iterator[_Lot]:
     """`members` by sequences in lots of at most `most` entries, or of one sequence."""
     whole, heads = _Lot.of(rows, members), rows.address.shape[2]
     pasts = _tile(_pasts(rows, whole.lasts)).sum(axis=2).max(axis=0)
-    own = np.bincount(whole.sequence, _tile(_keys(rows)[members]), minlength=len(pasts)).astype(
+    new = np.bincount(whole.sequence, _tile(_keys(rows)[members]), minlength=len(pasts)).astype(
         np.int64
     )
-    filled, sizes = 0, pasts + heads * own
+    filled, sizes = 0, pasts + heads * new
     lot_of = np.zeros(len(sizes), np.int64)
     for number, size in enumerate(sizes):
         filled += size
@@ -260,47 +260,26 @@ def gather_chunks(
     if tl.program_id(0) * TILE < count:
         d = tl.arange(0, D)
         here = (n < count)[:, None]
-        own = (begin + n).to(tl.int64)[:, None]
+        source = (begin + n).to(tl.int64)[:, None]
         target = (tl.load(offsets + cell * 2 + 1) + n).to(tl.int64)[:, None] * D + d[None, :]
         tl.store(
             gathered_k + target,
-            tl.load(k + own * stride_k + head * stride_k_head + d[None, :], here, other=0.0),
+            tl.load(k + source * stride_k + head * stride_k_head + d[None, :], here, other=0.0),
         )
         tl.store(
             gathered_v + target,
-            tl.load(v + own * stride_v + head * stride_v_head + d[None, :], here, other=0.0),
+            tl.load(v + source * stride_v + head * stride_v_head + d[None, :], here, other=0.0),
         )
 
 
 @triton.jit
 def _absorb(
-    acc,
-    peak,
-    total,
-    query,
-    keys,
-    values,
-    place,
-    n,
-    last,
-    scaling,
-    MASKED: tl.constexpr,
-    TILE: tl.constexpr,
+    softmax, query, keys, values, place, n, last, scaling, MASKED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Add the tile of entries at `place` to the online softmax.
-
-    `last` [M] is the last of the entries `n` that each query sees.
-    """
+    """`absorb_tile` of the entries at `place`."""
     k = keys.load([place, 0])
     scores = multiply(query, tl.trans(k), tl.zeros([query.shape[0], TILE], tl.float32))
-    if MASKED:
-        scores = tl.where(n[None, :] > last[:, None], float("-inf"), scores)
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * (scaling * LOG2E))
-    weights = tl.exp2(scores * (scaling * LOG2E) - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    v = values.load([place, 0])
-    acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
-    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+    return absorb_tile(softmax, scores, n, last, scaling, values, place, 0, MASKED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["address", "spans", "order", "offsets"])
@@ -345,48 +324,24 @@ def attend_segments(
         query = tl.load(
             q + token * stride_q + query_head * stride_q_head + d[None, :], mask=wanted, other=0.0
         )
-        acc = tl.zeros([TILE, D], tl.float32)
         peak = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
+        softmax = tl.zeros([TILE, D], tl.float32), peak, tl.zeros([TILE], tl.float32)
         # Whole tiles of both segments in one loop, so that loads run ahead across them.
         past_tiles = past // TILE
         own_tiles = (lead + tile * TILE + 1) // TILE
         for at in range(0, past_tiles + own_tiles):
             place = tl.where(at < past_tiles, past_place, own_place - past_tiles * TILE) + at * TILE
-            acc, peak, total = _absorb(
-                acc, peak, total, query, keys, values, place, n, n, scaling, False, TILE
-            )
+            softmax = _absorb(softmax, query, keys, values, place, n, n, scaling, False, TILE)
         for at in range(past_tiles * TILE, past, TILE):
             last = past - 1 + tl.zeros([TILE], tl.int32)
-            acc, peak, total = _absorb(
-                acc,
-                peak,
-                total,
-                query,
-                keys,
-                values,
-                past_place + at,
-                at + n,
-                last,
-                scaling,
-                True,
-                TILE,
+            softmax = _absorb(
+                softmax, query, keys, values, past_place + at, at + n, last, scaling, True, TILE
             )
         for at in range(own_tiles * TILE, lead + tl.minimum(tile * TILE + TILE, queries), TILE):
-            acc, peak, total = _absorb(
-                acc,
-                peak,
-                total,
-                query,
-                keys,
-                values,
-                own_place + at,
-                at + n,
-                lead + m,
-                scaling,
-                True,
-                TILE,
+            softmax = _absorb(
+                softmax, query, keys, values, own_place + at, at + n, lead + m, scaling, True, TILE
             )
+        acc, _, total = softmax
         place = out + (token * (H * G) + query_head) * D + d[None, :]
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -430,85 +385,31 @@ def attend(
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     total = int(part.total[layer])
     buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
+    sizes = {"H": heads, "D": dim, "TILE": TILE}
     if part.longest[layer]:
-        _gather_pasts(part, layer, pool, tables, address, sources, offsets, scales, heads, buffers)
-    _gather_chunks(part, k, v, spans, order, offsets, buffers)
+        gather_pasts[(triton.cdiv(int(part.longest[layer]), TILE), len(sources))](
+            *(pool, tables, address, sources, offsets),
+            buffers[0] if scales is None else scales,
+            *(*buffers, layer),
+            **sizes,
+            HP=pool.shape[1],
+            P=pool.shape[3],
+            SCALED=scales is not None,
+            num_warps=4,
+        )
+    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
+        *(k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2]),
+        **sizes,
+        num_warps=4,
+    )
     keys, values = (
         TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
     )
     tile = tile_of(dim, q.element_size(), card or Card.of(pool.device))
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
-        q,
-        keys,
-        values,
-        address,
-        spans,
-        order,
-        offsets,
-        out,
-        scaling,
-        *q.stride()[:2],
-        H=heads,
+        *(q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2]),
+        **sizes,
         G=group,
-        D=dim,
-        TILE=TILE,
         num_warps=tile.warps,
         num_stages=tile.stages,
-    )
-
-
-def _gather_pasts(
-    part: Part,
-    layer: int,
-    pool: Tensor,
-    tables: Tensor,
-    address: Tensor,
-    sources: Tensor,
-    offsets: Tensor,
-    scales: Tensor | None,
-    heads: int,
-    buffers: Sequence[Tensor],
-) -> None:
-    past_tiles = triton.cdiv(int(part.longest[layer]), TILE)
-    gather_pasts[(past_tiles, len(sources))](
-        pool,
-        tables,
-        address,
-        sources,
-        offsets,
-        buffers[0] if scales is None else scales,
-        *buffers,
-        layer,
-        H=heads,
-        D=pool.shape[4],
-        HP=pool.shape[1],
-        P=pool.shape[3],
-        TILE=TILE,
-        SCALED=scales is not None,
-        num_warps=4,
-    )
-
-
-def _gather_chunks(
-    part: Part,
-    k: Tensor,
-    v: Tensor,
-    spans: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    buffers: Sequence[Tensor],
-) -> None:
-    gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
-        k,
-        v,
-        spans,
-        order,
-        offsets,
-        *buffers,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        H=k.shape[1],
-        D=k.shape[2],
-        TILE=TILE,
-        num_warps=4,
     )

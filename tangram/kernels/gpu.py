@@ -10,6 +10,7 @@ needs its results, or at once if it is the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +22,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.card import Card
 from tangram.kernels.decode import decode_tasks
 from tangram.kernels.e4m3 import address
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.merge import merge_segments
 from tangram.kernels.packed import FIXED, Capacity, DecodeOptions, PackedPlan, count_words, pack
 from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
@@ -83,10 +85,10 @@ class GpuDecode:
         self._queries = queries
         self._pool = address(pool, self._card)
         self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
-        packed = [pack(plan, group * queries, self._options, lengths) for plan in plans]
-        size = (
-            Capacity.of(plans, packed) if least is None else Capacity.of(plans, packed).join(least)
-        )
+        known = [
+            Capacity.of(plan, pack(plan, group * queries, self._options, lengths)) for plan in plans
+        ]
+        size = reduce(Capacity.join, known if least is None else [*known, least])
         if slack:
             size = size.rounded if least is not None else size.rounded.doubled
         self.capacity = size
@@ -163,10 +165,8 @@ class GpuDecode:
         q: Tensor,
         tables: Tensor,
         lengths: Tensor,
+        rule: AttentionRule,
         *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
         first_tokens: Tensor | None = None,
     ) -> Tensor:
@@ -179,11 +179,9 @@ class GpuDecode:
         first = self._part_lse if first_tokens is None else first_tokens
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for number, kind in enumerate(self._kinds):
-            self._launch(
-                kind, number == 0, layer, q, out, tables, lengths, first, scaling, softcap, sinks
-            )
+            self._launch(kind, number == 0, layer, q, out, tables, lengths, first, rule)
         if self._merges:
-            self._launch_merge(layer, out, first, sinks)
+            self._launch_merge(layer, out, first, rule.sinks)
         return out
 
     def _launch(
@@ -196,33 +194,16 @@ class GpuDecode:
         tables: Tensor,
         lengths: Tensor,
         first: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        rule: AttentionRule,
     ) -> None:
         options, pool, plan = self._options, self._pool, self._plan
         tile, grid = self._fit(kind, q, out)
         decode_tasks[grid](
-            q,
-            pool,
-            tables,
-            lengths,
-            plan["tasks"],
-            plan["task_indptr"],
-            plan["entries"],
-            first,
+            *(q, pool, tables, lengths, plan["tasks"], plan["task_indptr"], plan["entries"], first),
             self._scales if self._scales is not None else self._part_lse,
-            sinks if sinks is not None else q,
-            out,
-            self._part_out,
-            self._part_lse,
-            layer,
-            int(leads),
-            scaling,
-            softcap or 1.0,
-            q.stride(0),
-            q.stride(1),
-            tables.numel(),
+            rule.sinks if rule.sinks is not None else q,
+            *(out, self._part_out, self._part_lse, layer, int(leads)),
+            *(rule.scaling, rule.softcap or 1.0, *q.stride()[:2], tables.numel()),
             KIND=kind,
             KINDS=len(options.kinds),
             **self._sizes,
@@ -232,8 +213,8 @@ class GpuDecode:
             TILE=self._tile_tokens,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.entries,
-            SOFTCAP=softcap is not None,
-            SINKS=sinks is not None,
+            SOFTCAP=rule.softcap is not None,
+            SINKS=rule.sinks is not None,
             SCALED=self._scales is not None,
             SHORT=kind == 0,
             FINISH=self.capacity.finishes[kind],
@@ -285,14 +266,9 @@ class GpuDecode:
             triton.cdiv(total, block_group),
         )
         merge_segments[grid](
-            self._part_out,
-            self._part_lse,
-            self._plan["merge_indptr"],
-            self._plan["segments"],
+            *(self._part_out, self._part_lse, self._plan["merge_indptr"], self._plan["segments"]),
             sinks if sinks is not None else out,
-            out,
-            first,
-            layer,
+            *(out, first, layer),
             **self._sizes,
             BLOCK_G=block_group,
             V=out.shape[-1],

@@ -15,7 +15,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.offload import STAGING_BYTES, page_words, words
 from tangram.kernels.page_copies import copy
-from tangram.kernels.transfer import upload
+from tangram.kernels.transfer import upload_together
 from tangram.types import PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
@@ -60,7 +60,7 @@ class GpuHostMemory:
         self._coming = any(move.inward for move in moves)
         if not moves:
             return
-        places = upload(
+        places = upload_together(
             [array for move in moves for array in (move.pages, move.slots)], self._device
         )
         places[0].record_stream(self._side)  # they share one buffer
@@ -79,7 +79,7 @@ class GpuHostMemory:
 
     def _parts(self, *places: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """`places` cut into what the staging memory takes at a time."""
-        return zip(*(torch.split(one, self._capacity) for one in places), strict=True)
+        return zip(*(torch.split(array, self._capacity) for array in places), strict=True)
 
     def _receive(self, pages: Tensor, slots: Tensor) -> None:
         if self._form is None:

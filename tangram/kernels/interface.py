@@ -273,7 +273,7 @@ class PoolKernels(Protocol):
         ...
 
     def width(self, tokens: int, queries: int) -> int:
-        """The number of tokens of a pass that decodes `tokens`; the excess ones are padding.
+        """The number of tokens of a pass that decodes `tokens`; the excess is padding.
 
         A row has up to `queries` of them.
         """

@@ -5,7 +5,6 @@ int32 arrays, tasks sorted by tile, static capacities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,14 +41,14 @@ FINISHING = 2  # the smallest kinds, whose tasks may finish rows
 class DecodeOptions:
     """Options that change a result in its last place at most.
 
-    A task takes the first of `tiles` that holds its rows. A short one (at most `short_tokens`) that
-    serves one row takes `short`, which runs many small programs on a multiprocessor instead of deep
-    pipelines. A layer of at most `one_tile_tasks` tasks runs them all with its largest tile, in one
-    launch.
+    A task takes the first of `tiles` that holds its rows. A short task (at most `short_tokens`)
+    that serves one row takes `short`, which runs many small programs on a multiprocessor instead
+    of deep pipelines. A layer of at most `one_tile_tasks` tasks runs them all with its largest
+    tile, in one launch.
 
     `merge` says what merges parts. "tails": a row's last part does if it alone runs with the
     smallest tile, which is launched last; a separate kernel merges the other rows. "kernel": that
-    kernel alone. With `chained` each launch may start while the one before it ends. `programs`
+    kernel alone. With `chained` each launch may start while the last ends. `programs`
     bounds the grid of each launch.
     """
 
@@ -277,18 +276,16 @@ class Capacity:
         return None
 
     @classmethod
-    def of(cls, plans: Sequence[WorkPlan], packed: Sequence[PackedPlan]) -> Capacity:
-        """The smallest capacity that holds each of `plans`, which are `packed`."""
+    def of(cls, plan: WorkPlan, packed: PackedPlan) -> Capacity:
+        """The smallest capacity that holds `plan`, which is `packed`."""
+        segments = packed.arrays["segments"]
         return cls(
-            sizes={name: max(1, *(one.sizes[name] for one in packed)) for name in packed[0].arrays},
-            slots=max(plan.partial_slots for plan in plans),
-            tasks=tuple(np.max([one.counts.max(axis=0) for one in packed], axis=0).tolist()),
-            finishes=tuple(np.any([one.finishes.any(axis=0) for one in packed], axis=0).tolist()),
-            segments=max(int(np.diff(one.arrays["merge_indptr"]).max(initial=0)) for one in packed),
-            segment_parts=max(
-                int(np.subtract(own["end_slot"], own["first_slot"]).max(initial=0))
-                for own in (one.arrays["segments"] for one in packed)
-            ),
+            {name: max(1, size) for name, size in packed.sizes.items()},
+            plan.partial_slots,
+            tuple(packed.counts.max(axis=0).tolist()),
+            tuple(np.any(packed.finishes, axis=0).tolist()),
+            int(np.diff(packed.arrays["merge_indptr"]).max(initial=0)),
+            int(np.subtract(segments["end_slot"], segments["first_slot"]).max(initial=0)),
         )
 
 

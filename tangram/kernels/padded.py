@@ -43,8 +43,8 @@ class LoadedPrefill:
 
     def find_paged(self, plain: bool, gathers: bool) -> slice:
         """The places of a layer's cells that follow pages: others are fused, or gathered."""
-        own = self.cells.paged
-        return slice(own.start if gathers else 0, own.stop if plain else self.order.shape[1])
+        paged = self.cells.paged
+        return slice(paged.start if gathers else 0, paged.stop if plain else self.order.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

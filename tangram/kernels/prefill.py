@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tangram.kernels.card import Card
 from tangram.kernels.e4m3 import widen
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.tiles import LOG2E, multiply, soft_cap, take_part
 from tangram.kernels.tiling import Operands, Tile, fit_tile
 
@@ -306,14 +307,11 @@ def prefill(
     address: Tensor,
     spans: Tensor,
     order: Tensor,
+    rule: AttentionRule,
     *,
     layer: int,
     shortest: int,
     longest: int,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     scales: Tensor | None = None,
     out: Tensor | None = None,
     card: Card | None = None,
@@ -336,17 +334,17 @@ def prefill(
     # Depends on head dim and card alone, so that a row is computed alike in any batch.
     operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
     tile = tile_of(operands, card or Card.of(pool.device))
-    numbers = (layer, scaling, softcap or 1.0, window or 0)
+    numbers = (layer, rule.scaling, rule.softcap or 1.0, rule.window or 0)
     launch = _Launch(
-        ((q, k, v, pool, tables, address, spans), (scales, sinks), out),
+        ((q, k, v, pool, tables, address, spans), (scales, rule.sinks), out),
         (*numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         {"H": heads, "G": group, "D": dim, "BLOCK_M": tile.queries, "BLOCK_D": block_dim},
         tile,
-        window is not None,
-        softcap is not None,
+        rule.window is not None,
+        rule.softcap is not None,
     )
     tiles = triton.cdiv(longest, tile.queries)
-    if window is None and 2 * triton.cdiv(shortest, tile.queries) <= SLOTS:
+    if rule.window is None and 2 * triton.cdiv(shortest, tile.queries) <= SLOTS:
         launch.run_split(order, tiles, split_entries)
     else:
         launch.run(order, tiles, (out, out), 1, split_entries)

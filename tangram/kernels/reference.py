@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tangram.errors import IntegrityError
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import as_entries, as_numbers
 from tangram.plan.form import WorkPlan
 from tangram.plan.records import RangeKind, Records
@@ -112,26 +113,24 @@ def decode(
     lengths: Tensor,
     plan: WorkPlan,
     layer: int,
+    rule: AttentionRule,
     *,
-    scaling: float,
     counts: Indices | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
     """Execute one layer of a work plan: q [T, Q, D] → [T, Q, V] in q's dtype.
 
     Values have `value_dim` V elements; None means D. `counts` are the tokens of each row, end to
     end; None means one. `lengths` already count the tokens just appended. A token attends to the
-    entries up to its own. `softcap` c bounds scores to c · tanh(s / c); `sinks` [Q] adds one logit
-    per query head to the softmax denominator.
+    entries up to its own; the plan knows the windows. A softcap c bounds scores to c · tanh(s / c);
+    sinks [Q] add one logit per query head to the softmax denominator.
     """
     queries = q.reshape(len(q), plan.kv_heads, -1, q.shape[-1])
     out = q.new_zeros((*queries.shape[:3], q.shape[-1] if value_dim is None else value_dim))
-    sink = None if sinks is None else sinks.reshape(plan.kv_heads, -1)
+    sink = None if rule.sinks is None else rule.sinks.reshape(plan.kv_heads, -1)
     rows = _rows(np.ones(len(q), np.int64) if counts is None else np.asarray(counts))
     final, parts = _run_tasks(
-        queries, pool, tables, lengths, plan, layer, scaling, softcap, rows, out.shape[-1]
+        queries, pool, tables, lengths, plan, layer, rule, rows, out.shape[-1]
     )
     for row, head, first_slot, end_slot in plan.segments[plan.merges(layer)].tolist():
         final[row, head] = merge_parts([parts[slot] for slot in range(first_slot, end_slot)])
@@ -154,8 +153,7 @@ def _run_tasks(
     lengths: Tensor,
     plan: WorkPlan,
     layer: int,
-    scaling: float,
-    softcap: float | None,
+    rule: AttentionRule,
     rows: Sequence[slice],
     value_dim: int,
 ) -> tuple[dict[tuple[int, int], Part], dict[int, Part]]:
@@ -173,8 +171,8 @@ def _run_tasks(
         window = int(task["a"]) if task["kind"] == RangeKind.WINDOW else None
         drafts = 0
         if len(served) == 1:
-            own = rows[served[0][0]]
-            drafts = own.stop - own.start - 1
+            tokens = rows[served[0][0]]
+            drafts = tokens.stop - tokens.start - 1
             end = min(end, length)  # refused drafts may have made it shorter than it was
         begin = begin if window is None else max(begin - drafts, 0)
         place = int(task["table"]), int(task["column"])
@@ -185,7 +183,9 @@ def _run_tasks(
             bias = bias.to(queries.device).repeat_interleave(queries.shape[2], 0)
         for row, direct, slot, _ in served:
             asked = queries[rows[row], head].flatten(0, 1)
-            found = softmax_part(asked, keys, values[:, :value_dim], bias, scaling, softcap)
+            found = softmax_part(
+                asked, keys, values[:, :value_dim], bias, rule.scaling, rule.softcap
+            )
             group = queries.shape[2]
             part = found[0].view(-1, group, value_dim), found[1].view(-1, group)
             if direct:
@@ -247,31 +247,16 @@ def decode_step(
     address: Records,
     layer: int,
     first_tokens: Int64,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    rule: AttentionRule,
 ) -> Tensor:
     """`append`, then `decode`, for one layer: q [T, Q, D] → [T, Q, V].
 
     `address` is that of `DecodeRows`; the tokens of each row begin at `first_tokens` [R + 1].
     """
-    counts, own = np.diff(first_tokens).astype(np.int32), address[layer]
-    place = own["table"], own["column"], own["length_index"]
-    append(k, v, pool, tables, lengths, *place, counts)
-    return decode(
-        q,
-        pool,
-        tables,
-        lengths,
-        plan,
-        layer,
-        scaling=scaling,
-        counts=counts,
-        softcap=softcap,
-        sinks=sinks,
-        value_dim=v.shape[-1],
-    )
+    counts, heads = np.diff(first_tokens).astype(np.int32), address[layer]
+    pages = pool, tables, lengths
+    append(k, v, *pages, heads["table"], heads["column"], heads["length_index"], counts)
+    return decode(q, *pages, plan, layer, rule, counts=counts, value_dim=v.shape[-1])
 
 
 def store(
@@ -318,12 +303,9 @@ def prefill(
     table_off: Indices,
     column: Indices,
     past_lengths: Indices,
+    rule: AttentionRule,
     *,
-    scaling: float,
-    window: int | None = None,
     past_tokens: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] → [n, Q, D] in q's dtype.
 
@@ -338,6 +320,7 @@ def prefill(
     heads = k.shape[1]
     queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
     address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
+    window, sinks = rule.window, rule.sinks
     if window is not None:
         refuse_other_pasts(address[2], past_tokens)
     begin = 0 if window is None else max(0, past_tokens - window + 1)
@@ -353,15 +336,9 @@ def prefill(
                 torch.cat([past_k, keys[head, :lead]]),
                 torch.cat([past_v, values[head, :lead]]),
             )
-        own = keys[head, lead:], values[head, lead:]
-        if slides:
-            part = _attend_window(
-                queries[head], (past_k, past_v), own, window or 0, scaling=scaling, softcap=softcap
-            )
-        else:
-            part = _attend_all(
-                queries[head], (past_k, past_v), own, scaling=scaling, softcap=softcap
-            )
+        past, new = (past_k, past_v), (keys[head, lead:], values[head, lead:])
+        attend = _attend_window if slides else _attend_all
+        part = attend(queries[head], past, new, rule)
         by_head[head] = apply_sinks(part, None if sinks is None else sinks.view(heads, -1, 1)[head])
     return out
 
@@ -375,45 +352,29 @@ def refuse_other_pasts(past_lengths: Sequence[int], past_tokens: int) -> None:
         )
 
 
-def merge_two(one: Part, other: Part) -> Part:
+def merge_two(first: Part, last: Part) -> Part:
     """`merge_parts` of two parts that are not EMPTY, in one pass."""
-    weight = torch.sigmoid(one[1] - other[1])[..., None]
-    return torch.lerp(other[0], one[0], weight), torch.logaddexp(one[1], other[1])
+    weight = torch.sigmoid(first[1] - last[1])[..., None]
+    return torch.lerp(last[0], first[0], weight), torch.logaddexp(first[1], last[1])
 
 
 def _attend_all(
-    q: Tensor,
-    past: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    *,
-    scaling: float,
-    softcap: float | None,
+    q: Tensor, past: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], rule: AttentionRule
 ) -> Part:
     """Attention of q [G, n, D] over all past [m, D] and, causally, own [n, D] entries."""
-    part = _part(q, *own, None, scaling=scaling, softcap=softcap, causal=True)
-    if not len(past[0]):
-        return part
-    return merge_two(_part(q, *past, None, scaling=scaling, softcap=softcap), part)
+    part = _part(q, *new, None, rule, causal=True)
+    return merge_two(_part(q, *past, None, rule), part) if len(past[0]) else part
 
 
 def _attend_window(
-    q: Tensor,
-    past: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    window: int,
-    *,
-    scaling: float,
-    softcap: float | None,
+    q: Tensor, past: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], rule: AttentionRule
 ) -> Part:
-    """Attention of q [G, n, D] over past [m, D] and own [n, D] entries.
-
-    Each query sees its newest `window` ones.
-    """
+    """Attention of q [G, n, D] over the newest past [m, D] and own [n, D] entries of its window."""
     n, m = q.shape[1], len(past[0])
     distance = torch.arange(n, device=q.device)[:, None] + m - torch.arange(m + n, device=q.device)
-    bias = torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)
-    keys, values = (torch.cat(pair) for pair in zip(past, own, strict=True))
-    return _part(q, keys, values, bias, scaling=scaling, softcap=softcap)
+    bias = torch.where((distance >= 0) & (distance < (rule.window or 0)), 0.0, -torch.inf)
+    keys, values = (torch.cat(pair) for pair in zip(past, new, strict=True))
+    return _part(q, keys, values, bias, rule)
 
 
 def _part(
@@ -421,16 +382,15 @@ def _part(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    rule: AttentionRule,
     *,
-    scaling: float,
-    softcap: float | None,
     causal: bool = False,
 ) -> Part:
     """`softmax_part` of q [G, n, D] over k, v [m, D].
 
     Uses torch's flash kernel where possible (CPU, no softcap).
     """
-    if q.device.type == "cpu" and softcap is None:
+    if q.device.type == "cpu" and rule.softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = None if bias is None else bias.to(q.dtype)
         shared = (len(q), *k.shape)  # the query heads of a group read the same block: no copy
@@ -441,9 +401,9 @@ def _part(
             0.0,
             causal,
             attn_mask=mask,
-            scale=scaling,
+            scale=rule.scaling,
         )
         return out[0].float(), lse[0].float()
     if causal:
         bias = torch.full((q.shape[1], k.shape[0]), -torch.inf, device=q.device).triu(1)
-    return softmax_part(q, k, v, bias, scaling=scaling, softcap=softcap)
+    return softmax_part(q, k, v, bias, rule.scaling, rule.softcap)

@@ -21,18 +21,18 @@ def find_kinds(tasks, lengths, limits, group, short_tokens, kind):  # type: igno
     `short_tokens` entries at `lengths`. Returns the most queries of a task.
     """
     most = 0
-    for task in range(len(tasks)):
-        one = tasks[task]
-        queries = (one.row_end - one.row_begin) * group
+    for number in range(len(tasks)):
+        task = tasks[number]
+        queries = (task.row_end - task.row_begin) * group
         most, found = max(most, queries), 0
         while found < len(limits) and limits[found] < queries:
             found += 1
-        kind[task] = found + 1
+        kind[number] = found + 1
         if queries == group and short_tokens:
-            if one.kind == RangeKind.ABS and one.b - one.a <= short_tokens:
-                kind[task] = 0
-            if one.kind == RangeKind.OPEN and lengths[one.length_index] - one.a <= short_tokens:
-                kind[task] = 0
+            if task.kind == RangeKind.ABS and task.b - task.a <= short_tokens:
+                kind[number] = 0
+            if task.kind == RangeKind.OPEN and lengths[task.length_index] - task.a <= short_tokens:
+                kind[number] = 0
     return most
 
 
@@ -49,9 +49,9 @@ def sort_by_kind(tasks, kind, layer_indptr, placed, task_indptr, counts):  # typ
         for task in range(begin, end):
             counts[layer, kind[task]] += 1
         at = begin
-        for one in range(kinds):
-            task_indptr[layer, one] = place[one] = at
-            at += counts[layer, one]
+        for number in range(kinds):
+            task_indptr[layer, number] = place[number] = at
+            at += counts[layer, number]
         task_indptr[layer, kinds] = at
         if counts[layer].max() == end - begin:
             placed[begin:end] = tasks[begin:end]

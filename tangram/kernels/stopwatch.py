@@ -79,8 +79,8 @@ class Stopwatch:
             begin, end = pair = self._running.popleft()
             self.seconds += begin.elapsed_time(end) / 1e3
             self._spare.append(pair)
-        # A replay overwrites the times of the one before: an unread replay counts as the last one.
-        for blocks in [one for one, (_, passed) in self._replayed.items() if passed.query()]:
+        # A replay overwrites the times before: an unread replay counts as the last.
+        for blocks in [graph for graph, (_, passed) in self._replayed.items() if passed.query()]:
             times, _ = self._replayed.pop(blocks)
             self.seconds += times * blocks.seconds
 

@@ -1,4 +1,4 @@
-"""Writes into pages on the GPU: a row's newest entry, all new ones, or a chunk's kept ones.
+"""Writes into pages on the GPU: a row's newest entry, all new entries, or those kept of a chunk.
 
 Triton. S is 2 where an entry is a key and a value, 1 where it is a latent, of which v is a part.
 """
@@ -22,6 +22,34 @@ def _convert(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.cons
         if dtype == tl.uint8:
             x = to_e4m3(x)
     return x.to(dtype)
+
+
+@triton.jit
+def _write(
+    k,
+    v,
+    target,
+    scale,
+    here,
+    S: tl.constexpr,
+    BEHIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Store the keys at `k` at `target`, and the values at `v`, if any, so many elements `BEHIND`.
+
+    Their scales are at `scale`.
+    """
+    dtype: tl.constexpr = target.dtype.element_ty
+    k_scale = 1.0
+    v_scale = 1.0
+    if SCALED:
+        k_scale = tl.load(scale)
+        v_scale = tl.load(scale + 1)
+    tl.store(target, _convert(tl.load(k, mask=here), k_scale, dtype, LIMIT, SCALED), mask=here)
+    if S == 2:
+        values = _convert(tl.load(v, mask=here), v_scale, dtype, LIMIT, SCALED)
+        tl.store(target + BEHIND, values, mask=here)
 
 
 @triton.jit(
@@ -72,18 +100,13 @@ def append_entries(
     here = d < tl.where(index >= 0, D, 0)
     column = tl.load(record + word(ADDRESS, "column"))
     place = pool + (page * HP + column) * (S * P * D) + (index % P) * D + d
-    k_scale = 1.0
-    v_scale = 1.0
-    if SCALED:
-        k_scale = tl.load(scales + (layer * H + head) * 2)
-        v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    key = tl.load(k + token * stride_k + head * stride_k_head + d, mask=here)
-    tl.store(place, _convert(key, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    if S == 2:
-        value = tl.load(v + token * stride_v + head * stride_v_head + d, mask=here)
-        tl.store(
-            place + P * D, _convert(value, v_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here
-        )
+    _write(
+        k + token * stride_k + head * stride_k_head + d,
+        v + token * stride_v + head * stride_v_head + d,
+        place,
+        scales + (layer * H + head) * 2,
+        *(here, S, P * D, LIMIT, SCALED),
+    )
 
 
 @triton.jit(
@@ -135,24 +158,13 @@ def store_rows(
         target = pool + entry[:, None] + d[None, :]
         source = (begin + n).to(tl.int64)[:, None]
         head = tl.program_id(1)
-        keys = tl.load(
-            k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0
+        _write(
+            k + source * stride_k + head * stride_k_head + d[None, :],
+            v + source * stride_v + head * stride_v_head + d[None, :],
+            target,
+            scales + (layer * H + head) * 2,
+            *(here, S, P * D, LIMIT, SCALED),
         )
-        k_scale = 1.0
-        v_scale = 1.0
-        if SCALED:
-            k_scale = tl.load(scales + (layer * H + head) * 2)
-            v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-        tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-        if S == 2:
-            values = tl.load(
-                v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
-            )
-            tl.store(
-                target + P * D,
-                _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
-                mask=here,
-            )
 
 
 @triton.jit
@@ -243,21 +255,21 @@ def seal_chunk(
     before = c < first
     better_before = tl.sum((before & (key > low)).to(tl.int32), 0)
     equal_before = tl.sum((before & (key == low)).to(tl.int32), 0)
-    own = first + tl.arange(0, BLOCK)
-    own_key = _load_keys(row, own, C, sinks, window)
+    n = first + tl.arange(0, BLOCK)
+    own_key = _load_keys(row, n, C, sinks, window)
     equal = (own_key == low).to(tl.int32)
     rank = equal_before + tl.cumsum(equal, 0) - equal
-    stays = (own < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
+    stays = (n < C) & ((own_key > low) | ((own_key == low) & (rank < ties)))
     if RECORD:
-        noted = mask + chunk.to(tl.int64) * stride_mask + head * C + own
-        tl.store(noted, stays.to(tl.uint8), mask=own < C)
+        noted = mask + chunk.to(tl.int64) * stride_mask + head * C + n
+        tl.store(noted, stays.to(tl.uint8), mask=n < C)
     moved = stays.to(tl.int32)
     stay_before = better_before + tl.minimum(equal_before, ties) + tl.cumsum(moved, 0) - moved
     stored = stays
     rank_stored = stay_before
     if REST:
-        stored = own < C
-        rank_stored = tl.where(stays, stay_before, wanted + own - stay_before)
+        stored = n < C
+        rank_stored = tl.where(stays, stay_before, wanted + n - stay_before)
     index = tl.load(address + place * 3 + 2) + rank_stored
     page = tl.load(tables + tl.load(address + place * 3) + index // P, mask=stored, other=0).to(
         tl.int64
@@ -266,23 +278,14 @@ def seal_chunk(
     entry = (page * HP + tl.load(address + place * 3 + 1)) * (S * P * D) + (index % P) * D
     target = pool + entry[:, None] + d[None, :]
     here = stored[:, None] & (d < D)[None, :]
-    k_scale = 1.0
-    v_scale = 1.0
-    if SCALED:
-        k_scale = tl.load(scales + (layer * H + head) * 2)
-        v_scale = tl.load(scales + (layer * H + head) * 2 + 1)
-    source = (chunk * C + own).to(tl.int64)[:, None]
-    keys = tl.load(k + source * stride_k + head * stride_k_head + d[None, :], mask=here, other=0.0)
-    tl.store(target, _convert(keys, k_scale, pool.dtype.element_ty, LIMIT, SCALED), mask=here)
-    if S == 2:
-        values = tl.load(
-            v + source * stride_v + head * stride_v_head + d[None, :], mask=here, other=0.0
-        )
-        tl.store(
-            target + P * D,
-            _convert(values, v_scale, pool.dtype.element_ty, LIMIT, SCALED),
-            mask=here,
-        )
+    source = (chunk * C + n).to(tl.int64)[:, None]
+    _write(
+        k + source * stride_k + head * stride_k_head + d[None, :],
+        v + source * stride_v + head * stride_v_head + d[None, :],
+        target,
+        scales + (layer * H + head) * 2,
+        *(here, S, P * D, LIMIT, SCALED),
+    )
 
 
 def append(
@@ -302,27 +305,13 @@ def append(
     `address` int32 [L, R, H, 3] are the words of `ADDRESS`. Row r has the tokens
     first_tokens[r] to first_tokens[r + 1], up to `queries`; None means the token r.
     """
-    (_, heads, dim), rows = k.shape, address.shape[1]
+    heads, rows = k.shape[1], address.shape[1]
     append_entries[(rows, heads, queries)](
-        k,
-        v,
-        pool,
-        tables,
-        lengths,
-        address,
+        *(k, v, pool, tables, lengths, address),
         first_tokens if first_tokens is not None else address,
         scales if scales is not None else k,
-        layer,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        H=heads,
-        D=dim,
-        S=pool.shape[2],
-        HP=pool.shape[1],
-        P=pool.shape[3],
-        BLOCK_D=triton.next_power_of_2(dim),
-        LIMIT=FP8_MAX,
-        SCALED=scales is not None,
+        *(layer, *k.stride()[:2], *v.stride()[:2]),
+        **_forms(k, pool, scales),
         NQ=queries,
         num_warps=1,
     )
@@ -349,26 +338,11 @@ def store(
     """
     rows, heads = kept.shape
     store_rows[(triton.cdiv(longest, 32), heads, rows)](
-        k,
-        v,
-        pool,
-        tables,
-        address,
-        spans,
-        kept,
+        *(k, v, pool, tables, address, spans, kept),
         scales if scales is not None else k,
-        layer,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        H=heads,
-        D=k.shape[2],
-        S=pool.shape[2],
-        HP=pool.shape[1],
-        P=pool.shape[3],
+        *(layer, *k.stride()[:2], *v.stride()[:2]),
+        **_forms(k, pool, scales),
         BLOCK=32,
-        BLOCK_D=triton.next_power_of_2(k.shape[2]),
-        LIMIT=FP8_MAX,
-        SCALED=scales is not None,
         num_warps=4,
     )
 
@@ -399,37 +373,28 @@ def seal(
     chunk's first token. `mask` uint8 [N, H, C], if given, gets a 1 for each of the best entries and
     a 0 for the others.
     """
-    (chunks, heads, tokens), dim = scores.shape, k.shape[2]
+    chunks, heads, tokens = scores.shape
     block = min(64, triton.next_power_of_2(tokens))
     seal_chunk[(chunks * heads, triton.cdiv(tokens, block))](
-        scores.contiguous(),
-        k,
-        v,
-        pool,
-        tables,
-        address,
-        spans,
-        kept,
+        *(scores.contiguous(), k, v, pool, tables, address, spans, kept),
         scales if scales is not None else k,
         mask if mask is not None else kept,
-        layer,
-        sinks,
-        window,
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *(layer, sinks, window, *k.stride()[:2], *v.stride()[:2]),
         mask.stride(0) if mask is not None else 0,
+        **_forms(k, pool, scales),
         C=tokens,
-        H=heads,
-        D=dim,
-        S=pool.shape[2],
-        HP=pool.shape[1],
-        P=pool.shape[3],
         BLOCK_C=triton.next_power_of_2(tokens),
         BLOCK=block,
-        BLOCK_D=triton.next_power_of_2(dim),
-        LIMIT=FP8_MAX,
-        SCALED=scales is not None,
         REST=keeps_rest,
         RECORD=mask is not None,
         num_warps=4,
     )
+
+
+def _forms(k: Tensor, pool: Tensor, scales: Tensor | None) -> dict[str, float]:
+    """What all kernels here are compiled for: keys [T, H, D] and `pool`."""
+    _, heads_per_page, vectors, page_tokens, dim = pool.shape
+    return {
+        **{"H": k.shape[1], "D": dim, "S": vectors, "HP": heads_per_page, "P": page_tokens},
+        **{"BLOCK_D": triton.next_power_of_2(dim), "LIMIT": FP8_MAX, "SCALED": scales is not None},
+    }

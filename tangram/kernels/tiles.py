@@ -92,6 +92,24 @@ def take_part(acc, peak, total, lse, value):
 
 
 @triton.jit
+def absorb_tile(softmax, scores, n, last, scaling, values, place, column, MASKED: tl.constexpr):
+    """Add a tile to the online `softmax`: acc, peak and total.
+
+    `scores` [M, N] are the products with the entries `n`; `last` [M] is the last of them that each
+    query sees. The tile of `values` is at (place, column).
+    """
+    acc, peak, total = softmax
+    if MASKED:
+        scores = tl.where(n[None, :] > last[:, None], float("-inf"), scores)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * (scaling * LOG2E))
+    weights = tl.exp2(scores * (scaling * LOG2E) - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    v = values.load([place, column])
+    acc = multiply(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
 def soft_cap(scores, scaling, softcap):
     """c * tanh(s / c) of the scaled scores, times log2(e).
 

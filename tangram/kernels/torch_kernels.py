@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from tangram.plan.form import WorkPlan
 from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
-from tangram.types import Int32, Int64
+from tangram.types import Int32
 
 # Plans are made for so many workers, whatever the number of threads: how a sum is split decides its
 # last bit, and an answer must not depend on the threads that computed it (docs/cpu.md).
@@ -40,7 +39,7 @@ BY_BUDGETS = "aot+ctas=1+tasks=4+min=128+tile=128"
 # Rows that share pages read these together.
 SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
 # Decodes q [T, Q, D], k and v into out [T, Q, V], all of the decode rows, in one `layer`.
-LoadedDecode = Callable[..., None]
+LoadedDecode = Callable[..., object]
 NOTHING_FUSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({})
 
 
@@ -102,9 +101,12 @@ class TorchKernels:
         entries = self._pool.entries
         lengths = torch.tensor(addresses.lengths, device=entries.device).view(-1)
         if not self._compiled:
-            return partial(_decode_by_reference, entries, tables, lengths, decode, first)
-        own = cpu.DecodePass(entries, tables, lengths, first)
-        return partial(own.run, plan=self._find_plan(decode))
+            where = entries, tables, lengths, decode.plan, decode.batch.rows.address
+            return lambda q, k, v, out, *, layer, rule: out.copy_(
+                reference.decode_step(q, k, v, *where, layer, first, rule)
+            )
+        rows = cpu.DecodePass(entries, tables, lengths, first)
+        return partial(rows.run, plan=self._find_plan(decode))
 
     def _find_plan(self, decode: DecodedRows) -> cpu.CpuPlan:
         queries = decode.batch.queries
@@ -137,17 +139,15 @@ class TorchLaunch:
         tokens = self.addresses.width
         if self.decoding is None:
             return
-        own, q, k, v = out[:tokens], q[:tokens], k[:tokens], v[:tokens]
+        found, q, k, v = out[:tokens], q[:tokens], k[:tokens], v[:tokens]
         narrow = self.pool.scales is not None and out.dtype is not torch.float32
         if narrow:  # products with scales are not rounded to 16 bits
-            own, q, k, v = own.float(), q.float(), k.float(), v.float()
+            found, q, k, v = found.float(), q.float(), k.float(), v.float()
         q, k, v = self._fold(layer, q, k, v)
-        self.decoding(
-            q, k, v, own, layer=layer, scaling=rule.scaling, softcap=rule.softcap, sinks=rule.sinks
-        )
-        self._unfold(layer, own)
+        self.decoding(q, k, v, found, layer=layer, rule=rule)
+        self._unfold(layer, found)
         if narrow:
-            out[:tokens] = own
+            out[:tokens] = found
 
     def prefill(
         self,
@@ -160,34 +160,28 @@ class TorchLaunch:
         expansion: Expansion | None,
     ) -> Tensor:
         """See `Launch`."""
-        own, pool = self.addresses.prefill, self.pool.entries
-        rows = range(own.asking.start, own.asking.stop)
+        known, pool = self.addresses.prefill, self.pool.entries
+        rows = range(known.asking.start, known.asking.stop)
         if not rows:
             return out
-        spans = own.spans
+        spans = known.spans
         for row in rows:
-            if own.whole[layer, row]:
+            if known.whole[layer, row]:
                 stored = slice(int(spans["key_begin"][row]), int(spans["key_end"][row]))
                 keys, values = self._divide(layer, k[stored].float(), v[stored].float())
                 self._store(layer, row, keys.transpose(0, 1), values.transpose(0, 1))
         q, k, v = self._fold(layer, q, k, v)
         where = pool, self.tables
-        known = {
-            "scaling": rule.scaling,
-            "window": rule.window,
-            "softcap": rule.softcap,
-            "sinks": rule.sinks,
-        }
         compiled = self.compiled and expansion is None and cpu.prefills_compiled(q, pool)
         if compiled:
-            asking = own.asking
-            addresses, asked_spans = as_words(own.address[layer, asking]), as_words(spans[asking])
-            cpu.prefill(q, k, v, out, *where, addresses, asked_spans, **known)  # type: ignore[arg-type]
+            asking = known.asking
+            addresses, asked_spans = as_words(known.address[layer, asking]), as_words(spans[asking])
+            cpu.prefill(q, k, v, out, *where, addresses, asked_spans, rule)
         for row in rows:
             begin, end, first, last, position = spans[row].tolist()
             asked, keys = q[begin:end], k[first:last]
             if expansion is not None:
-                (address,) = own.address[layer, row].tolist()
+                (address,) = known.address[layer, row].tolist()
                 out[begin:end] = latents.prefill(
                     asked,
                     keys[:, 0],
@@ -204,19 +198,19 @@ class TorchLaunch:
                     v[first:last],
                     *where,
                     *self._find_address(layer, row),
+                    rule,
                     past_tokens=position,
-                    **known,  # type: ignore[arg-type]
                 )
             self._unfold(layer, out[begin:end])
         return out
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `Launch`."""
-        count, own, chosen = rows.stop - rows.start, self.addresses.prefill, self.pool.chosen
+        count, known, chosen = rows.stop - rows.start, self.addresses.prefill, self.pool.chosen
         for chunk, parts in enumerate(zip(k.chunk(count), v.chunk(count), strict=True)):
             row = rows.start + chunk
-            first, kept = own.first[layer, row], own.kept[layer, row]
-            places = ranking.places(chunk, int(own.spans["position"][row]), first, kept)
+            first, kept = known.first[layer, row], known.kept[layer, row]
+            places = ranking.places(chunk, int(known.spans["position"][row]), first, kept)
             if chosen is not None:
                 _note_first(chosen[row, layer], places, first)
             divided = self._divide(layer, *(x.float() for x in parts))
@@ -233,7 +227,7 @@ class TorchLaunch:
     def _fold(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [T, H, D] as the pool holds them; queries [T, Q, D] that fit these keys.
 
-        Attention of the three is that of the given ones divided by the scales of the values.
+        Attention of the three is that of those given, divided by the scales of the values.
         """
         if self.pool.scales is None:
             return q, k, v
@@ -270,23 +264,5 @@ class TorchLaunch:
 def _note_first(mask: Tensor, places: list[Tensor], first: Int32) -> None:
     """Write 1 into `mask` [H, C] at the first places of each head, 0 at the others."""
     mask.zero_()
-    for head, own in enumerate(places):
-        mask[head, own[: first[head]]] = 1
-
-
-def _decode_by_reference(
-    entries: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    decode: DecodedRows,
-    first: Int64,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    *,
-    layer: int,
-    **rule: Any,
-) -> None:
-    where = entries, tables, lengths, decode.plan, decode.batch.rows.address, layer, first
-    out[:] = reference.decode_step(q, k, v, *where, **rule)
+    for head, order in enumerate(places):
+        mask[head, order[: first[head]]] = 1

@@ -27,14 +27,14 @@ def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return pinned
 
 
-def place(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on `device`, of the same shape and dtype."""
-    return stage(array, device).to(device, non_blocking=True)
+def upload(values: npt.ArrayLike, device: torch.device) -> Tensor:
+    """A copy of `values` on `device`, of the shape and dtype that NumPy gives them."""
+    return stage(np.asarray(values), device).to(device, non_blocking=True)
 
 
-def upload(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
+def upload_together(arrays: Sequence[Int32], device: torch.device) -> list[Tensor]:
     """Copies of `arrays` on `device` in their shapes, by one transfer; they lie in one buffer."""
-    return views(place(np.concatenate([array.ravel() for array in arrays]), device), arrays)
+    return views(upload(np.concatenate([array.ravel() for array in arrays]), device), arrays)
 
 
 def views(whole: Tensor, arrays: Sequence[Int32]) -> list[Tensor]:

@@ -39,7 +39,7 @@ from tangram.kernels.interface import (
 )
 from tangram.kernels.packed import DecodeOptions, rehearse_packing
 from tangram.kernels.padded import LoadedPrefill, RowBuffers, inputs_of
-from tangram.kernels.transfer import upload
+from tangram.kernels.transfer import upload_together
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule
 
@@ -129,7 +129,9 @@ class TritonKernels:
         runs = fused_causal.find_runs(rows) if self._fuses else []
         apart = [run.rows for run in runs]
         cells = gathered.PrefillOrder.of(rows, self.copies.entry_bytes, self._gathers, apart)
-        return LoadedPrefill(rows, cells, runs, *upload(inputs_of(rows, cells), self.stored.device))
+        return LoadedPrefill(
+            rows, cells, runs, *upload_together(inputs_of(rows, cells), self.stored.device)
+        )
 
     def _pad(self, addresses: PassAddresses) -> RowBuffers | None:
         """The row of a padded pass in its buffers.
@@ -157,7 +159,7 @@ class CopyBuffers:
     """Buffers for the keys and values that prefill copies out of the pages of `entries`.
 
     Graphs contain the addresses of those of the usual size, so these stay. One long row takes
-    larger ones, which no graph contains.
+    larger buffers, which no graph contains.
     """
 
     def __init__(self, entries: Tensor) -> None:
@@ -174,7 +176,7 @@ class CopyBuffers:
             self._usual = self._usual or self._make(usual, dtype)
             return self._usual
         if not self._long or len(self._long[0]) < size:
-            self._long = []  # their memory may serve the larger ones
+            self._long = []  # their memory may serve larger buffers
             self._long = self._make(-(-size // usual) * usual, dtype)
         return self._long
 
@@ -207,25 +209,11 @@ class TritonLaunch:
             return
         self._check()
         store.append(
-            k[:tokens],
-            v[:tokens],
-            self.kernels.stored,
-            self.tables,
-            rows.lengths,
-            rows.address,
-            layer,
-            self.kernels.scales,
-            rows.first_tokens,
-            rows.queries,
+            *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
+            *(rows.address, layer, self.kernels.scales, rows.first_tokens, rows.queries),
         )
         rows.decoder.attend(
-            layer,
-            q[:tokens],
-            self.tables,
-            rows.lengths,
-            scaling=rule.scaling,
-            softcap=rule.softcap,
-            sinks=rule.sinks,
+            *(layer, q[:tokens], self.tables, rows.lengths, rule),
             out=out[:tokens],
             first_tokens=rows.first_tokens,
         )
@@ -247,15 +235,10 @@ class TritonLaunch:
         self._check()
         rows, spans = chunks.rows, chunks.spans
         if rows.whole[layer, rows.asking].any():
-            own = rows.asking
+            asking = rows.asking
             store.store(
-                k,
-                v,
-                kernels.stored,
-                self.tables,
-                chunks.address[layer, own],
-                spans[own],
-                chunks.first[layer, own],
+                *(k, v, kernels.stored, self.tables, chunks.address[layer, asking], spans[asking]),
+                chunks.first[layer, asking],
                 layer=layer,
                 longest=rows.longest,
                 scales=kernels.scales,
@@ -271,7 +254,16 @@ class TritonLaunch:
                 return attended  # a copy takes 1 % of a pass (8,192 tokens, Qwen3-4B, H100)
             out[run.tokens] = attended
         for part in chunks.cells.gathered if gathers else ():
-            self._attend_gathered(chunks, part, layer, q, k, v, out, rule.scaling)
+            gathered.attend(
+                *(q, k, v, kernels.stored, self.tables, chunks.address[layer], spans),
+                *(chunks.order[layer, part.cells], chunks.offsets[layer]),
+                *(chunks.sources[part.sources], kernels.copies.take(part, layer, q.dtype)),
+                *(part, out),
+                layer=layer,
+                scaling=rule.scaling,
+                scales=kernels.scales,
+                card=kernels.card,
+            )
         self._attend_paged(chunks, chunks.find_paged(plain, gathers), layer, q, k, v, out, rule)
         return out
 
@@ -289,21 +281,11 @@ class TritonLaunch:
         if cells.stop <= cells.start:
             return
         prefill.prefill(
-            q,
-            k,
-            v,
-            self.kernels.stored,
-            self.tables,
-            chunks.address[layer],
-            chunks.spans,
-            chunks.order[layer, cells],
+            *(q, k, v, self.kernels.stored, self.tables, chunks.address[layer], chunks.spans),
+            *(chunks.order[layer, cells], rule),
             layer=layer,
             shortest=chunks.rows.shortest,
             longest=chunks.rows.longest,
-            scaling=rule.scaling,
-            window=rule.window,
-            softcap=rule.softcap,
-            sinks=rule.sinks,
             scales=self.kernels.scales,
             out=out,
             card=self.kernels.card,
@@ -340,49 +322,12 @@ class TritonLaunch:
                 scaling=scaling,
             )
 
-    def _attend_gathered(
-        self,
-        chunks: LoadedPrefill,
-        part: gathered.Part,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        scaling: float,
-    ) -> None:
-        gathered.attend(
-            q,
-            k,
-            v,
-            self.kernels.stored,
-            self.tables,
-            chunks.address[layer],
-            chunks.spans,
-            chunks.order[layer, part.cells],
-            chunks.offsets[layer],
-            chunks.sources[part.sources],
-            self.kernels.copies.take(part, layer, q.dtype),
-            part,
-            out,
-            layer=layer,
-            scaling=scaling,
-            scales=self.kernels.scales,
-            card=self.kernels.card,
-        )
-
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `Launch`."""
         chunks, chosen = self._require_chunks(), self.kernels.pool.chosen
         store.seal(
-            ranking.scores,
-            k,
-            v,
-            self.kernels.stored,
-            self.tables,
-            chunks.address[layer, rows],
-            chunks.spans[rows],
-            chunks.first[layer, rows],
+            *(ranking.scores, k, v, self.kernels.stored, self.tables),
+            *(chunks.address[layer, rows], chunks.spans[rows], chunks.first[layer, rows]),
             layer=layer,
             keeps_rest=bool((chunks.rows.kept > chunks.rows.first)[layer, rows].any()),
             sinks=ranking.sinks,

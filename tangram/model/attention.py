@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tangram.compress.scorers import ChunkView
 from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import AttentionRule, Launch
 from tangram.kernels.stopwatch import Stopwatch
-from tangram.model.latent import OURS, LatentHeads, join_entries, latent_heads, output_like
+from tangram.model.latent import OURS, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
 from tangram.plan.records import Records
 
@@ -126,30 +127,24 @@ class StepAttention:
             k, v = join_entries(k, v)
             k = self._round(k)
             v = k[..., : v.shape[-1]]
-            self._decode_latents(heads, layer, q, k, v, out, rule)
+            if self.width:
+                asked = q[: self.width]
+                means = asked.new_empty((*asked.shape[:2], heads.rank))
+                self.launch.decode(layer, heads.absorb(asked), k, v, means, rule)
+                out[: self.width] = heads.read_values(means)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
         # attend in parallel.
         if self.sealers:
             with self.sealing.timing():
                 for sealer in self.sealers:
-                    self._seal(sealer, layer, heads, q, k, v, rule.scaling, hidden)
+                    spans = self.spans[sealer.rows]
+                    rows = slice(int(spans["query_begin"][0]), int(spans["query_end"][-1]))
+                    asked = q[rows] if heads is None else heads.absorb(q[rows])
+                    queries, keys, values = (x.transpose(0, 1) for x in (asked, k[rows], v[rows]))
+                    known = None if hidden is None else hidden[rows]
+                    view = ChunkView(queries, keys, values, 0, layer, rule.scaling, hidden=known)
+                    sealer.take(self.launch, view)
         return self.launch.prefill(layer, q, k, v, out, rule, heads)
-
-    def _decode_latents(
-        self,
-        heads: LatentHeads,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        rule: AttentionRule,
-    ) -> None:
-        if self.width:
-            q, out = q[: self.width], out[: self.width]
-            means = torch.empty((*q.shape[:2], heads.rank), dtype=q.dtype, device=q.device)
-            self.launch.decode(layer, heads.absorb(q), k, v, means, rule)
-            out.copy_(heads.read_values(means))
 
     def _round(self, entries: Tensor) -> Tensor:
         """Keys or values [T, H, D] of the pass, those of sealed chunks rounded."""
@@ -159,25 +154,6 @@ class StepAttention:
         for tokens in self.sealed:
             rounded[tokens] = self.form.round(entries[tokens])
         return rounded
-
-    def _seal(
-        self,
-        sealer: ChunkSealer | GroupSealer,
-        layer: int,
-        heads: LatentHeads | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        hidden: Tensor | None,
-    ) -> None:
-        rows = sealer.rows
-        own = slice(
-            int(self.spans["query_begin"][rows.start]), int(self.spans["query_end"][rows.stop - 1])
-        )
-        asked = q[own] if heads is None else heads.absorb(q[own])
-        known = None if hidden is None else hidden[own]
-        sealer.take(self.launch, layer, asked, k[own], v[own], scaling=scaling, hidden=known)
 
 
 @dataclass(eq=False)

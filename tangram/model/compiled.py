@@ -40,8 +40,8 @@ def compile_layers(model: PreTrainedModel, backend: str | Callable[..., Any] = "
 
     @cache
     def whole(kind: type[Any]) -> type[nn.Module]:
-        own = torch.compile(copy_function(kind.forward), dynamic=True, backend=backend)
-        return derive(kind, CompiledPart, forward=own)
+        compiled = torch.compile(copy_function(kind.forward), dynamic=True, backend=backend)
+        return derive(kind, CompiledPart, forward=compiled)
 
     def make(name: str, part: nn.Module) -> nn.Module:
         # These are left where attention begins, and are compiled apart from the layer.

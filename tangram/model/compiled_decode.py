@@ -184,8 +184,8 @@ def _switching(kind: type[Any], attends: str) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, tangram: AttentionContext, **options: Any) -> Any:
         if not tangram.decodes_only:
             return eager(self, *args, tangram=tangram, **options)
-        own = Uncompiled(partial(tangram.attend, self.get_submodule(attends)))
-        return compiled(self, *args, tangram=own, **options)
+        attention = Uncompiled(partial(tangram.attend, self.get_submodule(attends)))
+        return compiled(self, *args, tangram=attention, **options)
 
     return derive(kind, CompiledPart, forward=forward)
 

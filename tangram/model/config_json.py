@@ -171,15 +171,15 @@ def _of(name: str, content: Mapping[str, Any], folder: Path | None) -> ModelConf
     outer = (
         {} if part is None else {field: content[field] for field in _OUTSIDE if field in content}
     )
-    own = content if part is None else part
-    text = {**_FAMILY_DEFAULTS.get(own.get("model_type", ""), {}), **outer, **own}
+    stated = content if part is None else part
+    text = {**_FAMILY_DEFAULTS.get(stated.get("model_type", ""), {}), **outer, **stated}
     for field, aliases in _ALIASES.items():
         if text.get(field) is None:
             found = next((text[alias] for alias in aliases if text.get(alias) is not None), None)
             text |= {} if found is None else {field: found}
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         text["num_key_value_heads"] = 1  # Falcon 7B and GPT-BigCode, whatever their other fields
-    factors = _FACTORS.get(own.get("model_type", ""), {})
+    factors = _FACTORS.get(stated.get("model_type", ""), {})
     for field, factor in factors.items():
         count, times = text.get(field), text.get(factor, factor)
         if isinstance(count, int) and isinstance(times, int):

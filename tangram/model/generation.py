@@ -110,9 +110,9 @@ def _read_file(path: Path) -> ModelDefaults:
     stated = {name: value for name, value in content.items() if value is not None}
     ends = stated.pop("eos_token_id", [])
     _tell_unread(path, stated.keys() - _NAMES.keys() - _WITHOUT_EFFECT)
-    own = {_NAMES[name]: (name, stated[name]) for name in stated.keys() & _NAMES.keys()}
+    known = {_NAMES[name]: (name, stated[name]) for name in stated.keys() & _NAMES.keys()}
     return ModelDefaults(
-        _check(path, own), _check_ends(path, ends), f"{FILE} of {path.parent.name}"
+        _check(path, known), _check_ends(path, ends), f"{FILE} of {path.parent.name}"
     )
 
 
@@ -122,11 +122,11 @@ def _read_gguf(path: Path) -> ModelDefaults:
     found = gguf_numbers(path, _GGUF_PREFIX)
     stated = {key.removeprefix(_GGUF_PREFIX): value for key, value in found.items()}
     _tell_unread(path, {_GGUF_PREFIX + name for name in stated.keys() - _GGUF_NAMES.keys()})
-    own = {
+    known = {
         _GGUF_NAMES[name]: (_GGUF_PREFIX + name, stated[name])
         for name in stated.keys() & _GGUF_NAMES.keys()
     }
-    return ModelDefaults(_check(path, own), origin=f"keys of {path.name}") if own else NO_ADVICE
+    return ModelDefaults(_check(path, known), origin=f"keys of {path.name}") if known else NO_ADVICE
 
 
 def _check(path: Path, stated: Mapping[str, tuple[str, Any]]) -> SamplingValues:

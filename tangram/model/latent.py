@@ -70,8 +70,8 @@ class _Passing:
 
     def expand(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """What Transformers' own module makes of them."""
-        own: Any = super()
-        expanded: tuple[Tensor, Tensor] = own.expand_kv(latents, rotary)
+        model: Any = super()
+        expanded: tuple[Tensor, Tensor] = model.expand_kv(latents, rotary)
         return expanded
 
 

@@ -193,8 +193,8 @@ def _choose_dtype(
     name: str, config: PretrainedConfig, dtype: str, target: torch.device
 ) -> torch.dtype:
     """The dtype of weights on `target`, by the option `dtype`."""
-    own: Any = None if is_gguf(name) else config.dtype
-    return _DTYPES.get(dtype) or (cpu_dtype() if target.type == "cpu" else own or torch.bfloat16)
+    stored: Any = None if is_gguf(name) else config.dtype
+    return _DTYPES.get(dtype) or (cpu_dtype() if target.type == "cpu" else stored or torch.bfloat16)
 
 
 def read_text_config(name: str) -> PretrainedConfig:

@@ -21,7 +21,7 @@ from tangram.errors import ModelError
 from tangram.kernels.reference import apply_sinks, softmax_part
 from tangram.model.latent import LatentHeads, join_entries, latent_heads
 
-# The implementation of attention of the first pass. It has masks, which the one that serves lacks.
+# The implementation of attention of the first pass. It has masks; that of serving has none.
 IMPLEMENTATION = "tangram-probe"
 # What attention serves, and what it may ignore: positions are in queries and keys already.
 _SERVED = {"scaling", "softcap", "s_aux", "sliding_window"}
@@ -187,8 +187,8 @@ def check_computation(call: AttentionCall) -> None:
 
     Raises `ModelError` if they differ: its own attention then has a part that no option names.
     """
-    own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
-    if own is None:
+    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if eager is None:
         raise ModelError("its module has no eager attention to compare with")
     random, dtype, spread = torch.Generator().manual_seed(0), torch.float32, _SCORES
     if call.heads is not None:
@@ -203,7 +203,7 @@ def check_computation(call: AttentionCall) -> None:
     if call.heads is not None:
         keys, values = call.heads.expand(join_entries(k, v)[0][:, 0])
     try:
-        theirs = own(
+        theirs = eager(
             call.module,
             q.transpose(0, 1)[None],
             keys[None],
@@ -271,8 +271,8 @@ def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> No
                 )
     if not _near(logits[0, 0], logits[0, 1]):
         raise ModelError("the logits of a token depend on other tokens but by attention")
-    for one, other in ((alone.q[1], calls[0].q[0]), (alone.k[1], calls[0].k[0])):
-        if not _near(one, other):
+    for first, again in ((alone.q[1], calls[0].q[0]), (alone.k[1], calls[0].k[0])):
+        if not _near(first, again):
             raise ModelError("keys of a token depend on the longest position in the batch")
 
 

@@ -92,35 +92,15 @@ class GroupSealer:
         """See `Seal.numbers`."""
         return self.seal.numbers
 
-    def take(
-        self,
-        launch: Launch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        hidden: Tensor | None,
-    ) -> None:
-        """See `ChunkSealer`; q, k and v are those of all rows, [N · C, …, D]."""
+    def take(self, launch: Launch, chunks: ChunkView) -> None:
+        """See `ChunkSealer`; the chunks of all rows lie end to end, as if they were one."""
         retention = self.seal.retention
-        if retention.layout.geometry.windows[layer] is not None:
+        if retention.layout.geometry.windows[chunks.layer] is not None:
             return
-        chunks = ChunkView(
-            queries=q.transpose(0, 1),
-            keys=k.transpose(0, 1),
-            values=v.transpose(0, 1),
-            start=0,
-            layer=layer,
-            scaling=scaling,
-            hidden=hidden,
-        )
         scores = self.scores(chunks, len(self.seal.rows))
         for chunk, receive in self.receivers.items():
             receive(scores[chunk])
-        ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
-        launch.seal(layer, self.rows, ranking, k, v)
+        _store(launch, retention, self.rows, chunks, scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,36 +133,15 @@ class ChunkSealer:
         """True when scores need a second pass over the chunk."""
         return "reconstruction" in self.scorer.needs
 
-    def take(
-        self,
-        launch: Launch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        hidden: Tensor | None,
-    ) -> None:
-        """Score, select and store a layer of the chunk by `launch`, or wait.
-
-        q is [C, Q, D], k, v are [C, H, D].
-        """
+    def take(self, launch: Launch, chunk: ChunkView) -> None:
+        """Score, select and store a layer of the chunk by `launch`, or wait."""
+        layer = chunk.layer
         if self.waits:
-            self.chunk_kv[layer] = (k, v)
+            self.chunk_kv[layer] = chunk.keys.transpose(0, 1), chunk.values.transpose(0, 1)
         if self.row.retention.layout.geometry.windows[layer] is not None:
             return
-        chunk = ChunkView(
-            queries=q.transpose(0, 1),
-            keys=k.transpose(0, 1),
-            values=v.transpose(0, 1),
-            start=self.row.start,
-            layer=layer,
-            scaling=scaling,
-            rotary=self.rotary,
-            hidden=hidden,
-            sink_keys=self._sink_keys(launch, layer, k.dtype) if self.waits else None,
-        )
+        sinks = self._sink_keys(launch, layer, chunk.keys.dtype) if self.waits else None
+        chunk = replace(chunk, start=self.row.start, rotary=self.rotary, sink_keys=sinks)
         if self.waits:
             self.pending[layer] = chunk
         else:
@@ -203,22 +162,23 @@ class ChunkSealer:
             self.observer(chunk, scores)
         if self.receiver is not None:
             self.receiver(scores)
-        self._store(launch, chunk, scores)
-
-    def _store(self, launch: Launch, chunk: ChunkView, scores: Tensor) -> None:
-        """Store the entries of one layer that `scores` [H, C] select in their final pages."""
-        retention = self.row.retention
-        if not retention.orders:
-            return  # it is stored already
-        ranking = ChunkRanking(scores[None], retention.sink_tokens, retention.window_tokens)
-        keys, values = (x.transpose(0, 1) for x in (chunk.keys, chunk.values))
-        launch.seal(chunk.layer, self.rows, ranking, keys, values)
+        if self.row.retention.orders:  # otherwise it is stored already
+            _store(launch, self.row.retention, self.rows, chunk, scores[None])
 
     def _sink_keys(self, launch: Launch, layer: int, dtype: torch.dtype) -> Tensor | None:
         """[H, s, D]: the keys of the sequence's first s tokens, which every head keeps first."""
         if self.row.start == 0:
             return None
         return launch.first_keys(layer, self.number, self.row.retention.sink_tokens).to(dtype)
+
+
+def _store(
+    launch: Launch, retention: Retention, rows: slice, chunks: ChunkView, scores: Tensor
+) -> None:
+    """Store the entries of one layer that `scores` [N, H, C] select in their final pages."""
+    ranking = ChunkRanking(scores, retention.sink_tokens, retention.window_tokens)
+    keys, values = (x.transpose(0, 1) for x in (chunks.keys, chunks.values))
+    launch.seal(chunks.layer, rows, ranking, keys, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,14 +200,10 @@ class Sealing:
         return [sealer for seal in seals for sealer in self._sealers(seal)]
 
     def replayable(self, seals: Sequence[Seal]) -> bool:
-        """Whether a CUDA graph can hold the work of all."""
+        """Whether a CUDA graph can hold all: what scores these chunks takes several at a time."""
         return all(
-            self._scores_together(seal.retention) is not None
-            or (
-                self._scorer(seal.retention).replayable
-                and self.observer is None
-                and self.overflow is None
-            )
+            self.observer is None
+            and find_group_scores(self._scorer(seal.retention), self.kernels) is not None
             for seal in seals
         )
 
@@ -256,7 +212,7 @@ class Sealing:
         receivers = {at: self._receiver(row) for at, row in enumerate(seal.rows)}
         together = self._scores_together(retention)
         if together is not None:
-            asked = {at: one for at, one in receivers.items() if one is not None}
+            asked = {at: receive for at, receive in receivers.items() if receive is not None}
             yield GroupSealer(seal, together, asked)
             return
         scorer = self._scorer(retention)

@@ -117,15 +117,15 @@ def take_share(model: PreTrainedModel, share: Share) -> None:
     heads = slice(share.rank * share.geometry.kv_heads, (share.rank + 1) * share.geometry.kv_heads)
     for name, module in list(model.named_modules()):
         if hasattr(module, "k_proj") and hasattr(module, "layer_idx"):
-            own = torch.from_numpy(share.order[int(module.layer_idx), heads].copy())
-            _deal(name, module, own.to(model.device), share.whole)
+            mine = torch.from_numpy(share.order[int(module.layer_idx), heads].copy())
+            _deal(name, module, mine.to(model.device), share.whole)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     rows = -(-share.whole.vocab_size // share.ranks)
 
     def cut(whole: Tensor) -> Tensor:
         """This rank's rows, filled up with zeros."""
-        own = whole[share.rank * rows : (share.rank + 1) * rows]
-        return nn.functional.pad(own, (*[0, 0] * (whole.ndim - 1), 0, rows - len(own)))
+        mine = whole[share.rank * rows : (share.rank + 1) * rows]
+        return nn.functional.pad(mine, (*[0, 0] * (whole.ndim - 1), 0, rows - len(mine)))
 
     part = _linear(cut(head.weight.data), None if head.bias is None else cut(head.bias.data))
     model.set_output_embeddings(GatheredLinear(part, share.whole.vocab_size))  # type: ignore[no-untyped-call]
@@ -139,9 +139,9 @@ def _make_plain(model: nn.Module, name: str, module: nn.Module) -> None:
         if isinstance(parameter, DTensor)
     ]
     weight = getattr(module, "weight", None)
-    for own, parameter in list(module.named_parameters(recurse=False)):
+    for key, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
-            setattr(module, own, nn.Parameter(parameter.to_local(), requires_grad=False))
+            setattr(module, key, nn.Parameter(parameter.to_local(), requires_grad=False))
     if placements and type(module) is not nn.Linear:
         return  # experts: Transformers sums what they return
     del module.__dict__["forward"]
@@ -159,8 +159,8 @@ def _make_plain(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def _deal(name: str, module: Any, heads: Tensor, geometry: Geometry) -> None:
     """Keep the KV heads `heads` [H / N] of an attention module, and their query heads."""
-    own = {parameter.split(".")[0] for parameter, _ in module.named_parameters()}
-    if unknown := sorted(own - _DEALT):
+    held = {parameter.split(".")[0] for parameter, _ in module.named_parameters()}
+    if unknown := sorted(held - _DEALT):
         raise ModelError(
             f"{name} has {', '.join(unknown)}, and no rule says how heads on several devices share "
             "it: set tensor_parallel_size to 1"

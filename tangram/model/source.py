@@ -66,7 +66,7 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
 
 
 def _find_description(name: str, *, weights: bool) -> Path:
-    """The folder of a model; of one on the Hub it may lack the weights."""
+    """The folder of a model; on the Hub, it may lack the weights."""
     if not name.strip():
         raise ModelError(f"model is {name!r}: name one, such as {EMBEDDED}")
     path = expand_home(name)

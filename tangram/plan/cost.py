@@ -13,9 +13,7 @@ and read: 0.97 ns, as much as 8 entries.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,25 +46,6 @@ class CostModel:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ConfigError(f"cost model: {name} is {value}, it must be greater than 0")
-
-    @classmethod
-    def load(cls, path: Path) -> CostModel:
-        """Read the file of `save`.
-
-        Raises `ConfigError` naming fields that are missing or unknown.
-        """
-        values = json.loads(path.read_text())
-        wrong = set(values) ^ {field.name for field in fields(cls)}
-        if wrong:
-            raise ConfigError(
-                f"cost model {path}: {', '.join(sorted(wrong))} missing or unknown; measure it "
-                "again"
-            )
-        return cls(**values)
-
-    def save(self, path: Path) -> None:
-        """Write all fields as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @property
     def start_us(self) -> float:

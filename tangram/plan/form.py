@@ -106,9 +106,9 @@ class DecodeRows:
 
     def layer(self, layer: int) -> DecodeRows:
         """The same rows in one layer alone, [R, 1, H], for planning layer by layer."""
-        one = slice(layer, layer + 1)
+        single = slice(layer, layer + 1)
         return DecodeRows(
-            self.address[one], self.budget[:, one], self.windows[one], self.page_tokens
+            self.address[single], self.budget[:, single], self.windows[single], self.page_tokens
         )
 
     @cached_property

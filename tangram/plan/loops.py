@@ -73,9 +73,9 @@ def resolve_tasks(tasks, lengths, tile):  # type: ignore[no-untyped-def]
     """int64 [N], [N]: `resolve` of `tasks` [N] at flat `lengths`."""
     begin, end = np.empty(len(tasks), np.int64), np.empty(len(tasks), np.int64)
     for task in range(len(tasks)):
-        one = tasks[task]
-        length = lengths[one["length_index"]]
-        begin[task], end[task] = resolve(one["kind"], one["a"], one["b"], length, tile)
+        record = tasks[task]
+        length = lengths[record["length_index"]]
+        begin[task], end[task] = resolve(record["kind"], record["a"], record["b"], length, tile)
     return begin, end
 
 
@@ -112,7 +112,7 @@ def fit_layers(size, most, target, wanted, count):  # type: ignore[no-untyped-de
 
 @compile_kept(error_model="numpy")
 def count_parts(begin, end, weight, shared, windowed, few, many, long, tile, least):  # type: ignore[no-untyped-def]
-    """Cut the ranges `begin` to `end` [L, S, H] into `few` parts a layer, or `many` of long ones.
+    """Cut the ranges `begin` to `end` [L, S, H] into `few` parts a layer, or `many` of long layers.
 
     A layer is long from `long` weighted entries on. A part has at least `least` entries. Tails, the
     sources from `shared` on, have at least one part. In layers that are `windowed` [L] they have
@@ -197,9 +197,9 @@ def address_rows(heads, rows, table, index, entries, address, budget):  # type: 
         for at in range(len(rows)):
             for head in range(heads.shape[1]):
                 row, first = rows[at], heads[layer, head]
-                one = address[layer, row, head]
-                one["table"], one["column"] = first["table"] + table[at], first["column"]
-                one["length_index"] = first["length_index"] + index[at]
+                record = address[layer, row, head]
+                record["table"], record["column"] = first["table"] + table[at], first["column"]
+                record["length_index"] = first["length_index"] + index[at]
                 budget[row, layer, head] = entries[at, first["length_index"]]
 
 
@@ -252,8 +252,8 @@ def number_slots(layer, count, readers, first, segments, segment):  # type: igno
                 for at in range(begin, end):
                     first[entry[at], head] = -1
             else:
-                one = segments[segment]
-                one["row"], one["head"], one["first_slot"], one["end_slot"] = (
+                record = segments[segment]
+                record["row"], record["head"], record["first_slot"], record["end_slot"] = (
                     row,
                     head,
                     before,
@@ -277,16 +277,16 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
         tails = source >= shared
         if parts == 1 or window >= 0:
             for _ in range(parts):
-                one = tasks[task]
-                one["kind"] = RangeKind.OPEN if tails else RangeKind.ABS
-                one["a"], one["b"] = a, 0 if tails else ranges.end[layer, source, head]
+                record = tasks[task]
+                record["kind"] = RangeKind.OPEN if tails else RangeKind.ABS
+                record["a"], record["b"] = a, 0 if tails else ranges.end[layer, source, head]
                 if window >= 0:
-                    one["kind"], one["a"] = RangeKind.WINDOW, window
+                    record["kind"], record["a"] = RangeKind.WINDOW, window
                 task += 1
         elif tile == 0:
             for part in range(parts):
-                one = tasks[task]
-                one["kind"], one["a"], one["b"] = RangeKind.FRAC, part, parts
+                record = tasks[task]
+                record["kind"], record["a"], record["b"] = RangeKind.FRAC, part, parts
                 task += 1
         else:
             end = np.int64(ranges.end[layer, source, head])
@@ -294,10 +294,10 @@ def write_ranges(layer, order, cells, count, ranges, window, tasks, task):  # ty
             base = int(tiles / max(parts, 1))  # exact, and far faster than integer division
             short = parts - (tiles - base * parts)
             for part in range(parts):
-                one = tasks[task]
-                one["kind"], one["a"] = RangeKind.ABS, a
+                record = tasks[task]
+                record["kind"], record["a"] = RangeKind.ABS, a
                 a += (base + (part >= short)) * tile
-                one["b"] = a
+                record["b"] = a
                 task += 1
             if parts:
                 last = tasks[task - 1]
@@ -318,16 +318,16 @@ def write_entries(layer, order, cells, count, readers, address, first, tasks, ta
         place = address[layer, row, head]
         table, length_index, column = place["table"], place["length_index"], place["column"]
         for part in range(count[layer, source, head]):
-            one = tasks[task]
-            one["table"], one["length_index"], one["column"] = table, length_index, column
-            one["head"], one["row_begin"] = head, entry
+            record = tasks[task]
+            record["table"], record["length_index"], record["column"] = table, length_index, column
+            record["head"], record["row_begin"] = head, entry
             for at in range(begin, end):
                 slot, served = first[at, head], entries[entry]
                 served["row"], served["direct"] = reader[at], np.int32(slot < 0)
                 served["slot"], served["before"] = 0 if slot < 0 else slot + part, 0
                 entry += 1
-            one["row_end"] = entry
-            slot, repeated = first[begin, head], one["first"]
+            record["row_end"] = entry
+            slot, repeated = first[begin, head], record["first"]
             repeated["row"], repeated["direct"] = reader[begin], np.int32(slot < 0)
             repeated["slot"], repeated["before"] = 0 if slot < 0 else slot + part, 0
             task += 1
@@ -360,10 +360,10 @@ def lay_out(count, size, ranges, readers, address, window):  # type: ignore[no-u
     cells = np.empty((sources * heads, 2), np.uint32)
     for cell in range(sources * heads):
         cells[cell, 0], cells[cell, 1] = cell // heads, cell % heads
-    own = len(readers.row_indptr) - 1 == sources  # every row reads its own source alone
+    alone = len(readers.row_indptr) - 1 == sources  # every row reads its own source alone
     for layer in range(layers):
         sort_longest(size[layer].ravel(), key, spare, order)
-        if own and total == count.size:
+        if alone and total == count.size:
             first[:], slots = -1, 0  # every row has one part
         else:
             segment, slots = number_slots(layer, count, readers, first, segments, segment)

@@ -61,36 +61,19 @@ class Decoding:
         """The prefix forest, built at first use."""
         return self.prefixes()
 
-    def layers(self) -> list[Decoding]:
-        """The same batch in each layer alone."""
-        return [
-            Decoding(
-                self.rows.layer(i),
-                self.lengths,
-                self.group,
-                self.kept_tokens[:, i : i + 1],
-                self.prefixes,
-                self.queries,
-                self.most_rows,
-            )
-            for i in range(self.rows.shape[1])
-        ]
-
 
 @dataclass(frozen=True)
 class Planner:
     """Makes plans: `make` takes the batch, the workers, the cost model, the rule and numbers.
 
-    `numbers` are the names of the numbers it takes, `rules` its rules, if it has any. `each_step`
-    planners make a new plan at every step. Those that `refine` cut finer where tasks are long,
-    unless the schedule says how finely.
+    `numbers` are the names of the numbers it takes, `rules` its rules, if it has any. Those that
+    `refine` cut finer where tasks are long, unless the schedule says how finely.
     """
 
     make: Callable[..., WorkPlan]
     numbers: tuple[str, ...] = ()
     rules: tuple[str, ...] = ("",)
     defaults: Mapping[str, int] = field(default_factory=dict)
-    each_step: bool = False
     refine: bool = False
 
 
@@ -202,11 +185,6 @@ class Schedule:
     def kind(self) -> str:
         """The planner and its rule, without numbers and `onetile`."""
         return f"{self.name}:{self.rule}" if self.rule else self.name
-
-    @property
-    def each_step(self) -> bool:
-        """Whether the plan must be made again at every step."""
-        return self.planner.each_step
 
     def plan(
         self, batch: Decoding, multiprocessors: int, cost: CostModel, programs: int = CTAS

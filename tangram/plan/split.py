@@ -38,7 +38,7 @@ class Sources:
     reader: Int64
 
     @classmethod
-    def own(cls, rows: int) -> Sources:
+    def by_row(cls, rows: int) -> Sources:
         """One source for each row, its own."""
         every = np.arange(rows)
         return cls(every, np.arange(rows + 1), every)
@@ -111,8 +111,8 @@ def split_evenly(
     count = np.array(parts.swapaxes(0, 1), np.int32, order="C")
     count[rows.windowed] = 1
     work = (rows.budget if size is None else size).swapaxes(0, 1) / count
-    own = Sources.own(len(parts))
-    return finish(rows, own, count, np.ascontiguousarray(work), None, tile_tokens)
+    sources = Sources.by_row(len(parts))
+    return finish(rows, sources, count, np.ascontiguousarray(work), None, tile_tokens)
 
 
 def plan_plain(rows: DecodeRows) -> WorkPlan:

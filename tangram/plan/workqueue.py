@@ -87,7 +87,7 @@ def cut_tails(rows: DecodeRows, lengths: Int32, grain: Grain) -> WorkPlan:
     count, layers, heads = rows.shape
     end = np.empty((layers, count, heads), np.int32)
     gather_lengths(rows.address, lengths, end)
-    return cut(rows, Sources.own(count), np.zeros_like(end), end, np.ones(count), grain)
+    return cut(rows, Sources.by_row(count), np.zeros_like(end), end, np.ones(count), grain)
 
 
 def cut(

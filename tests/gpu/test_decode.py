@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
+from tangram.kernels.interface import AttentionRule
 from tangram.plan.aot import plan_aot
-from tangram.plan.check import check_plan
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram_lab.baselines.uniform import plan_uniform_splits
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tests.interpreter import interpreter_few
 from tests.paged import SCALING, Batch, dense_decode, make_batch
 from tests.plans import TaskList, assemble
@@ -71,9 +72,9 @@ def run(
         scales=scales,
     )
     decoder.load(plan, planned_at)
-    options["first_tokens"] = first
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=device)
-    return decoder.attend(layer, q, tables, lengths, scaling=SCALING, out=out, **options).cpu()  # type: ignore[arg-type]
+    rule = AttentionRule(SCALING, **options)  # type: ignore[arg-type]
+    return decoder.attend(layer, q, tables, lengths, rule, out=out, first_tokens=first).cpu()
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -421,7 +422,7 @@ def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
     decoder = gpu.GpuDecode([plan], group=4, head_dim=64, pool=pool, options=options(merge))
-    first, again = (decoder.attend(0, q, tables, lengths, scaling=SCALING) for _ in range(2))
+    first, again = (decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)) for _ in range(2))
     assert torch.equal(first, again)
 
 
@@ -451,7 +452,7 @@ def test_decoders_that_share_buffers_answer_as_alone(
 
     def attend(decoder: gpu.GpuDecode, plan: WorkPlan) -> Tensor:
         decoder.load(plan, batch.lengths.numpy())
-        return decoder.attend(0, q, tables, lengths, scaling=SCALING)
+        return decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
 
     expected = [attend(*each) for each in zip(alone, plans, strict=True)]
     for number in (0, 1, 0, 1):
@@ -568,11 +569,11 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
         0,
     )
     decoder = gpu.GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
-    decoder.attend(0, q, tables, lengths, scaling=SCALING)
+    decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decoder.attend(0, q, tables, lengths, scaling=SCALING)
+        out = decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
     expected = dense_decode(batch, 0, softcap=None, sinks=None)
     for plan in [*made, *made]:
         decoder.load(plan)

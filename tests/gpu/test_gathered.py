@@ -78,7 +78,7 @@ class AskingRows:
             table,
             column,
             past,
-            scaling=DIM**-0.5,
+            AttentionRule(DIM**-0.5),
             past_tokens=int(past.max()),
         )
 

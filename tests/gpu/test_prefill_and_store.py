@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tangram.compress.select import keep, protect
 from tangram.kernels import reference
+from tangram.kernels.interface import AttentionRule
 from tests.gpu.test_decode import assert_close
 from tests.paged import SCALING, WINDOW, Batch, make_batch
 
@@ -86,6 +88,7 @@ def test_prefill_of_several_requests_equals_each_alone(
     if window is not None:
         fill_window(batch, past)
     sinks = batch.sinks if use_sinks else None
+    rule = AttentionRule(SCALING, window, softcap, sinks)
     address = np.stack([rows.table[:, layer], rows.column[:, layer], np.stack(past)], axis=-1)
     places = [
         (begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)
@@ -95,13 +98,10 @@ def test_prefill_of_several_requests_equals_each_alone(
         torch.from_numpy(address).to(device, torch.int32),
         torch.tensor(places, dtype=torch.int32, device=device),
         torch.randperm(len(sizes) * HEADS).int().to(device),
+        replace(rule, sinks=None if sinks is None else sinks.to(device)),
         layer=layer,
         shortest=min(sizes),
         longest=max(sizes),
-        scaling=SCALING,
-        window=window,
-        softcap=softcap,
-        sinks=None if sinks is None else sinks.to(device),
         split_entries=split_entries,
     ).cpu()
     for row, (begin, end) in enumerate(spans):
@@ -112,11 +112,8 @@ def test_prefill_of_several_requests_equals_each_alone(
             rows.table[row, layer],
             rows.column[row, layer],
             past[row],
-            scaling=SCALING,
-            window=window,
+            rule,
             past_tokens=int(past[row].max()),
-            softcap=softcap,
-            sinks=sinks,
         )
         assert_close(out[begin:end], expected)
 
@@ -141,10 +138,10 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
         torch.from_numpy(address).to(device, torch.int32),
         torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device),
         torch.arange(HEADS, dtype=torch.int32, device=device),
+        AttentionRule(SCALING),
         layer=0,
         shortest=20,
         longest=20,
-        scaling=SCALING,
         split_entries=split_entries,
     ).cpu()
     expected = reference.prefill(
@@ -156,7 +153,7 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
         batch.rows.table[0, 0],
         batch.rows.column[0, 0],
         past,
-        scaling=SCALING,
+        AttentionRule(SCALING),
         past_tokens=30,
     )
     assert_close(out, expected)
@@ -192,10 +189,10 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
             where[: len(order) // HEADS],
             spans[: len(order) // HEADS],
             order,
+            AttentionRule(SCALING),
             layer=0,
             shortest=9,
             longest=longest,
-            scaling=SCALING,
             split_entries=split_entries,
         )
         for order, longest in zip(orders, (150, 9), strict=True)
@@ -345,9 +342,9 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     stored = on_device.cpu().view(torch.uint8)
     assert torch.equal(stored, pool.view(torch.uint8)), "append stores what was stored before"
     decoder = gpu.GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
-    out = decoder.attend(0, q, tables, lengths, scaling=SCALING).cpu()
+    out = decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)).cpu()
     expected = reference.decode(
-        batch.q, wide, batch.tables, batch.lengths, plan, 0, scaling=SCALING
+        batch.q, wide, batch.tables, batch.lengths, plan, 0, AttentionRule(SCALING)
     )
     assert_close(out, expected)
     new = tuple(torch.randn(10, heads, DIM).half() for heads in (HEADS * 4, HEADS, HEADS))
@@ -363,10 +360,10 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         at,
         spans,
         torch.arange(HEADS).int().to(device),
+        AttentionRule(SCALING),
         layer=0,
         shortest=10,
         longest=10,
-        scaling=SCALING,
         scales=scales.to(device),
     ).cpu()
     expected = reference.prefill(
@@ -374,7 +371,7 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         wide,
         batch.tables,
         *(rows.table[0, 0], rows.column[0, 0], past[0]),
-        scaling=SCALING,
+        AttentionRule(SCALING),
         past_tokens=int(past.max()),
     )
     assert_close(out, expected)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.step import RowKind
+from tangram.cache.step import RowKind, Step
 from tangram.config import EngineConfig
 from tangram.engine.blueprint import for_one_device
 from tangram.engine.build import build_parts
+from tangram.engine.passes import carry_nothing
 from tangram.engine.token_sequence import sequence_of
 from tangram.errors import ConfigError, IntegrityError
 from tangram.model.load import LoadedModel
@@ -56,10 +58,24 @@ class ForcedText:
                         f"{len(tokens)} tokens were let in, and there are no pages for them"
                     )
                 if step.rows[-1].kind is RowKind.TAIL:
-                    found.append(self._runner.tail_logits(step))
+                    found.append(self._tail_logits(step))
                 else:
                     self._runner.run(step, [])
                 self._scheduler.commit(step)
         finally:
             self._scheduler.remove(sequence)
         return torch.cat(found).float()
+
+    @torch.inference_mode()
+    def _tail_logits(self, step: Step) -> Tensor:
+        """Compute `step`; logits [n, V] of all tokens of its TAIL rows, in their order."""
+        self._runner.move(step)
+        passes = self._runner.passes
+        work = passes.batcher.build(step.rows, step.epoch)
+        wanted = [
+            np.arange(end - len(row.tokens), end) + 1
+            for row, end in zip(step.rows, work.ends, strict=True)
+            if row.kind is RowKind.TAIL
+        ]
+        every = replace(work, sampled=np.concatenate(wanted))
+        return passes.begin(every, carry_nothing).logits()

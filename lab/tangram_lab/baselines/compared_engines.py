@@ -44,7 +44,7 @@ class Baseline:
         blueprint = for_one_device(config, loaded)
         if self.head_groups != "clustered":
             blueprint = self._regroup(blueprint)
-        return build_parts(blueprint, kernels).engine()
+        return Engine(build_parts(blueprint, kernels))
 
     def kernels(self) -> KernelChoice:
         """The kernels of the device, with the schedule."""

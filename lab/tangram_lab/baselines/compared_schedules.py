@@ -41,14 +41,13 @@ def _buckets(
     return plan_buckets(batch.rows, batch.lengths, workers, kind=rule, **numbers)
 
 
+EACH_STEP = ("uniform", "buckets")  # planners that make a new plan at every step
 _TILE = {"tile": TILE_TOKENS}
 ALL_PLANNERS: Mapping[str, Planner] = {
     **SERVING_PLANNERS,
     "packing": packing_planner(ALL_PACKING_RULES),
-    "uniform": Planner(_uniform, ("ctas", "tile"), defaults=_TILE, each_step=True),
-    "buckets": Planner(
-        _buckets, ("ctas", "tile"), ("exact", "padded"), defaults=_TILE, each_step=True
-    ),
+    "uniform": Planner(_uniform, ("ctas", "tile"), defaults=_TILE),
+    "buckets": Planner(_buckets, ("ctas", "tile"), ("exact", "padded"), defaults=_TILE),
 }
 
 
@@ -81,7 +80,7 @@ class KernelVariant:
     @property
     def each_step(self) -> bool:
         """Whether the plan must be made again at every step."""
-        return self.replans or self.schedule.each_step
+        return self.replans or self.schedule.name in EACH_STEP
 
     def options(self) -> DecodeOptions:
         """Those of the schedule, with the changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from tangram.kernels.card import Card
 from tangram.kernels.card_cost import count_programs
-from tangram.plan.check import check_plan
+from tangram.kernels.interface import AttentionRule
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding
 from tangram_lab.baselines.compared_schedules import KernelVariant
 from tangram_lab.kernel_benchmarks.counters import WorkCounters
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tangram_lab.kernel_benchmarks.workloads import Workload
 
 if TYPE_CHECKING:
@@ -50,7 +52,16 @@ class Ours:
     def _batches(self) -> list[Decoding]:
         """New rows at every plan, since planning includes what a batch derives from itself."""
         batch = self._workload.case.decoding
-        return batch.layers() if self._variant.replans else [batch]
+        if not self._variant.replans:
+            return [batch]
+        return [
+            replace(
+                batch,
+                rows=batch.rows.layer(layer),
+                kept_tokens=batch.kept_tokens[:, layer : layer + 1],
+            )
+            for layer in range(batch.rows.shape[1])
+        ]
 
     def _plan(self) -> list[WorkPlan]:
         return [
@@ -86,8 +97,8 @@ class Ours:
 
     def run(self) -> list[Tensor]:
         """All layers, one after the other as a model runs them."""
-        work = self._workload
+        work, rule = self._workload, AttentionRule(self._workload.scaling)
         return [
-            decoder.attend(layer, q, work.tables, work.lengths, scaling=work.scaling)
+            decoder.attend(layer, q, work.tables, work.lengths, rule)
             for (decoder, layer), q in zip(self._places, work.q, strict=True)
         ]

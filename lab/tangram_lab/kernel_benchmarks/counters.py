@@ -47,5 +47,5 @@ class WorkCounters:
 def count_launches(plan: WorkPlan, case: Case, options: DecodeOptions) -> int:
     """Launches of each layer: one for a kind of task that some layer has, one for a merge."""
     packed = pack(plan, case.geometry.group, options, case.lengths)
-    capacity = Capacity.of([plan], [packed])
+    capacity = Capacity.of(plan, packed)
     return sum(count > 0 for count in capacity.tasks) + (capacity.segments > 0)

@@ -21,6 +21,7 @@ from bench.kernels import (
     ragged,
 )
 from tangram.kernels import reference
+from tangram.kernels.interface import AttentionRule
 from tangram.plan.form import WorkPlan
 from tangram.plan.split import plan_plain
 from tangram_lab.kernel_benchmarks import workloads
@@ -114,7 +115,7 @@ def test_the_benchmarks_answer_is_the_specifications(
             workload.lengths,
             plan,
             0,
-            scaling=workload.scaling,
+            AttentionRule(workload.scaling),
         )
         np.testing.assert_allclose(
             compute_expected(workload)[0].numpy(), out.numpy(), rtol=1e-4, atol=1e-5

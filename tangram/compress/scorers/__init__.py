@@ -62,18 +62,18 @@ def check_retention(config: EngineConfig) -> None:
     """
     profiles = read_profiles(config)
     scorer, scope = choose_scorer(config, None, profiles)
-    own = [each.kv_retention for each in profiles.values() if each.scorer.name == scorer]
-    if profiles and config.kv_retention not in (1.0, *own):
-        raise explain_missing_retention(config, scorer, scope, own)
+    ratios = [each.kv_retention for each in profiles.values() if each.scorer.name == scorer]
+    if profiles and config.kv_retention not in (1.0, *ratios):
+        raise explain_missing_retention(config, scorer, scope, ratios)
 
 
 def explain_missing_retention(
-    config: EngineConfig, scorer: str, scope: Scope, own: Sequence[float]
+    config: EngineConfig, scorer: str, scope: Scope, ratios: Sequence[float]
 ) -> ProfileError:
     """The error for profiles of `scorer` that have the ratios `own`, and not that of `config`."""
     return ProfileError(
         f"kv_retention is {config.kv_retention}, the profiles given for scorer {scorer} are for "
-        f"{', '.join(map(str, own))}: set kv_retention to one of them, or make another one "
+        f"{', '.join(map(str, ratios))}: set kv_retention to one of them, or make another one "
         f"(tangram calibrate {config.model} -o FILE --kv-retention {config.kv_retention} --scorer "
         f"{scorer} --scope {scope} --chunk-tokens {config.chunk_tokens})"
     )

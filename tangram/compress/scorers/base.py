@@ -83,8 +83,6 @@ class Scorer(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    # Whether all chunks are scored by the same tensor operations: a CUDA graph can hold them.
-    replayable: ClassVar[bool] = False
     # Whether a token's score depends on its own activations alone, not on its position or on other
     # tokens: then the tokens of several chunks can be scored as if they were one.
     by_token: ClassVar[bool] = False

@@ -26,7 +26,6 @@ class FastKVzip(Scorer):
 
     name: ClassVar[str] = "fastkvzip"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
-    replayable: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
     takes_gate: ClassVar[bool] = True
 
@@ -47,9 +46,9 @@ class FastKVzip(Scorer):
 
     def of_heads(self, heads: Int64) -> FastKVzip:
         """See `Scorer`: with a gate of these heads."""
-        own = copy(self)
-        own.gate = self.gate.of_heads(heads)
-        return own
+        part = copy(self)
+        part.gate = self.gate.of_heads(heads)
+        return part
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in (0, 1). Raises `ConfigError` if the gate does not fit the model."""

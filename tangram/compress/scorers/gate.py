@@ -99,10 +99,10 @@ class Gate:
             {
                 name: tensor
                 if name in ("q_norm.weight", "k_norm.weight")
-                else tensor.reshape(self.shape.kv_heads, -1, *tensor.shape[1:])[own].flatten(0, 1)
+                else tensor.reshape(self.shape.kv_heads, -1, *tensor.shape[1:])[mine].flatten(0, 1)
                 for name, tensor in layer.items()
             }
-            for layer, own in zip(self.layers, torch.from_numpy(heads.copy()), strict=True)
+            for layer, mine in zip(self.layers, torch.from_numpy(heads.copy()), strict=True)
         )
         return replace(self, shape=shape, layers=layers)
 
@@ -229,8 +229,8 @@ def _read(path: Path) -> tuple[list[Mapping[str, Tensor]], Mapping[str, str]]:
         metadata: Mapping[str, str] = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118 (it is no dict)
             layer, _, rest = name.partition(".")
-            own = file.get_tensor(name).clone()  # what it gives maps the file
-            layers.setdefault(int(layer), {})[rest] = own
+            tensor = file.get_tensor(name).clone()  # what it gives maps the file
+            layers.setdefault(int(layer), {})[rest] = tensor
     return [layers[layer] for layer in range(len(layers))], metadata
 
 

@@ -75,7 +75,7 @@ def repeat_tokens(
 ) -> list[int]:
     """The T tokens of the repeat pass over `chunk`: prompt, `suffix`, the chunk again.
 
-    `previous` is the chunk before, None for the first one: its last 8 tokens say where to start.
+    `previous` is the chunk before, None for the first: its last 8 tokens say where to start.
     `encode` turns text into tokens without special ones. `suffix` closes the user's turn in the
     model's chat template (a newline if the model has none).
     """

@@ -17,12 +17,13 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.kernels import cpu, cpu_tasks, reference
 from tangram.kernels.cpu_entries import widen
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
-from tangram.plan.check import check_plan
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tests.examples import examples
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
 from tests.plans import TaskList, assemble
@@ -50,10 +51,9 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
         batch.lengths,
         plan,
         layer,
-        scaling=SCALING,
+        AttentionRule(SCALING, **options),  # type: ignore[arg-type]
         counts=batch.counts,
         value_dim=batch.v.shape[2],
-        **options,  # type: ignore[arg-type]
     )
 
 
@@ -69,9 +69,8 @@ def run_compiled(
         batch.lengths,
         cpu.CpuPlan.build(plan, batch.rows, threads),
         layer,
-        scaling=SCALING,
+        AttentionRule(SCALING, **options),  # type: ignore[arg-type]
         first_tokens=np.append(0, np.cumsum(batch.counts)),
-        **options,  # type: ignore[arg-type]
     )
 
 
@@ -315,14 +314,17 @@ def run_compiled_prefill(
     v: Tensor,
     pool: Tensor,
     tables: Tensor,
-    *address: np.ndarray,
+    table: np.ndarray,
+    column: np.ndarray,
+    past: np.ndarray,
+    rule: AttentionRule,
+    *,
     past_tokens: int,
-    **options: object,
 ) -> Tensor:
     """`reference.prefill` by the compiled kernel."""
     out, spans = torch.full_like(q, torch.nan), [[0, len(q), 0, len(k), past_tokens]]
-    places = np.stack(address, axis=-1)[None].astype(np.int32)
-    cpu.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), **options)  # type: ignore[arg-type]
+    places = np.stack([table, column, past], axis=-1)[None].astype(np.int32)
+    cpu.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), rule)
     return out
 
 
@@ -354,10 +356,8 @@ def prefill(
         table,
         column,
         np.array(past),
-        scaling=SCALING,
+        AttentionRule(SCALING, batch.rows.windows[layer], **options),  # type: ignore[arg-type]
         past_tokens=max(past),
-        window=batch.rows.windows[layer],
-        **options,  # type: ignore[arg-type]
     )
     dense = torch.empty_like(out).unflatten(1, (heads, group))
     for head in range(heads):
@@ -505,9 +505,7 @@ class Chunks:
             self.tables,
             self.address[rows],
             places,
-            scaling=SCALING,
-            window=self.window,
-            **options,  # type: ignore[arg-type]
+            AttentionRule(SCALING, self.window, **options),  # type: ignore[arg-type]
         )
         return [out[begin:end] for begin, end in places[:, :2].tolist()]
 

@@ -51,6 +51,7 @@ print(total.tobytes().hex())
 DECODING = """
 import torch
 from tangram.kernels import cpu
+from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import as_entries
 from tangram.plan.split import plan_plain
 from tests.paged import SCALING, make_batch
@@ -59,7 +60,7 @@ for dtype in (torch.float32, torch.float8_e4m3fn):
     one = make_batch(3, 2, 3, 64, longest=400, seed=1)
     where = as_entries(one.pool, dtype), one.tables, one.lengths
     plan = cpu.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
-    out = cpu.decode_step(one.q, one.k, one.v, *where, plan, 0, scaling=SCALING)
+    out = cpu.decode_step(one.q, one.k, one.v, *where, plan, 0, AttentionRule(SCALING))
     print(out.numpy().tobytes().hex())
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,8 +162,9 @@ def test_uncompressed_keeps_every_entry_of_every_head() -> None:
 @pytest.mark.parametrize(
     ("groups", "pages", "message"),
     [
-        ([[(0, 0)]], [1], "cover 1 2"),
-        ([[(0, 0)], [(0, 0)]], [1, 1], "cover 2"),
+        ([[(0, 0)]], [1], "1 2 heads"),
+        ([[(0, 0), (0, 0)]], [1], "2 heads one group"),
+        ([[(0, 0)], [(0, 0)]], [1, 1], "2 heads one group"),
         ([[(0, 0), (0, 1)], []], [1, 1], "1 2 heads"),
         ([[(0, 0), (0, 1)]], [5], "1 4 pages"),
         ([[(0, 0), (0, 1)]], [0], "1 4 pages"),
@@ -182,6 +184,14 @@ def test_a_layout_that_does_not_cover_the_heads_is_refused(
             groups=groups,
             sealed_pages=pages,
         )
+
+
+def test_a_layer_without_a_group_is_refused() -> None:
+    whole = Layout.lay_out_uncompressed(
+        geometry(2, 2), chunk_tokens=8, page_tokens=2, heads_per_page=2, max_tokens=32
+    )
+    with pytest.raises(ConfigError, match=mentioning("2 heads 4")):
+        replace(whole, groups=whole.groups[:1])
 
 
 @settings(max_examples=examples(200), deadline=None)

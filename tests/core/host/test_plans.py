@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from tangram.errors import ConfigError, IntegrityError
 from tangram.plan.aot import plan_aot
-from tangram.plan.check import check_plan
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import RangeKind
 from tangram.plan.split import plan_plain
 from tangram.plan.workqueue import plan_workqueue
 from tangram.types import Int32
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
+from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tests.plans import TaskList, assemble, change_plan
 
 

@@ -31,7 +31,7 @@ def share_layouts(layouts: list[Layout]) -> list[RankShares]:
 
 def check_tables(cache: CacheManager, tables: PartTables, shares: RankShares) -> None:
     """Compare a rank's rows with the pages that sequences hold of its heads."""
-    numbers = {common.fingerprint: own.layout for common, own in shares.own.items()}
+    numbers = {common.fingerprint: own.layout for common, own in shares.local.items()}
     for seq in cache.sequences.values():
         layout, held = numbers[seq.keys.retention.fingerprint], held_by_group(cache, seq.slot)
         for group, kept in enumerate(layout.sealed_pages.tolist()):
@@ -64,7 +64,8 @@ def test_ranks_know_the_pages_of_their_heads(
     )
     log = WriteLog(service.manager)
     tables = [
-        PartTables({common: own.layout for common, own in share.own.items()}, 3) for share in shares
+        PartTables({common: part.layout for common, part in share.local.items()}, 3)
+        for share in shares
     ]
 
     def step() -> bool:
@@ -98,7 +99,7 @@ def test_each_head_keeps_what_the_profile_lets_it_keep(layouts: list[Layout]) ->
         assert len({tuple(common.sealed_pages.tolist()) for common in commons}) == 1
         kept = np.zeros_like(layout.head_kept_tokens)
         for share in shares:
-            own = share.own[share.common[number]].layout
+            own = share.local[share.common[number]].layout
             assert (own.sealed_pages <= commons[0].sealed_pages).all()
             np.put_along_axis(kept, share.heads, own.head_kept_tokens, axis=1)
         assert (kept == layout.head_kept_tokens).all()
