@@ -301,16 +301,17 @@ def _serving(probe: _StepProbe) -> Iterator[str]:
     from tangram.engine.build import build_engine
     from tangram.link.linked_engine import LinkedEngine
     from tangram.serve.http import build_app, transport_options
-    from tangram.web.access import Access, Visibility
-    from tangram.web.api import CachePage
-    from tangram.web.desk import PageDesk
+    from tangram.serve.options import Visibility
+    from tangram.web.access import Access
+    from tangram.web.api import CacheWeb
+    from tangram.web.desk import WebDesk
     from tests.running import run_app
 
     engine = build_engine(EngineConfig("smollm2", kv_cache_gib=0.5, threads=1), records=True)
     engine.watch(probe)
-    linked = LinkedEngine(engine, PageDesk(engine, "smollm2"))
-    page = CachePage(linked, Access(Visibility.local, "127.0.0.1"))
-    app = build_app(linked, served_model_name="smollm2", page=page)
+    linked = LinkedEngine(engine, WebDesk(engine, "smollm2"))
+    web = CacheWeb(linked, Access(Visibility.local, "127.0.0.1"))
+    app = build_app(linked, served_model_name="smollm2", web=web)
     with run_app(app, **transport_options()) as running:
         yield running.url
 

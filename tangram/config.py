@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
@@ -42,8 +42,8 @@ def cache_folder() -> Path:
     It is $TANGRAM_CACHE if set, else `tangram` in the user's cache folder. Raises `ConfigError` if
     no variable names the user's home.
     """
-    if own := os.environ.get("TANGRAM_CACHE"):
-        return expand_home(own)
+    if chosen := os.environ.get("TANGRAM_CACHE"):
+        return expand_home(chosen)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
     if not folder.is_absolute():
         raise ConfigError(
@@ -81,28 +81,15 @@ class Option:
     served_alone: bool = False
 
 
-def _model(default: Any, text: str, **more: Any) -> Any:
-    return _option(OptionGroup.model, default, text, **more)
-
-
-def _memory(default: Any, text: str, **more: Any) -> Any:
-    return _option(OptionGroup.memory, default, text, **more)
-
-
-def _compression(default: Any, text: str, **more: Any) -> Any:
-    return _option(OptionGroup.compression, default, text, **more)
-
-
-def _batching(default: Any, text: str, **more: Any) -> Any:
-    return _option(OptionGroup.batching, default, text, **more)
-
-
-def _expert(default: Any, text: str, **more: Any) -> Any:
-    return _option(OptionGroup.expert, default, text, **more)
-
-
 def _option(group: OptionGroup, default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(group, text, **more)})
+
+
+_model = partial(_option, OptionGroup.model)
+_memory = partial(_option, OptionGroup.memory)
+_compression = partial(_option, OptionGroup.compression)
+_batching = partial(_option, OptionGroup.batching)
+_expert = partial(_option, OptionGroup.expert)
 
 
 @dataclass(frozen=True)
@@ -354,7 +341,7 @@ class EngineConfig:
     def _keep_everything(self) -> None:
         """Set ρ = 1.0, on which drafts from a part of the entries are verified.
 
-        Raises `ConfigError` if another one is configured.
+        Raises `ConfigError` if another ρ is configured.
         """
         if self.kv_retention not in (1.0, type(self).kv_retention):
             raise ConfigError(

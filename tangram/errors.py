@@ -24,14 +24,14 @@ class TangramError(Exception):
 
 
 class ConfigError(TangramError):
-    """An engine option is out of range or contradicts another one."""
+    """An engine option is out of range or contradicts another."""
 
 
 class RequestError(TangramError):
     """One request cannot be served; nothing else is affected.
 
     `field` is the request field to blame. A text that names the field is a function of that name,
-    so `rename` can give the field another one.
+    so `rename` can give the field another name.
     """
 
     def __init__(self, text: str | Wording, field: str) -> None:

@@ -19,39 +19,18 @@ TEMPLATE_NAMES = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "conversation", "conversations", "compiled_template", "self"),
-        *(
-            "tokenize",
-            "tokenizer_kwargs",
-            "sanitize_control_tokens",
-            "return_assistant_tokens_mask",
-        ),
-        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *(
-            "bos_token",
-            "eos_token",
-            "unk_token",
-            "sep_token",
-            "pad_token",
-            "cls_token",
-            "mask_token",
-        ),
-        *(
-            "raise_exception",
-            "strftime_now",
-            "namespace",
-            "dict",
-            "range",
-            "lipsum",
-            "cycler",
-            "joiner",
-        ),
+        *("tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
+        *("return_assistant_tokens_mask", "return_tensors", "return_dict"),
+        *("padding", "truncation", "max_length", "bos_token", "eos_token", "unk_token"),
+        *("sep_token", "pad_token", "cls_token", "mask_token", "raise_exception", "strftime_now"),
+        *("namespace", "dict", "range", "lipsum", "cycler", "joiner"),
     }
 )
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The range of a number. Both ends are finite and included; not the low one if `open_low`."""
+    """The range of a number. Both ends are finite and included; not the low end if `open_low`."""
 
     low: float
     high: float

@@ -43,7 +43,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class Figure:
-    """What /metrics says of a field of `EngineStats`: its text, and its name if it is another one.
+    """What /metrics says of a field of `EngineStats`: its text, and its name if it has another.
 
     Without a text there is no series of this field alone.
     """
@@ -57,11 +57,11 @@ class Shape(Figure):
 
 
 class Held(Figure):
-    """What an engine holds now. Those of replicas add up, and one that is gone holds nothing."""
+    """What an engine holds now. Those of replicas add up; who is gone holds nothing."""
 
 
 class Total(Figure):
-    """A counter since the start. Those of replicas add up, and stay when one is gone."""
+    """A counter since the start. Those of replicas add up, and stay when a replica is gone."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class _OwnedCode(JITCodeLibrary):
 
     def _finalize_final_module(self) -> None:
         module = self._final_module
-        copies = [one for one in module.functions if one.linkage is Linkage.linkonce_odr]
+        copies = [each for each in module.functions if each.linkage is Linkage.linkonce_odr]
         for copy in copies:
             copy.linkage = "internal"
         super()._finalize_final_module()  # type: ignore[no-untyped-call]

@@ -182,7 +182,7 @@ class SamplingValues:
     def with_stated(self, params: SamplingParams) -> SamplingValues:
         """The values that hold for a request of `params`: what these state, and the defaults."""
         values = {entry.name: getattr(params, entry.name) for entry in fields(self)}
-        return replace(self, **{name: own for name, own in values.items() if own is not None})
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
 
 OPENAI_SAMPLING = SamplingValues()

@@ -21,7 +21,7 @@ Bool = npt.NDArray[np.bool_]
 class SequenceState(Enum):
     """Where a sequence is on its way.
 
-    A preempted one waits again. `FIRST_TOKEN` is a moment of a running one.
+    A preempted sequence waits again. `FIRST_TOKEN` is a moment of a running sequence.
     """
 
     WAITING = "waiting"
@@ -178,7 +178,7 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class LinkOffloaded:
-    """Host memory has a copy of the link `key` now: a chunk, or the window part of one."""
+    """Host memory has a copy of the link `key` now: a chunk, or its window part."""
 
     key: bytes
 
@@ -234,7 +234,6 @@ class Readings(Protocol):
 
     def pool(self) -> PoolReading:
         """All pages, and the sequences that hold or await some."""
-        ...
 
 
 class Watched(Protocol):
@@ -243,15 +242,12 @@ class Watched(Protocol):
     @property
     def shape(self) -> CacheShape:
         """What never changes."""
-        ...
 
     def uses(self, keys: Sequence[bytes]) -> Sequence[ChunkUse]:
         """Where the chunks of `keys` are now."""
-        ...
 
     def find_kept(self, key: bytes) -> KeptPositions | None:
         """What was kept of the chunk `key`; None if it is not known."""
-        ...
 
 
 class Observer(Protocol):
@@ -262,4 +258,3 @@ class Observer(Protocol):
 
     def observe(self, news: News, readings: Readings) -> None:
         """Take in `news`."""
-        ...

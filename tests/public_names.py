@@ -21,9 +21,10 @@ from tangram.cli import app as commands
 from tangram.cli.lab import LabCommand
 from tangram.link.linked_engine import LinkedEngine
 from tangram.serve.http import build_app
+from tangram.serve.options import Visibility
 from tangram.serve.vllm_names import VllmNames
-from tangram.web.access import Access, Visibility
-from tangram.web.api import CachePage
+from tangram.web.access import Access
+from tangram.web.api import CacheWeb
 from tests.edge.wire.watched_engine import ObservedFakeEngine
 from tools.vllm_page import make_distinct_metrics
 
@@ -35,8 +36,8 @@ def list_public_names() -> dict[str, list[str]]:
     """By kind, sorted: Python's names, commands, options, endpoints, request fields, metrics."""
     engine = ObservedFakeEngine()
     linked = LinkedEngine(engine)
-    page = CachePage(linked, Access(Visibility.auto, "127.0.0.1"))
-    app = build_app(linked, served_model_name="model", page=page)
+    web = CacheWeb(linked, Access(Visibility.auto, "127.0.0.1"))
+    app = build_app(linked, served_model_name="model", web=web)
     groups = {
         "python": tangram.__all__,
         "options": _list_options(typer.main.get_command(commands), "tangram"),

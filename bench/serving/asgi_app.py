@@ -25,7 +25,6 @@ from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests
 from tangram.serve.http import transport_options
 from tangram.serve.listening import Listener
 from tangram.serve.process import Server
-from tangram.serve.receiving import PlainForm
 from tangram.serve.service import Service
 from tangram.serve.wire import HEAD_S, MAX_CONNECTIONS, HttpProtocol, find_connection, http_protocol
 
@@ -147,8 +146,8 @@ class _NoEngine:
 
 
 def make_app(*, direct: bool = False) -> ASGIApp:
-    """The application behind the two of the server's middlewares that belong to HTTP."""
-    return PlainForm(BoundRequests(App(direct=direct), MAX_BODY_BYTES))
+    """The application behind the middleware of the server that belongs to HTTP."""
+    return BoundRequests(App(direct=direct), MAX_BODY_BYTES)
 
 
 def _run_tangram(port: int, *, direct: bool) -> None:

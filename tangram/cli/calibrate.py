@@ -35,7 +35,7 @@ AlsoAt = Annotated[
 ]
 
 
-@take_options(CALIBRATION_PARAMETERS, calibration_config)
+@take_options((CALIBRATION_PARAMETERS, calibration_config))
 def calibrate(
     config: EngineConfig,
     output: Annotated[
@@ -149,7 +149,7 @@ def _refuse_with_gate(config: EngineConfig, options: Mapping[str, Path | str | N
 def _start_study(
     plot: Path | None, report: Path | None, also_at: str | None, import_from: Path | None
 ) -> Any | None:
-    """The lab's study of a calibration, or None without an option that asks for one."""
+    """The lab's study of a calibration, or None without an option that asks for it."""
     if (plot, report, also_at) == (None, None, None):
         return None
     study = find_in_lab("calibration-study", "--plot, --report and --also-at")

@@ -15,12 +15,12 @@ from tangram.cli.answering import (
 )
 from tangram.cli.chat_history import ChatHistory
 from tangram.cli.console import messages, tell, tell_error, waiting
-from tangram.cli.options import number, with_config
+from tangram.cli.options import Temperature, number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.cli.terminal import entry, history, read_typed_line
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
-from tangram.limits import TEMPERATURE, TOKEN_COUNT
+from tangram.limits import TOKEN_COUNT
 from tangram.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,14 +33,7 @@ _PROMPT = "you  "
 def chat(
     config: EngineConfig,
     max_tokens: Annotated[int, number(TOKEN_COUNT, "maximum tokens of an answer")] = 512,
-    temperature: Annotated[
-        float | None,
-        number(
-            TEMPERATURE,
-            "temperature of sampling; 0 takes the likeliest token",
-            show_default="the model's own",
-        ),
-    ] = None,
+    temperature: Temperature = None,
 ) -> None:
     """Talk to MODEL in the terminal. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)

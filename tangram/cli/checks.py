@@ -98,7 +98,7 @@ def check_output(name: str, path: Path) -> None:
 def check_regular(name: str, path: Path) -> None:
     """Raise `ConfigError` for a device or a pipe.
 
-    A command that replaces or extends a file needs a regular one.
+    A command that replaces or extends a file needs a regular file.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{name} is {path}, it is not a regular file: name another")
@@ -115,7 +115,7 @@ def check_start(config: EngineConfig) -> None:
     """Check what can be checked without torch.
 
     Raises `ModelError` if a model does not exist, `ConfigError` if a folder does not: the current
-    one, or that of --generation-config.
+    folder, or that of --generation-config.
     Prints a warning if the cache cannot be read.
     """
     try:

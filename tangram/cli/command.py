@@ -28,14 +28,14 @@ class Command(TyperCommand):
     """A command that accepts `--x` for `--no-x`, and explains options of other engines."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """Typer's parser, plus the positive names of flags that have only a negative one.
+        """Typer's parser, plus the positive names of flags that have only a negative name.
 
         A name that another option has is left to that: `--page` beside `--no-page`.
         """
         parser = super().make_parser(ctx)
-        own = {name for param in self.params for name in param.opts}
+        taken = {name for param in self.params for name in param.opts}
         for param in (param for param in self.params if isinstance(param, TyperOption)):
-            for name in set(_positive(param)) - own:
+            for name in set(_positive(param)) - taken:
                 parser.add_option(param, [name], param.name, action="store_const", const=False)
         return parser
 
@@ -115,10 +115,10 @@ def _explain_foreign_options(args: list[str], params: Iterable[Any]) -> Iterator
     try:
         yield
     except TyperException as error:
-        own = [name for param in params for name in _names(param)]
+        ours = [name for param in params for name in _names(param)]
         named = getattr(error, "option_name", None)  # of an option that there is not
-        meant = (arg for arg in given if arg not in own and named and _is_meant(arg, named))
-        if (message := next(filter(None, (explain(arg, own) for arg in meant)), None)) is not None:
+        meant = (arg for arg in given if arg not in ours and named and _is_meant(arg, named))
+        if (message := next(filter(None, (explain(arg, ours) for arg in meant)), None)) is not None:
             vars(error).update(message=message, possibilities=None)
         raise
 

@@ -60,7 +60,7 @@ def progress(*, counted: bool = True) -> Progress:
 
 
 def is_wrapped() -> bool:
-    """Whether output has a width: a terminal has one, and COLUMNS sets one."""
+    """Whether output has a width: a terminal has a width, and COLUMNS sets it."""
     return sys.stderr.isatty() or "COLUMNS" in os.environ
 
 

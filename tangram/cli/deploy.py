@@ -18,7 +18,7 @@ from tangram.errors import ConfigError
 from tangram.serve.listening import Listener
 from tangram.serve.options import FleetOptions
 
-# Nothing of the ingress or a replica holds up a loop: each needs one, and hands nothing over.
+# Nothing of the ingress or a replica holds up a loop: each needs one loop, and hands nothing over.
 _SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

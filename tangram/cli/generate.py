@@ -12,11 +12,11 @@ import typer
 from tangram.cli.answering import answer_prompt, describe_memory, escape_controls
 from tangram.cli.checks import check_regular
 from tangram.cli.console import progress, tell
-from tangram.cli.options import number, with_config
+from tangram.cli.options import Temperature, number, with_config
 from tangram.cli.telemetry import warnings_as_text
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.limits import TEMPERATURE, TOKEN_COUNT, check_size
+from tangram.limits import TOKEN_COUNT, check_size
 from tangram.model.source import name_served_model
 from tangram.types import SamplingParams
 
@@ -40,14 +40,7 @@ def generate(
     max_tokens: Annotated[
         int | None, number(TOKEN_COUNT, "maximum tokens to generate; 128 if not given")
     ] = None,
-    temperature: Annotated[
-        float | None,
-        number(
-            TEMPERATURE,
-            "temperature of sampling; 0 takes the likeliest token",
-            show_default="the model's own",
-        ),
-    ] = None,
+    temperature: Temperature = None,
     batch: Annotated[
         Path | None,
         typer.Option(

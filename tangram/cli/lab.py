@@ -32,7 +32,7 @@ def find_in_lab(name: str, asked: str) -> Any:
 
 
 class LabCommand(TyperCommand):
-    """A command in the list of commands, for one of the lab that is imported when it is called."""
+    """A command in the list of commands, for a command of the lab, imported when it is called."""
 
     @cached_property
     def inner(self) -> Any:

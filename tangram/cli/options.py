@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from tangram.config import (
     OptionGroup,
     SmallWeights,
 )
-from tangram.limits import SERVED_QUEUE, Bounds
+from tangram.limits import SERVED_QUEUE, TEMPERATURE, Bounds
 
 KEY_VARIABLE = "TANGRAM_API_KEY"
 _ON_BY_DEFAULT = "enable_prefix_caching"  # the only flag
@@ -76,6 +77,15 @@ Heads = Annotated[int, engine_option("heads_per_page")]
 CacheDtype = Annotated[KvCacheDtype, engine_option("kv_cache_dtype")]
 Quantization = Annotated[SmallWeights | None, engine_option("quantization")]
 Weights = Annotated[LoadFormat, engine_option("load_format")]
+
+Temperature = Annotated[
+    float | None,
+    number(
+        TEMPERATURE,
+        "temperature of sampling; 0 takes the likeliest token",
+        show_default="the model's own",
+    ),
+]
 
 SAMPLES = Bounds(1, 10_000)
 CalibrationTexts = Annotated[
@@ -158,27 +168,27 @@ Command = Callable[..., None]
 
 
 def take_options(
-    shared: Sequence[inspect.Parameter],
-    make: Callable[..., EngineConfig],
-    check: Callable[[EngineConfig], None] | None = None,
+    *made: tuple[Sequence[inspect.Parameter], Callable[..., Any]],
 ) -> Callable[[Command], Command]:
-    """A decorator: the command takes the `shared` options.
+    """A decorator: the command takes options that it has in common with others.
 
-    `make` builds the `EngineConfig` that becomes its first argument. `check` raises for a config
-    that the command cannot use.
+    Each pair has such options, and what makes one thing of their values: these things are the first
+    arguments of the command.
     """
 
     def decorate(command: Command) -> Command:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        alone = list(inspect.signature(command, eval_str=True).parameters.values())[len(made) :]
 
         def run(**options: Any) -> None:
-            config = make(**{parameter.name: options.pop(parameter.name) for parameter in shared})
-            if check is not None:
-                check(config)
-            command(config, **options)
+            things = [
+                make(**{each.name: options.pop(each.name) for each in shared})
+                for shared, make in made
+            ]
+            command(*things, **options)
 
-        entries = sorted((entry.replace(kind=_KEYWORD) for entry in (*shared, *own)), key=_place)
-        run.__signature__ = inspect.Signature(entries)  # type: ignore[attr-defined]
+        first, *others = (shared for shared, _ in made)
+        entries = [entry.replace(kind=_KEYWORD) for entry in chain(first, alone, *others)]
+        run.__signature__ = inspect.Signature(sorted(entries, key=_place))  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
@@ -190,22 +200,19 @@ def with_server(kind: type[BaseModel]) -> Callable[[Command], Command]:
 
     It is called with an `EngineConfig` and a `kind`.
     """
+
+    def make(**given: Any) -> BaseModel:
+        return kind(**{name: value for name, value in given.items() if value is not None})
+
     shared = [_server_parameter(name, field) for name, field in kind.model_fields.items()]
+    return take_options((_SERVED_PARAMETERS, start_config), (shared, make))
 
-    def decorate(command: Command) -> Command:
-        config, _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
-        def run(config: EngineConfig, **options: Any) -> None:
-            given = {parameter.name: options.pop(parameter.name) for parameter in shared}
-            stated = {name: value for name, value in given.items() if value is not None}
-            command(config, kind(**stated), **options)
-
-        entries = [entry.replace(kind=_KEYWORD) for entry in (*own, *shared)]
-        run.__signature__ = inspect.Signature([config, *entries])  # type: ignore[attr-defined]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return take_options(_SERVED_PARAMETERS, engine_config, check_start)(run)
-
-    return decorate
+def start_config(**options: Any) -> EngineConfig:
+    """The config of an engine that is about to start. Raises as `check_start` does."""
+    config = engine_config(**options)
+    check_start(config)
+    return config
 
 
 def _server_parameter(name: str, field: Any) -> inspect.Parameter:
@@ -227,4 +234,4 @@ def _place(parameter: inspect.Parameter) -> int:
 
 
 # For commands that build an engine.
-with_config = take_options(ENGINE_PARAMETERS, engine_config, check_start)
+with_config = take_options((ENGINE_PARAMETERS, start_config))

@@ -30,40 +30,20 @@ def meaning(profile: Profile) -> list[str]:
         f"{stability.min:.2f}: "
     )
     if stability.mean >= _ALIKE:
-        return [*sentences, ranked + "the budgets also suit other texts."]
-    if stability.mean >= _MIXED:
-        return [
-            *sentences,
-            ranked + "the budgets are a compromise. Calibrate on texts like yours (--data).",
-        ]
-    return [
-        *sentences,
-        ranked
-        + "the budgets suit few of them. Calibrate on texts like yours (--data), and on more.",
-    ]
+        said = "the budgets also suit other texts."
+    elif stability.mean >= _MIXED:
+        said = "the budgets are a compromise. Calibrate on texts like yours (--data)."
+    else:
+        said = "the budgets suit few of them. Calibrate on texts like yours (--data), and on more."
+    return [*sentences, f"{ranked}{said}"]
 
 
 def serve_line(config: EngineConfig, profile: Path) -> str:
     """The command that serves the model with the new profile."""
-    words = [
-        "tangram",
-        "serve",
-        config.model,
-        "--kv-retention",
-        f"{config.kv_retention:g}",
-        "--profile",
-        str(profile),
-    ]
-    names = (
-        "chunk_tokens",
-        "page_tokens",
-        "heads_per_page",
-        "gate",
-        "dtype",
-        "quantization",
-        "load_format",
-        "device",
-    )
+    words = ["tangram", "serve", config.model, "--kv-retention", f"{config.kv_retention:g}"]
+    words += ["--profile", str(profile)]
+    names = ["chunk_tokens", "page_tokens", "heads_per_page", "gate", "dtype"]
+    names += ["quantization", "load_format", "device"]
     for name, value in find_changed(config, *names).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)

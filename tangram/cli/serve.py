@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,11 +22,10 @@ from tangram.cli.serve_options import (
     Explain,
     Host,
     HowManyProcesses,
-    NoPage,
-    PageFor,
+    NotShown,
     Port,
-    ShownPage,
-    choose_page,
+    ShownTo,
+    choose_visibility,
     count_processes,
 )
 from tangram.cli.telemetry import logging_as
@@ -34,18 +34,16 @@ from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
-from tangram.link.collection import keep_uncollected, unfreeze_at_end
+from tangram.link.collection import keep_uncollected
 from tangram.model.source import name_served_model
 from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
 from tangram.serve.logs import LogForm
-from tangram.serve.options import ServerOptions
+from tangram.serve.options import ServerOptions, Visibility
 
 if TYPE_CHECKING:
-    from tangram.engine.loop import Engine
     from tangram.kv_events.publisher import EventPublisher
-    from tangram.web.access import Access
-    from tangram.web.desk import PageDesk
+    from tangram.link.engine_port import EnginePort
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +55,8 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_processes: HowManyProcesses = None,
-    page: ShownPage = PageFor.auto,
-    no_page: NoPage = False,
+    page: ShownTo = Visibility.auto,
+    no_page: NotShown = False,
     explain: Explain = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
@@ -66,35 +64,31 @@ def serve(
         _explain(config)
     begin_s = time.monotonic()
     check_keys(options.api_key)
-    shown = choose_page(page, no_page=no_page)
+    shown = choose_visibility(page, no_page=no_page)
     name = choose_name(config, options.served_model_name)
     with (
         _publish_events(options.events) as publisher,
         closing(Listener.at(host, port)) as listener,
         logging_as(options.log_format),
         ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
-        unfreeze_at_end(),
+        ExitStack() as ending,
     ):
-        _ = options.protection  # raises for what is wrong before the model is loaded
+        # Frozen objects are not freed at exit, and Triton's bindings report them as leaks.
+        ending.callback(gc.unfreeze)
         _report_listening(listener, config.model)
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
+            from tangram.link.supervisor import Supervisor
             from tangram.serve.tracing import check_traces
+            from tangram.web.access import Access
 
             check_traces(options.otlp_endpoint, name)
-            engine, desk = _build(config, name, shown, publisher)
-            facts, access = EngineNature.of(engine), _choose_access(shown, host)
+            served = _build(config, name, shown, publisher)
+            facts = EngineNature.of(served.engine)
+            access = None if served.web is None else Access(shown, host)
             start = ApiStart(facts, name, options, config.max_queue, access)
-        ready = partial(
-            _report_ready,
-            listener,
-            engine,
-            name,
-            options.log_format,
-            begin_s,
-            locked=bool(options.api_key),
-        )
-        _supervise(engine, desk, start, processes, ready)
+        on_ready = partial(_report_ready, listener, start, begin_s)
+        asyncio.run(Supervisor(served, start, processes, on_ready).run())
 
 
 def _explain(config: EngineConfig) -> NoReturn:
@@ -126,38 +120,20 @@ def choose_name(config: EngineConfig, given: str | None) -> str:
     return name
 
 
-def _choose_access(page: PageFor, host: str) -> Access | None:
-    """Who may see the page; None if there is none."""
-    from tangram.web.access import Access, Visibility
-
-    return None if page is PageFor.off else Access(Visibility(page.value), host)
-
-
 def _build(
-    config: EngineConfig, name: str, page: PageFor, publisher: EventPublisher | None
-) -> tuple[Engine, PageDesk | None]:
-    """The engine, not started, and what it tells a page."""
+    config: EngineConfig, name: str, shown: Visibility, publisher: EventPublisher | None
+) -> EnginePort:
+    """The engine, not started, with what it tells the web page, if there is one."""
     from tangram.engine.build import build_engine
-    from tangram.web.desk import PageDesk
-
-    engine = build_engine(config, records=page is not PageFor.off)
-    _tell_publisher(publisher, engine)
-    return engine, None if page is PageFor.off else PageDesk(engine, name)
-
-
-def _supervise(
-    engine: Engine,
-    desk: PageDesk | None,
-    start: ApiStart,
-    processes: ApiProcesses,
-    on_ready: Callable[[], None],
-) -> None:
-    """Serve until a signal, or until the engine ends."""
     from tangram.link.engine_port import EnginePort
-    from tangram.link.supervisor import Supervisor
+    from tangram.web.desk import WebDesk
 
-    port = EnginePort(engine, desk)
-    asyncio.run(Supervisor(engine, port, desk, start, processes, on_ready).run())
+    engine = build_engine(config, records=shown is not Visibility.off)
+    if publisher is not None:
+        from tangram.kv_events.stream import KvEventStream
+
+        KvEventStream(engine.watch, publisher.send)
+    return EnginePort(engine, None if shown is Visibility.off else WebDesk(engine, name))
 
 
 @contextmanager
@@ -176,31 +152,18 @@ def _publish_events(address: EventAddress | None) -> Iterator[EventPublisher | N
         yield publisher
 
 
-def _tell_publisher(publisher: EventPublisher | None, engine: Engine) -> None:
-    """Hand what `engine` tells of its prefix cache to `publisher`, if there is one."""
-    if publisher is not None:
-        from tangram.kv_events.stream import KvEventStream
-
-        KvEventStream(engine.watch, publisher.send)
-
-
 def _report_listening(listener: Listener, model: str) -> None:
     where = f"{listener.url}{', on all interfaces' if listener.is_open_to_all else ''}"
     _log.info("listening at %s; loading PyTorch, then %s", where, model)
 
 
-def _report_ready(
-    listener: Listener, engine: Engine, model: str, form: LogForm, begin_s: float, *, locked: bool
-) -> None:
+def _report_ready(listener: Listener, start: ApiStart, begin_s: float) -> None:
     seconds, url = time.monotonic() - begin_s, f"{listener.url}/v1"
     _log.info("ready after %.1f s: %s", seconds, url, extra={"fields": {"url": url}})
-    if form is LogForm.text:
-        _tell_first_request(listener, engine, model, locked=locked)
-
-
-def _tell_first_request(listener: Listener, engine: Engine, model: str, *, locked: bool) -> None:
-    chats = engine.codec.tokenizer.chat_template is not None
-    console.tell(first_request(f"{listener.url}/v1", model, chats=chats, locked=locked))
+    if start.options.log_format is LogForm.text:
+        chats = start.facts.codec.tokenizer.chat_template is not None
+        locked, name = bool(start.options.api_key), start.served_model_name
+        console.tell(first_request(url, name, chats=chats, locked=locked))
 
 
 def check_keys(api_key: Sequence[str]) -> None:

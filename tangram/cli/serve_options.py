@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from typing import Annotated
 
 from tangram.cli.checks import within
 from tangram.cli.options import Panel, option
 from tangram.errors import ConfigError
 from tangram.limits import Bounds
+from tangram.serve.options import Visibility
 
 
-class PageFor(StrEnum):
-    """Who may see the page: see `tangram.web.access.Access`."""
-
-    auto = "auto"
-    local = "local"
-    open = "open"
-    off = "off"
-
-
-def choose_page(page: PageFor, *, no_page: bool) -> PageFor:
-    """Who may see the page, by both options. Raises `ConfigError` if they contradict each other."""
-    if no_page and page not in (PageFor.auto, PageFor.off):
+def choose_visibility(page: Visibility, *, no_page: bool) -> Visibility:
+    """Who may see the web page, by both options. Raises `ConfigError` if they contradict."""
+    if no_page and page not in (Visibility.auto, Visibility.off):
         raise ConfigError(f"page is {page.value!r} and no_page is given: leave one of them out")
-    return PageFor.off if no_page else page
+    return Visibility.off if no_page else page
 
 
 def count_processes(wanted: int | None, device: str) -> int:
@@ -51,8 +42,8 @@ HowManyProcesses = Annotated[
         callback=within(Bounds(1, 64)),
     ),
 ]
-ShownPage = Annotated[
-    PageFor,
+ShownTo = Annotated[
+    Visibility,
     option(
         Panel.server,
         "who may see the page at / and its data. auto: with API keys their holders, without keys "
@@ -60,7 +51,7 @@ ShownPage = Annotated[
         metavar="<who>",
     ),
 ]
-NoPage = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]
+NotShown = Annotated[bool, option(Panel.server, "the same as --page off", "--no-page")]
 Explain = Annotated[
     bool,
     option(

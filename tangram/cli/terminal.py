@@ -97,7 +97,7 @@ def entry(read: Callable[[str], str], prompt: str) -> str:
     The end of the input also ends an entry. Raises `EOFError` if there is nothing at all.
     """
     lines = [read(prompt)]
-    goes_on = _prompt_below(prompt)
+    goes_on = ".".ljust(len(prompt))
     with contextlib.suppress(EOFError):
         if lines[0].lstrip().startswith(_QUOTES):
             lines[0] = lines[0].lstrip().removeprefix(_QUOTES)
@@ -109,7 +109,3 @@ def entry(read: Callable[[str], str], prompt: str) -> str:
                 lines[-1] = lines[-1][:-1]
                 lines.append(read(goes_on))
     return "\n".join(lines).strip()
-
-
-def _prompt_below(prompt: str) -> str:
-    return ".".ljust(len(prompt))

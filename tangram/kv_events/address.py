@@ -14,7 +14,7 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True)
 class EventAddress:
-    """Events go to `endpoint` under `topic`; who missed some asks at `replay`, if there is one."""
+    """Events go to `endpoint` under `topic`; who missed some asks at `replay`, if that is given."""
 
     endpoint: str
     replay: str | None

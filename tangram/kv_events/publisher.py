@@ -29,7 +29,7 @@ class EndpointInUse(ConfigError):
 
 
 class EventPublisher:
-    """Publishes at `address`, and answers at its replay endpoint if there is one.
+    """Publishes at `address`, and answers at its replay endpoint, if it has that.
 
     An endpoint with a wildcard, `ipc` or `inproc` is bound, another connected to, as vLLM does.
     Batches name `rank`, which tells the engines behind one server apart. `send` never waits: a

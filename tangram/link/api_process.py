@@ -7,6 +7,7 @@ sockets. It ends with the engine's process.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 class ApiStart:
     """What an API process begins with: facts of the engine, and the options of its server.
 
-    `max_queue` is the engine's. `page` says who may see the page, None that there is none.
+    `max_queue` is the engine's. `web` says who may see the web page, None that there is none.
     """
 
     facts: EngineNature
     served_model_name: str
     options: ServerOptions
     max_queue: int | None
-    page: Access | None
+    web: Access | None
 
 
 def main() -> None:
@@ -44,16 +45,29 @@ def main() -> None:
     from tangram.link.collection import keep_uncollected
 
     with keep_uncollected():
-        from tangram.link import serving
+        from tangram.link.remote_engine import RemoteEngine
+        from tangram.serve.http import build_app, make_server
         from tangram.serve.logs import log_inside
+        from tangram.web.api import CacheWeb
     with pipe:  # with another open end of it here, nobody would see that this process hangs up
         try:
             start: ApiStart = pipe.recv()
         except (EOFError, OSError):  # the engine's process has ended
             return
         connection = socket.socket(fileno=os.dup(pipe.fileno()))
-    with log_inside(start.options.log_format):
-        serving.serve_api(start, connection, listeners)
+    options = start.options
+    with log_inside(options.log_format):
+        engine = RemoteEngine(start.facts, connection, lambda grace_s: server.drain(grace_s))
+        app = build_app(
+            engine,
+            served_model_name=start.served_model_name,
+            options=options,
+            max_queue=start.max_queue,
+            web=None if start.web is None else CacheWeb(engine, start.web),
+        )
+        grace_s, on_ready = options.shutdown_grace_s, engine.tell_ready
+        server = make_server(app, shutdown_grace_s=grace_s, on_ready=on_ready)
+        asyncio.run(server.serve(listeners))
 
 
 if __name__ == "__main__":

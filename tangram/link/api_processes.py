@@ -23,14 +23,14 @@ _QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 class ApiProcess:
-    """One that imports what it needs, and then waits for its `begin`.
+    """A process that imports what it needs, and then waits for its `begin`.
 
     It counts in files of `folder`, which all of a server share.
     """
 
     def __init__(self, listener: Listener, folder: str) -> None:
         self._pipe, theirs = Pipe()
-        numbers = [theirs.fileno(), *(one.fileno() for one in listener.sockets)]
+        numbers = [theirs.fileno(), *(opened.fileno() for opened in listener.sockets)]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, *map(str, numbers)],
@@ -85,7 +85,7 @@ class ApiProcesses:
         return self._all[place]
 
     def start_again(self, place: int) -> None:
-        """Start another one in the place of one that has ended. Raises `OSError`."""
+        """Start another process in the place of one that has ended. Raises `OSError`."""
         self._all[place] = ApiProcess(self._listener, self._folder.name)
 
     def kill(self) -> None:

@@ -21,12 +21,3 @@ def keep_uncollected() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-@contextmanager
-def unfreeze_at_end() -> Iterator[None]:
-    """Frozen objects are not freed at exit, and Triton's bindings report them as leaks."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()

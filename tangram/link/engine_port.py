@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -18,27 +18,28 @@ from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
     Drain,
-    PageAsk,
-    PageNews,
-    PageTold,
-    PageUnwatch,
-    PageWatch,
+    PortAnswer,
     Queue,
     Ready,
     Refusal,
     RequestMessage,
     StepNews,
     Submission,
-    Taken,
     ToApi,
     ToEngine,
+    WebAsk,
+    WebNews,
+    WebUnwatch,
+    WebWatch,
     make_encoder,
 )
 from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
+from tangram.serve.preparation import WorkThreads
 from tangram.types import Event, Grammar, Request
-from tangram.web.desk import PageDesk
-from tangram.web.questions import Announcement, AnswerTimes, Question
+from tangram.web.collector import ToldWatcher
+from tangram.web.desk import WebDesk
+from tangram.web.questions import Announcement, AnswerTimes
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
@@ -49,12 +50,12 @@ MOST_UNREAD_BYTES = 64 << 20
 MOST_STEP_S = 600
 # An API process tells something every few seconds; if nothing comes for so long, it hangs.
 MOST_SILENT_S = 600
-_FAULT = "internal error: the server's log has the details"
+Asked = TypeVar("Asked")
 _log = logging.getLogger(__name__)
 
 
 class EnginePort:
-    """Serves `engine` and its `page` to API processes. For one event loop, not the engine's thread.
+    """Serves `engine` and its `web` page to API processes. For one event loop, on another thread.
 
     Make it before the engine starts. A step that takes longer than `most_step_s` hangs, and so does
     an API process for which more than `most_unread_bytes` wait, or that answers requests and has
@@ -64,18 +65,19 @@ class EnginePort:
     def __init__(
         self,
         engine: Engine,
-        page: PageDesk | None = None,
+        web: WebDesk | None = None,
         most_step_s: float = MOST_STEP_S,
         most_unread_bytes: int = MOST_UNREAD_BYTES,
         most_silent_s: float = MOST_SILENT_S,
     ) -> None:
-        self._engine, self._page, self._most_silent_s = engine, page, most_silent_s
-        self._most_step_s, self._most_unread_bytes = most_step_s, most_unread_bytes
+        self.engine, self.web, self.most_unread_bytes = engine, web, most_unread_bytes
+        self._most_step_s, self._most_silent_s = most_step_s, most_silent_s
         self._lines: set[_Line] = set()
         self._hangs = False
         self._drains_until_s: float | None = None
+        self._watching: asyncio.Task[None] | None = None
         # One thread: grammars are compiled one after the other, as in the API process that asks.
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self.compiler = WorkThreads(1, "grammar")
         engine.follow(self._tell_all)
 
     async def serve(self, connection: socket) -> bool:
@@ -85,7 +87,7 @@ class EnginePort:
         aborted. Returns whether it ever answered requests.
         """
         reader, writer = await asyncio.open_connection(sock=connection)
-        line = _Line(self._engine, self._page, self._compiler, writer, self._most_unread_bytes)
+        line = _Line(self, writer)
         self._lines.add(line)
         try:
             line.tell_state(hangs=self._hangs)
@@ -118,7 +120,7 @@ class EnginePort:
         """
         steps, since_s, least_s = None, 0.0, min(self._most_step_s, self._most_silent_s)
         while True:
-            stats, now_s = self._engine.stats(), time.monotonic()
+            stats, now_s = self.engine.stats(), time.monotonic()
             if stats.steps != steps or stats.running == 0:
                 steps, since_s = stats.steps, now_s
             hangs = now_s - since_s > self._most_step_s
@@ -137,18 +139,31 @@ class EnginePort:
                 for line in self._lines:
                     line.heard_s = since_s
 
+    def start(self) -> None:
+        """Start the engine and the web page, and watch until `close`."""
+        if self.web is not None:
+            self.web.start()
+        self.engine.start()
+        self._watching = asyncio.create_task(self.watch())
+
     def drain(self, grace_s: float) -> None:
         """Have the API processes take no new requests, and end in `grace_s` at the latest.
 
-        Those that come later are told, too.
+        Those that come later are told, too. Streams of the web page end.
         """
         self._drains_until_s = time.monotonic() + grace_s
         for line in self._lines:
             line.send(Drain(grace_s))
+        if self.web is not None:
+            self.web.drain()
 
     def close(self) -> None:
-        """Compile no more."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        """Compile no more, and tell nothing more. The engine goes on."""
+        self.compiler.shutdown(wait=False, cancel_futures=True)
+        if self.web is not None:
+            self.web.close()
+        if self._watching is not None:
+            self._watching.cancel()
 
     def _tell_all(self) -> None:
         for line in list(self._lines):
@@ -158,17 +173,9 @@ class EnginePort:
 class _Line:
     """What is told to one API process, and what it has asked for."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        page: PageDesk | None,
-        compiler: ThreadPoolExecutor,
-        writer: asyncio.StreamWriter,
-        most_unread_bytes: int,
-    ) -> None:
-        self._engine, self._page = engine, page
-        self._compiler, self._writer = compiler, writer
-        self._most_unread_bytes = most_unread_bytes
+    def __init__(self, port: EnginePort, writer: asyncio.StreamWriter) -> None:
+        self._engine, self._web, self._compiler = port.engine, port.web, port.compiler
+        self._most_unread_bytes, self._writer = port.most_unread_bytes, writer
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._news_encoder, self._encoder = make_encoder(), make_encoder()  # one for each thread
@@ -178,7 +185,7 @@ class _Line:
         self.left: dict[str, int] = {}  # completions of each request that have not ended
         self.ready, self.heard_s = False, time.monotonic()
         self._answering: set[asyncio.Task[None]] = set()
-        self._watchers: dict[int, _RemoteWatcher] = {}
+        self._watchers: dict[int, ToldWatcher] = {}
 
     # -- on the engine's thread --------------------------------------------------------------------
 
@@ -211,15 +218,9 @@ class _Line:
 
     def _pass_on(self, message: bytes, events: list[Event]) -> None:
         for event in events:
-            if event.finish_reason is not None:
-                self._count_end(event.request_id)
+            if event.finish_reason is not None and (left := self.left.pop(event.request_id, 0)) > 1:
+                self.left[event.request_id] = left - 1
         self._write(message)
-
-    def _count_end(self, request_id: str) -> None:
-        if request_id in self.left:
-            self.left[request_id] -= 1
-            if not self.left[request_id]:
-                del self.left[request_id]
 
     def tell_state(self, *, hangs: bool) -> None:
         """Tell of the engine's thread, which may not tell for long, or never again."""
@@ -250,7 +251,8 @@ class _Line:
         self.heard_s = time.monotonic()
         match self._decoder.decode(message):
             case Submission() as asked:
-                task = asyncio.create_task(self._submit(asked))
+                names = ", ".join(sent.request_id for sent in asked.requests)
+                task = asyncio.create_task(self._answer(asked.number, names, self._submit, asked))
                 for sent in asked.requests:
                     self._asking[sent.request_id] = task
                     forget = partial(self._forget, sent.request_id)
@@ -259,74 +261,72 @@ class _Line:
                 self._abort(request_id)
             case Ready():
                 self.ready = True
-            case page_message if self._page is not None:
+            case web_message if self._web is not None:
                 try:
-                    self._take_of_page(self._page, page_message)
+                    self._take_of_web(self._web, web_message)
                 except Exception:  # answers go on without the page
                     _log.exception("the page could not do what was asked")
 
     def _forget(self, request_id: str, _: object) -> None:
         self._asking.pop(request_id, None)
 
-    def _take_of_page(self, page: PageDesk, asked: ToEngine) -> None:
+    def _take_of_web(self, web: WebDesk, asked: ToEngine) -> None:
         match asked:
-            case PageAsk(number, question):
-                task = asyncio.create_task(self._answer(page, number, question))
+            case WebAsk(number, question):
+                what = type(question).__name__
+                task = asyncio.create_task(self._answer(number, what, web.answer, question))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
-            case PageWatch(number, client):
-                watcher = _RemoteWatcher(self, number, client)
+            case WebWatch(number, client):
+                watcher = ToldWatcher(client, lambda frames: self.send(WebNews(number, frames)))
                 try:
-                    page.watch(watcher)
-                except ApiError as error:
-                    self.send(_explain(number, error))
-                except Exception:
-                    self.send(_explain(number, ApiError(500, _FAULT)))
-                    raise
+                    web.watch(watcher)
+                except Exception as error:
+                    self._reply(number, "watch", error)
                 else:
                     self._watchers[number] = watcher
-                    self.send(PageTold(number, b""))
-            case PageUnwatch(number):
+                    self._reply(number, "watch", b"")
+            case WebUnwatch(number):
                 if (left := self._watchers.pop(number, None)) is not None:
-                    page.unwatch(left)
+                    web.unwatch(left)
             case Announcement():
-                page.announce(asked)
+                web.announce(asked)
             case AnswerTimes():
-                page.count(asked)
+                web.count(asked)
 
-    async def _answer(self, page: PageDesk, number: int, question: Question) -> None:
+    async def _answer(
+        self, number: int, what: str, find: Callable[[Asked], Awaitable[bytes]], asked: Asked
+    ) -> None:
+        answer: bytes | Exception
         try:
-            told = PageTold(number, await page.answer(question))
-        except ApiError as error:
-            told = _explain(number, error)
-        except Exception:
-            _log.exception("a question of the page could not be answered")
-            told = _explain(number, ApiError(500, _FAULT))
-        self.send(told)
-
-    async def _submit(self, asked: Submission) -> None:
-        refusal = None
-        try:
-            self._engine.submit(*[await self._prepare(sent) for sent in asked.requests])
-        except TangramError as error:
-            refusal = Refusal.of(error)
+            answer = await find(asked)
         except Exception as error:
-            names = ", ".join(sent.request_id for sent in asked.requests)
-            _log.exception("the engine could not take %s", names)
-            refusal = Refusal.of(error)
-        else:
-            self.left |= {sent.request_id: sent.sampling.n for sent in asked.requests}
+            answer = error
+        self._reply(number, what, answer)
+
+    def _reply(self, number: int, what: str, answer: bytes | Exception) -> None:
+        """Tell the answer to question `number`, about `what`, or why there is none."""
+        refusal = None
+        if isinstance(answer, Exception):
+            if not isinstance(answer, TangramError | ApiError):
+                _log.error("the engine's process could not answer: %s", what, exc_info=answer)
+            refusal, answer = Refusal.of(answer), b""
         if not self._engine.healthy:  # the API process hears of the end before the refusal
             self.tell_state(hangs=False)
-        self._loop.call_soon(self.send, Taken(asked.number, refusal, self._read_queue()))
+        told = PortAnswer(number, answer, refusal, self._read_queue())
+        self._loop.call_soon(self.send, told)
+
+    async def _submit(self, asked: Submission) -> bytes:
+        self._engine.submit(*[await self._prepare(sent) for sent in asked.requests])
+        self.left |= {sent.request_id: sent.sampling.n for sent in asked.requests}
+        return b""
 
     async def _prepare(self, sent: RequestMessage) -> Request:
         grammar: Grammar | None = None
         if sent.grammar is not None:
             grammar = self._engine.grammars.look_up(*sent.grammar)
             if grammar is None:
-                compiling = self._compiler.submit(self._engine.grammars.compile, *sent.grammar)
-                grammar = await asyncio.wrap_future(compiling)
+                grammar = await self._compiler.run(self._engine.grammars.compile, *sent.grammar)
         return sent.request(self.take_event, grammar)
 
     def _abort(self, request_id: str) -> None:
@@ -342,23 +342,6 @@ class _Line:
         for task in self._answering:
             task.cancel()
         for watcher in self._watchers.values():
-            if self._page is not None:
-                self._page.unwatch(watcher)
+            if self._web is not None:
+                self._web.unwatch(watcher)
         self._writer.close()
-
-
-class _RemoteWatcher:
-    """Watcher `number` of an API process, which bounds what waits for it."""
-
-    def __init__(self, line: _Line, number: int, client: bytes | None) -> None:
-        self._line, self._number, self.client = line, number, client
-
-    def send(self, frames: bytes) -> None:
-        self._line.send(PageNews(self._number, frames))
-
-    def close(self) -> None:
-        self._line.send(PageNews(self._number, b""))
-
-
-def _explain(number: int, error: ApiError) -> PageTold:
-    return PageTold(number, b"", (error.status, str(error), error.param, error.code))

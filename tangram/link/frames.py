@@ -6,8 +6,6 @@ import asyncio
 import struct
 
 _LENGTH = struct.Struct("!I")
-# A request holds at most a body's tokens, an answer a step's: far less than this.
-MOST_BYTES = 1 << 30
 
 
 def frame(message: bytes) -> bytes:

@@ -1,14 +1,14 @@
-"""An engine of this process as API processes see theirs: for batches, and where one is enough."""
+"""An engine of this process as API processes see theirs: for batches, and for one process."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tangram.link.engine_port import MOST_STEP_S, EnginePort
 from tangram.link.remote_engine import EngineNature, RemoteEngine
-from tangram.web.desk import PageDesk
+from tangram.web.desk import WebDesk
 
 if TYPE_CHECKING:
     from tangram.engine.loop import Engine
@@ -17,36 +17,28 @@ if TYPE_CHECKING:
 class LinkedEngine(RemoteEngine):
     """`engine` at the other end of a pair of sockets, with what `desk` tells of it.
 
-    The engine must not have started: it starts and stops with this one. A step that takes longer
+    The engine must not have started: it starts and stops with this object. A step that takes longer
     than `most_step_s` hangs.
     """
 
     def __init__(
-        self, engine: Engine, desk: PageDesk | None = None, most_step_s: float = MOST_STEP_S
+        self, engine: Engine, desk: WebDesk | None = None, most_step_s: float = MOST_STEP_S
     ) -> None:
         here, self._there = socket.socketpair()
         super().__init__(EngineNature.of(engine), here, lambda grace_s: None)
-        self._own, self._desk = engine, desk
         self._port = EnginePort(engine, desk, most_step_s)
-        self._beside: list[asyncio.Task[Any]] = []
+        self._serving: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
         """See `ServedEngine`."""
-        self._beside = [
-            asyncio.create_task(self._port.serve(self._there)),
-            asyncio.create_task(self._port.watch()),
-        ]
-        if self._desk is not None:
-            self._desk.start()
+        self._serving = asyncio.create_task(self._port.serve(self._there))
         await super().start()
-        self._own.start()
+        self._port.start()
 
     async def stop(self) -> None:
         """See `ServedEngine`."""
         await super().stop()
-        await asyncio.to_thread(self._own.stop)
-        if self._desk is not None:
-            self._desk.close()
+        await asyncio.to_thread(self._port.engine.stop)
         self._port.close()
-        for task in self._beside:
-            task.cancel()
+        if self._serving is not None:
+            self._serving.cancel()

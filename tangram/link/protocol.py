@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.metrics import EngineStats
+from tangram.serve.api_errors import ApiError
 from tangram.types import Event, Grammar, Marks, Request, RequestOptions, SamplingParams
 from tangram.web.questions import Announcement, AnswerTimes, Question
 
@@ -75,24 +76,25 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def _check_tokens(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
     """The engine compares tokens with its vocabulary; numbers this large do not reach it."""
-    wrong = next((one for one in token_ids if not -_MOST_TOKEN <= one <= _MOST_TOKEN), None)
+    wrong = next((token for token in token_ids if not -_MOST_TOKEN <= token <= _MOST_TOKEN), None)
     if wrong is not None:
         said = f"has token {shortened(wrong)}, it must lie in [0, {vocab_size - 1}]"
         raise RequestError(lambda name: f"{name} {said}", field)
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An error about requests, which is raised where they come from."""
+    """An error about what was asked, which is raised where that comes from."""
 
     kind: str
     text: str
     field: str = ""
     retry_after_s: int = 0
     code: str = ""
+    status: int = 0
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
-        """What says `error`; of a fault of the engine's own code, that there is one."""
+        """What says `error`; of a fault of the engine's code, that it has a fault."""
         match error:
             case RequestError():
                 return cls("request", str(error.rename(error.field, _FIELD)), error.field)
@@ -102,8 +104,11 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 return cls("machine", str(error))
             case EngineError():
                 return cls("engine", str(error))
+            case ApiError():
+                param, code = error.param or "", error.code or ""
+                return cls("api", str(error), param, code=code, status=error.status)
             case _:
-                return cls("fault", "the engine could not take a request: its log has the reason")
+                return cls("fault", "the engine's process could not answer: its log has the reason")
 
     @property
     def error(self) -> Exception:
@@ -117,6 +122,9 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 return MachineError(self.text)
             case "engine":
                 return EngineError(self.text)
+            case "api":
+                param, code = self.field or None, self.code or None
+                return ApiError(self.status, self.text, param=param, code=code)
             case _:
                 return RuntimeError(self.text)
 
@@ -125,7 +133,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Submission(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
-    """Submit `requests`, all or none; the answer has the same `number`."""
+    """Submit `requests`, all or none; the `PortAnswer` has the same `number`, here and below."""
 
     number: int
     requests: list[RequestMessage]
@@ -141,21 +149,21 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     """The API process answers requests."""
 
 
-class PageAsk(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """A question of the page; the answer has the same `number`."""
+class WebAsk(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """A question of the web page."""
 
     number: int
     question: Question
 
 
-class PageWatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """Tell watcher `number`, of the key of digest `client`, what is new on the page."""
+class WebWatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """Tell watcher `number`, of the key of digest `client`, what is new on the web page."""
 
     number: int
     client: bytes | None
 
 
-class PageUnwatch(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+class WebUnwatch(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """Tell watcher `number` nothing more."""
 
     number: int
@@ -165,16 +173,17 @@ class PageUnwatch(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False)
 
 
 class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How many completions wait, and what is said to one more if that is too many."""
+    """How many completions wait, and what is said to another if that is too many."""
 
     waiting: int = 0
     full: Refusal | None = None
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
-    """The answer to an `Submission`: no refusal if the requests are in the queue."""
+class PortAnswer(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """The answer to what has this `number`: JSON for the web page, else nothing; or a refusal."""
 
     number: int
+    body: bytes
     refusal: Refusal | None
     queue: Queue
 
@@ -198,15 +207,7 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     grace_s: float
 
 
-class PageTold(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """The answer to a `PageAsk` or `PageWatch`: JSON, or the status and texts of an `ApiError`."""
-
-    number: int
-    body: bytes
-    error: tuple[int, str, str | None, str | None] | None = None
-
-
-class PageNews(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+class WebNews(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """Server-sent events for watcher `number`; none is the end."""
 
     number: int
@@ -218,6 +219,6 @@ def make_encoder() -> msgspec.msgpack.Encoder:
     return msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())
 
 
-_Page = PageAsk | PageWatch | PageUnwatch | Announcement | AnswerTimes
-ToEngine = Submission | Abort | Ready | _Page
-ToApi = Taken | StepNews | Drain | PageTold | PageNews
+_Web = WebAsk | WebWatch | WebUnwatch | Announcement | AnswerTimes
+ToEngine = Submission | Abort | Ready | _Web
+ToApi = PortAnswer | StepNews | Drain | WebNews

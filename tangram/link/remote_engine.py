@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,22 +19,20 @@ from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
     Drain,
-    PageAsk,
-    PageNews,
-    PageTold,
-    PageUnwatch,
-    PageWatch,
+    PortAnswer,
     Queue,
     Ready,
     RequestMessage,
     StepNews,
     Submission,
-    Taken,
     ToApi,
     ToEngine,
+    WebAsk,
+    WebNews,
+    WebUnwatch,
+    WebWatch,
 )
 from tangram.metrics import EngineStats
-from tangram.serve.api_errors import ApiError
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage
 from tangram.web.questions import Announcement, AnswerTimes, Question
 from tangram.web.watchers import Watcher
@@ -69,30 +67,19 @@ class EngineNature:
     @classmethod
     def of(cls, engine: Engine) -> EngineNature:
         """Those of `engine`."""
-        return cls(
-            engine.codec,
-            engine.grammars,
-            engine.max_model_len,
-            engine.sampling,
-            engine.vocab_size,
-            engine.most_completions,
-            engine.stats(),
-        )
+        facts = {entry.name: getattr(engine, entry.name) for entry in fields(cls)}
+        return cls(**facts | {"stats": engine.stats()})
 
 
-@dataclass
-class _Running:
+class RunningRequest:
     """A request, and the completions of it that have not ended, with what they have used."""
 
-    request: Request
-    left: dict[int, Usage]
-
-    @classmethod
-    def of(cls, request: Request) -> _Running:
-        none = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
-        return cls(request, dict.fromkeys(range(request.sampling.n), none))
+    def __init__(self, request: Request) -> None:
+        self.request, nothing = request, Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
+        self.left = dict.fromkeys(range(request.sampling.n), nothing)
 
     def take(self, event: Event) -> None:
+        """Pass an event on."""
         if event.finish_reason is None:
             self.left[event.index] = event.usage
         else:
@@ -102,19 +89,11 @@ class _Running:
         except Exception:  # the other requests go on
             _log.exception("request %s could not take its tokens", self.request.request_id)
 
-    def end(self, error: str | None) -> None:
+    def end(self, error: str | None, *, may_retry: bool) -> None:
         """End all that have not ended."""
+        name, reason = self.request.request_id, FinishReason.ABORT
         for index, usage in list(self.left.items()):
-            event = Event(
-                self.request.request_id,
-                index,
-                (),
-                (),
-                usage,
-                FinishReason.ABORT,
-                error,
-                may_retry=error is not None,
-            )
+            event = Event(name, index, (), (), usage, reason, error, may_retry=may_retry)
             self.take(event)
 
 
@@ -140,10 +119,9 @@ class RemoteEngine:
         self._stats, self._queue = facts.stats, Queue()
         self._connection, self._on_drain = connection, on_drain
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[None]] = {}
-        self._told: dict[int, asyncio.Future[bytes]] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._watchers: dict[int, Watcher] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._listening: list[asyncio.Task[None]] = []
 
@@ -165,7 +143,7 @@ class RemoteEngine:
         """End what runs, and hang up. Safe to call twice."""
         for request_id, running in list(self._running.items()):
             self.abort(request_id)
-            running.end(None)
+            running.end(None, may_retry=False)
         self._refuse_asked(_ENDING)
         for task in self._listening:
             task.cancel()
@@ -195,60 +173,46 @@ class RemoteEngine:
         if self._queue.full is not None and may_enter:
             raise self._queue.full.error
 
-    # -- as the source of the page -----------------------------------------------------------------
+    # -- as the source of the web page -------------------------------------------------------------
 
     async def ask(self, question: Question) -> bytes:
-        """See `PageSource`."""
-        number = next(self._numbers)
-        return await self._call(number, PageAsk(number, question))
+        """See `WebSource`."""
+        return await self._call(WebAsk(next(self._numbers), question))
 
     async def watch(self, watcher: Watcher) -> None:
-        """See `PageSource`."""
+        """See `WebSource`."""
         number = next(self._numbers)
         self._watchers[number] = watcher
         try:
-            await self._call(number, PageWatch(number, watcher.client))
+            await self._call(WebWatch(number, watcher.client))
         except BaseException:
             self.unwatch(watcher)
             raise
 
     def unwatch(self, watcher: Watcher) -> None:
-        """See `PageSource`."""
-        for number in [number for number, one in self._watchers.items() if one is watcher]:
+        """See `WebSource`."""
+        for number in [number for number, other in self._watchers.items() if other is watcher]:
             del self._watchers[number]
-            self._tell(PageUnwatch(number))
+            self._tell(WebUnwatch(number))
 
     def announce(self, announcement: Announcement) -> None:
-        """See `PageSource`."""
+        """See `WebSource`."""
         self._tell(announcement)
 
     def count(self, times: AnswerTimes) -> None:
-        """See `PageSource`."""
+        """See `WebSource`."""
         self._tell(times)
-
-    async def _call(self, number: int, message: ToEngine) -> bytes:
-        """The answer to a question of this `number`. Raises `ApiError`."""
-        told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._told[number] = told
-        try:
-            self._send(message)
-            return await told
-        finally:
-            del self._told[number]
 
     # -- as the engine of a server -----------------------------------------------------------------
 
     async def submit(self, *requests: Request) -> None:
         """See `ServedEngine`."""
-        number, taken = next(self._numbers), asyncio.get_running_loop().create_future()
         for request in requests:  # here: one that is far too long is not sent
             request.check_length(self.max_model_len)
         sent = [RequestMessage.of(request, self._vocab_size) for request in requests]
-        self._asked[number] = taken
-        self._running |= {request.request_id: _Running.of(request) for request in requests}
+        self._running |= {request.request_id: RunningRequest(request) for request in requests}
         try:
-            self._send(Submission(number, sent))
-            await taken
+            await self._call(Submission(next(self._numbers), sent))
         except Exception:
             for request in requests:
                 self._running.pop(request.request_id, None)
@@ -257,13 +221,21 @@ class RemoteEngine:
             for request in requests:
                 self.abort(request.request_id)
             raise
-        finally:
-            del self._asked[number]
 
     def abort(self, request_id: str) -> None:
         """End a request; one that has ended, or was never submitted, is ignored."""
         if self._running.pop(request_id, None) is not None:
             self._tell(Abort(request_id))
+
+    async def _call(self, message: Submission | WebAsk | WebWatch) -> bytes:
+        """The answer to `message`. Raises why there is none."""
+        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[message.number] = answered
+        try:
+            self._send(message)
+            return await answered
+        finally:
+            del self._asked[message.number]
 
     def _send(self, message: ToEngine) -> None:
         """Send what is answered. Raises `EngineError` if nobody is there to answer."""
@@ -312,17 +284,16 @@ class RemoteEngine:
             self._writer.close()
         self._refuse_asked(_GONE)
         for watcher in self._watchers.values():
-            watcher.close()
+            watcher.send(b"")
         running, self._running = self._running, {}
-        for one in running.values():
-            one.end(_GONE)
+        for request in running.values():
+            request.end(_GONE, may_retry=True)
 
     def _refuse_asked(self, error: str) -> None:
         """End what waits for an answer of the engine's process."""
-        unanswered: list[asyncio.Future[Any]] = [*self._asked.values(), *self._told.values()]
-        for awaited in unanswered:
-            if not awaited.done():
-                awaited.set_exception(EngineError(error))
+        for answered in self._asked.values():
+            if not answered.done():
+                answered.set_exception(EngineError(error))
 
     def _take(self, told: ToApi) -> None:
         match told:
@@ -333,29 +304,20 @@ class RemoteEngine:
                     self._pass_on(event)
                 if ended:
                     self._fail()
-            case Taken(number, refusal, queue):
+            case PortAnswer(number, body, refusal, queue):
                 self._queue = queue
-                taken = self._asked.get(number)
-                if taken is None or taken.done():  # its caller was cancelled
+                answered = self._asked.get(number)
+                if answered is None or answered.done():  # its caller was cancelled
                     return
                 if refusal is None:
-                    taken.set_result(None)
+                    answered.set_result(body)
                 else:
-                    taken.set_exception(refusal.error)
+                    answered.set_exception(refusal.error)
             case Drain(grace_s):
                 self._on_drain(grace_s)
-            case PageTold(number, body, error):
-                awaited = self._told.get(number)
-                if awaited is None or awaited.done():
-                    return
-                if error is None:
-                    awaited.set_result(body)
-                else:
-                    status, text, param, code = error
-                    awaited.set_exception(ApiError(status, text, param=param, code=code))
-            case PageNews(number, frames):
+            case WebNews(number, frames):
                 if (watcher := self._watchers.get(number)) is not None:
-                    watcher.send(frames) if frames else watcher.close()
+                    watcher.send(frames)
 
     def _pass_on(self, event: Event) -> None:
         running = self._running.get(event.request_id)

@@ -16,10 +16,8 @@ from tangram.link.engine_port import EnginePort
 from tangram.serve.activity import tell_activity
 
 if TYPE_CHECKING:
-    from tangram.engine.loop import Engine
     from tangram.link.api_process import ApiStart
     from tangram.link.api_processes import ApiProcesses
-    from tangram.web.desk import PageDesk
 
 # When the server ends, it waits this long for the step under way.
 LAST_STEP_S = 30
@@ -35,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Serves `engine`, which is not started, by API processes until a signal ends it.
+    """Serves the engine of `port`, which is not started, by API processes until a signal ends it.
 
     Running answers get `grace_s` after the signal, then they end with an error. API processes that
     do not end are killed `kill_after_s` later. A second signal ends all processes at once.
@@ -45,15 +43,13 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: Engine,
         port: EnginePort,
-        desk: PageDesk | None,
         start: ApiStart,
         processes: ApiProcesses,
         on_ready: Callable[[], None],
         kill_after_s: float = KILL_AFTER_S,
     ) -> None:
-        self._engine, self._port, self._desk, self._start = engine, port, desk, start
+        self._engine, self._port, self._start = port.engine, port, start
         self._processes, self._on_ready = processes, on_ready
         self._grace_s, self._kill_after_s = start.options.shutdown_grace_s, kill_after_s
         self._ends_s: float | None = None
@@ -65,11 +61,8 @@ class Supervisor:
             # Under nohup, SIGHUP is ignored, and stays so.
             if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
                 loop.add_signal_handler(number, self._take_signal, number)
-        if self._desk is not None:
-            self._desk.start()
-        self._engine.start()
+        self._port.start()
         beside = [
-            loop.create_task(self._port.watch()),
             loop.create_task(tell_activity(self._engine.stats)),
             loop.create_task(self._tell_ready()),
             loop.create_task(self._kill_late()),
@@ -85,8 +78,6 @@ class Supervisor:
                 task.cancel()
             self._processes.kill()
             self._port.close()
-            if self._desk is not None:
-                self._desk.close()
             await self._end_engine()
         if not self._engine.healthy:
             raise EngineError(
@@ -151,8 +142,6 @@ class Supervisor:
             os._exit(128 + number)  # nothing may hold it up: no lock and no step of the engine
         self._ends_s = time.monotonic() + self._grace_s
         self._port.drain(self._grace_s)
-        if self._desk is not None:
-            self._desk.drain()
         if running := self._port.answers:
             _log.info(
                 "waiting up to %g s for %s, %s again ends the process",

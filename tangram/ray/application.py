@@ -55,7 +55,7 @@ def build_application(
     engine = serve.deployment(
         name=ENGINE,
         **_scale(options),
-        # A replica that has as many refuses, and the router asks the next one.
+        # A replica that has as many refuses, and the router asks the next replica.
         max_ongoing_requests=config.max_num_seqs + waiting,
         graceful_shutdown_timeout_s=options.shutdown_grace_s,
         graceful_shutdown_wait_loop_s=0.2,
@@ -95,7 +95,7 @@ def check_application(config: EngineConfig, options: FleetOptions) -> None:
     model = options.served_model_name or name_served_model(config.model)
     check_served_name(model)
     check_autoscaling(options)
-    _ = options.protection, options.events
+    _ = options.events
     if options.otlp_endpoint is not None:  # variables are those of the ingress
         check_traces(options.otlp_endpoint, model)
     ranks, given = config.tensor_parallel_size, options.gpus_per_replica
@@ -121,7 +121,7 @@ def _count_cpus(config: EngineConfig, options: FleetOptions) -> float:
 
 
 def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
-    """The GPUs of a replica: each rank has one of its own. One engine may share one with others."""
+    """The GPUs of a replica: each rank has its own. One engine may share a GPU with others."""
     ranks, given = config.tensor_parallel_size, options.gpus_per_replica
     if given is not None:
         return given
@@ -130,7 +130,7 @@ def _count_gpus(config: EngineConfig, options: FleetOptions) -> float:
 
 
 def _with_whole_paths(config: EngineConfig) -> EngineConfig:
-    """`config` with paths that do not depend on the current folder: workers have another one."""
+    """`config` with paths that do not depend on the current folder: workers have another folder."""
     changes: dict[str, Any] = {
         name: _whole(value)
         for name in ("model", "gate")

@@ -14,9 +14,10 @@ from tangram.metrics import EngineStats
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import FactsQuestion
 from tangram.ray.replicated_engine import ReplicatedEngine
-from tangram.serve.http import build_from_options
+from tangram.serve.exposition import make_family
+from tangram.serve.http import build_app
 from tangram.serve.options import FleetOptions
-from tangram.web.chat_alone import ChatPage
+from tangram.web.chat_alone import ChatWeb
 
 _GAUGES = (
     ("running", "Requests in the batch of a replica", "running"),
@@ -46,9 +47,13 @@ class Ingress:
         self._fleet = ReplicatedEngine(replicas, facts, first)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application of `tangram serve`; its page has conversations and no cache."""
-        app = build_from_options(
-            self._fleet, self._model, self._options, self._max_queue, ChatPage()
+        """The application of `tangram serve`; its web page has conversations and no cache."""
+        app = build_app(
+            self._fleet,
+            served_model_name=self._model,
+            options=self._options,
+            max_queue=self._max_queue,
+            web=ChatWeb(),
         )
         app.state.service.metrics.registry.register(_ReplicaCollector(lambda: self._fleet.replicas))
         return app
@@ -64,7 +69,6 @@ class _ReplicaCollector(Collector):
         replicas = self._replicas()
         yield GaugeMetricFamily("tangram_replicas", "Replicas that answer", value=len(replicas))
         for name, text, field in _GAUGES:
-            metric = GaugeMetricFamily(f"tangram_replica_{name}", text, labels=["replica"])
-            for replica, stats in replicas.items():
-                metric.add_metric([replica], getattr(stats, field))
-            yield metric
+            values = [([replica], getattr(stats, field)) for replica, stats in replicas.items()]
+            name = f"tangram_replica_{name}"
+            yield make_family(GaugeMetricFamily, name, text, values, ["replica"])

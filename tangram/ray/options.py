@@ -18,7 +18,7 @@ from tangram.serve.options import FleetOptions
 def read_arguments(given: Mapping[str, Any]) -> tuple[EngineConfig, FleetOptions]:
     """The arguments of `serve run` or of a Serve YAML: any field of both classes.
 
-    Texts become numbers where a field wants one. Raises `ConfigError` naming what is wrong.
+    Texts become numbers where a field wants a number. Raises `ConfigError` naming what is wrong.
     """
     engine = {"max_queue": SERVED_QUEUE} | {name: given[name] for name in given if name in OPTIONS}
     rest = {name: value for name, value in given.items() if name not in OPTIONS}

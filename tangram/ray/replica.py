@@ -24,7 +24,7 @@ from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import EngineFacts, FactsQuestion, Origin, SentRequest, StatsReport
 from tangram.ray.reports import MOST_KEYS, make_routing_stats, repeat_or_renew
 from tangram.serve.logs import LogForm
-from tangram.types import Event, FinishReason, Grammar, Usage
+from tangram.types import Event, FinishReason, Usage
 from tangram.watch import ChunkPlace
 
 _HEALTH_CHECK_S = 1.0
@@ -121,7 +121,8 @@ class EngineReplica:
 
     async def _run(self, sent: SentRequest) -> AsyncIterator[list[Event]]:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        grammar = await self._compile(sent)
+        wanted, grammars = sent.message.grammar, self._engine.grammars
+        grammar = None if wanted is None else await asyncio.to_thread(grammars.compile, *wanted)
 
         def post(event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -145,14 +146,6 @@ class EngineReplica:
         finally:
             self._unanswered.pop(request.request_id, None)
             self._engine.abort(request.request_id)
-
-    async def _compile(self, sent: SentRequest) -> Grammar | None:
-        if (wanted := sent.message.grammar) is None:
-            return None
-        known = self._engine.grammars.look_up(*wanted)
-        if known is not None:
-            return known
-        return await asyncio.to_thread(self._engine.grammars.compile, *wanted)
 
     def __del__(self) -> None:
         gc.unfreeze()  # or nothing of the engine is freed

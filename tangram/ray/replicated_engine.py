@@ -22,11 +22,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tangram.cache.keys import list_keys
 from tangram.engine.intake import Intake
 from tangram.link.protocol import RequestMessage
+from tangram.link.remote_engine import RunningRequest
 from tangram.metrics import EngineStats
 from tangram.ray.payloads import EngineFacts, SentRequest, StatsReport
 from tangram.ray.totals import FleetTotals
 from tangram.serve.activity import tell_activity
-from tangram.types import Event, FinishReason, Request, Usage
+from tangram.types import Event, Request
 
 REPORT_EVERY_S = 1.0
 # A request that had no token yet is sent once more if its replica dies.
@@ -112,7 +113,7 @@ class ReplicatedEngine:
             relay.task = asyncio.create_task(self._send(relay, sent), context=contextvars.Context())
 
     def abort(self, request_id: str) -> None:
-        """End a request; an unknown or finished one is ignored."""
+        """End a request; an unknown or finished request is ignored."""
         relay = self._relays.pop(request_id, None)
         if relay is not None and relay.task is not None:
             relay.task.cancel()
@@ -129,7 +130,7 @@ class ReplicatedEngine:
         self._stopped = True
         for relay in list(self._relays.values()):
             self.abort(relay.request.request_id)
-            relay.fail(None, may_retry=False)
+            relay.end(None, may_retry=False)
         for task in self._beside:
             task.cancel()
 
@@ -151,11 +152,11 @@ class ReplicatedEngine:
                 except _REPLICA_ENDED as error:
                     _log.warning("%s: its replica has ended: %s", relay.request.request_id, error)
                     if relay.begun or attempt + 1 == _MOST_ATTEMPTS:
-                        relay.fail(_LOST, may_retry=True)
+                        relay.end(_LOST, may_retry=True)
                         break
                 except Exception:  # a fault of ours, of which the client must hear, too
                     _log.exception("%s cannot be answered", relay.request.request_id)
-                    relay.fail(_FAULT, may_retry=False)
+                    relay.end(_FAULT, may_retry=False)
                     break
         finally:
             if self._relays.get(relay.request.request_id) is relay:
@@ -198,38 +199,15 @@ class ReplicatedEngine:
             self._intake = Intake(None if most is None else now * most, self._places)
 
 
-class _Relay:
-    """The completions of one request that have not ended, and the last news of them."""
+class _Relay(RunningRequest):
+    """A request of which a replica tells, with times of this machine's clock."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.left = set(range(request.sampling.n))
-        self.begun = False
-        self.sent_s = 0.0
-        self.task: asyncio.Task[None] | None = None
-        self._usage = Usage(len(request.prompt_token_ids), 0, 0, 0, 0)
+    begun, sent_s = False, 0.0
+    task: asyncio.Task[None] | None = None
 
     def take(self, event: Event) -> None:
-        """Pass an event on, with times of this machine's clock."""
-        self.begun, self._usage = True, event.usage
-        if event.finish_reason is not None:
-            self.left.discard(event.index)
+        """Pass an event on."""
+        self.begun = True
         if event.admitted_s is not None:
             event = msgspec.structs.replace(event, admitted_s=self.sent_s + event.admitted_s)
-        self.request.on_event(event)
-
-    def fail(self, error: str | None, *, may_retry: bool) -> None:
-        """End what has not ended."""
-        for index in sorted(self.left):
-            self.request.on_event(
-                Event(
-                    self.request.request_id,
-                    index,
-                    (),
-                    (),
-                    self._usage,
-                    FinishReason.ABORT,
-                    error,
-                    may_retry=may_retry,
-                )
-            )
+        super().take(event)

@@ -12,7 +12,7 @@ from tangram.routing.replica_choice import ReplicaReport
 
 # A digest has no more keys: 8 million tokens in chunks of 512, and 128 KiB of a report.
 MOST_KEYS = 2**14
-# So long an idle replica tells the same report: a third of the age at which the router drops one.
+# So long an idle replica repeats a report: a third of the age at which the router drops it.
 REPEATED_S = 20.0
 
 

@@ -1,6 +1,6 @@
 """The request router of Ray Serve that asks `tangram.routing` where a request goes.
 
-A handle of the engines' deployment has one, in the process of the ingress. Ray calls it on one
+A handle of the engines' deployment has a router, in the process of the ingress. Ray calls it on one
 thread.
 """
 
@@ -62,14 +62,16 @@ class ChunkRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         if isinstance(call, FactsQuestion):
-            own = _select_deployment(candidate_replicas, call.version)
-            return [own] if 2 * len(own) >= len(candidate_replicas) else []
-        own = _select_deployment(candidate_replicas, call.origin.version)
-        by_name = {replica.replica_id.unique_id: replica for replica in own or candidate_replicas}
-        ranked = [one for one in self._policy.rank(call.chain) if one.replica in by_name]
+            deployed = _select_deployment(candidate_replicas, call.version)
+            return [deployed] if 2 * len(deployed) >= len(candidate_replicas) else []
+        deployed = _select_deployment(candidate_replicas, call.origin.version)
+        by_name = {
+            replica.replica_id.unique_id: replica for replica in deployed or candidate_replicas
+        }
+        ranked = [each for each in self._policy.rank(call.chain) if each.replica in by_name]
         identity = pending_request.metadata.internal_request_id
-        self._ranked[identity] = {one.replica: one for one in ranked}
-        return [[by_name[one.replica]] for one in ranked]
+        self._ranked[identity] = {each.replica: each for each in ranked}
+        return [[by_name[each.replica]] for each in ranked]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult

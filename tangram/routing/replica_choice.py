@@ -1,6 +1,6 @@
 """Which replica serves a request: the one with the longest prefix of it, unless it is overloaded.
 
-The unit of all costs is a chunk: the time in which a replica computes one. A request waits until
+The unit of all costs is a chunk: the time in which a replica computes it. A request waits until
 what the replica has taken in before is computed. Then the chunks of its prompt that are not there
 are computed anew. These count more than once, because they also take time from all that come later,
 and twice that where the pool is full, because others are evicted for them. So the replica with the
@@ -143,7 +143,7 @@ class Router:
         self._replicas = {name: known.get(name) or _Replica(work) for name in names}
 
     def take_report(self, name: str, report: ReplicaReport) -> None:
-        """The newest report of replica `name`. That of an unknown one is dropped."""
+        """The newest report of replica `name`. That of an unknown replica is dropped."""
         if (replica := self._replicas.get(name)) is not None:
             replica.take_report(report, self._clock() - report.age_s)
 

@@ -34,17 +34,15 @@ class Activity:
     reused_share: float | None
 
     @classmethod
-    def between(cls, before: EngineStats, now: EngineStats, seconds: float) -> Activity | None:
-        """None if the engine was idle: no step since `before`, and no request now."""
-        if now.steps == before.steps and not now.running and not now.waiting:
-            return None
+    def between(cls, before: EngineStats, now: EngineStats, seconds: float) -> Activity:
+        """What it did in so many `seconds`."""
         admitted = now.prompt_tokens - before.prompt_tokens
         reused = now.cached_tokens - before.cached_tokens
+        computed = now.computed_prompt_tokens - before.computed_prompt_tokens
         return cls(
             requests_running=now.running,
             requests_waiting=now.waiting,
-            prompt_tokens_per_s=(now.computed_prompt_tokens - before.computed_prompt_tokens)
-            / seconds,
+            prompt_tokens_per_s=computed / seconds,
             generated_tokens_per_s=(now.generated_tokens - before.generated_tokens) / seconds,
             held_share=now.held_share,
             cached_share=now.pages_cached / now.pages_total,
@@ -74,12 +72,18 @@ class Activity:
         }
 
 
+def has_worked(before: EngineStats, now: EngineStats) -> bool:
+    """Whether the engine has made a step since `before`, or has requests now."""
+    return now.steps != before.steps or now.running > 0 or now.waiting > 0
+
+
 async def tell_activity(stats: Callable[[], EngineStats]) -> None:
     """Log what the engine does until cancelled; log nothing while it is idle."""
     before, before_s = await asyncio.to_thread(stats), time.monotonic()
     while True:
         await asyncio.sleep(EVERY_S)
         now, now_s = await asyncio.to_thread(stats), time.monotonic()
-        if (activity := Activity.between(before, now, now_s - before_s)) is not None:
+        if has_worked(before, now):
+            activity = Activity.between(before, now, now_s - before_s)
             _log.info("%s", activity, extra={"fields": activity.fields})
         before, before_s = now, now_s

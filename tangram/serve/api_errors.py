@@ -129,44 +129,42 @@ def of_validation(error: ValidationError, rename: Callable[[str], str] = str) ->
     return _describe(error.errors(include_url=False)[0], rename)
 
 
-def of_request_error(error: RequestError) -> ApiError:
-    """A `RequestError`, for the client."""
-    return ApiError(400, str(error), param=error.field, code="invalid_value")
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of `error`; of a fault of the server's code, that it has a fault."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return of_validation(error)
+        case RequestError():
+            return ApiError(400, str(error), param=error.field, code="invalid_value")
+        case RequestValidationError():  # of the query
+            first = error.errors()[0]
+            return _describe({**first, "loc": first["loc"][1:]}, str)
+        case OverloadError():
+            return ApiError(429, str(error), code=error.code)
+        case MachineError() | EngineError():
+            return ApiError(503, str(error))
+        case _:
+            return ApiError(500, "internal error: the server's log has the details")
+
+
+def _answer(request: Request, error: Exception) -> Response:
+    wait_s = error.retry_after_s if isinstance(error, OverloadError) else None
+    headers = None if wait_s is None else {"Retry-After": str(wait_s)}
+    return as_api_error(error).response(headers)
+
+
+def _answer_http(request: Request, error: HTTPException) -> Response:
+    if error.status_code in (404, 405):
+        return _nowhere(request, error.status_code, error.detail).response(error.headers)
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
+    return ApiError(error.status_code, message).response(error.headers)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Have `app` answer every failure in the OpenAI form."""
-
-    @app.exception_handler(ApiError)
-    def on_api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestError)
-    def on_request_error(request: Request, error: RequestError) -> Response:
-        return of_request_error(error).response()
-
-    @app.exception_handler(RequestValidationError)
-    def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return _describe({**first, "loc": first["loc"][1:]}, str).response()
-
-    @app.exception_handler(OverloadError)
-    def on_overload(request: Request, error: OverloadError) -> Response:
-        refusal = ApiError(429, str(error), code=error.code)
-        return refusal.response({"Retry-After": str(error.retry_after_s)})
-
-    @app.exception_handler(MachineError)
-    @app.exception_handler(EngineError)
-    def on_what_is_not_there(request: Request, error: MachineError | EngineError) -> Response:
-        return ApiError(503, str(error)).response()
-
-    @app.exception_handler(HTTPException)
-    def on_http_exception(request: Request, error: HTTPException) -> Response:
-        if error.status_code in (404, 405):
-            return _nowhere(request, error.status_code, error.detail).response(error.headers)
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
-        return ApiError(error.status_code, message).response(error.headers)
-
-    @app.exception_handler(Exception)
-    def on_any_other(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal error: the server's log has the details").response()
+    expected = (ApiError, RequestError, OverloadError, MachineError, EngineError)
+    for kind in (*expected, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(HTTPException, _answer_http)  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copymode
-from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
-from tangram.serve.api_errors import ApiError, of_request_error, of_validation
+from tangram.foreign_files import replace_file
+from tangram.serve.api_errors import ApiError, as_api_error
 from tangram.serve.body import Json
 from tangram.serve.parsing import parse
 from tangram.serve.schema import ChatRequest, CompletionRequest
@@ -87,7 +87,8 @@ class BatchFiles:
 
     def __post_init__(self) -> None:
         try:
-            if _are_same(self.source, self.target):
+            source, target = self.source, self.target
+            if target.exists() and source.exists() and source.samefile(target):
                 raise ConfigError(
                     f"output is {str(self.target)!r}, the file of the requests: choose another file"
                 )
@@ -143,16 +144,12 @@ def _task(number: int, text: str) -> BatchLine:
         data = parse(text.encode(), f"line {number}")
     except ApiError as error:
         return BatchLine(number, None, None, error)
-    own = data.get("custom_id") if isinstance(data, dict) else None
-    custom_id = own if isinstance(own, str) else None
+    given = data.get("custom_id") if isinstance(data, dict) else None
+    custom_id = given if isinstance(given, str) else None
     try:
         return BatchLine(number, custom_id, _Line.model_validate(data), None)
     except ValidationError as error:
-        return BatchLine(number, custom_id, None, of_validation(error))
-
-
-def _are_same(source: Path, target: Path) -> bool:
-    return target.exists() and source.exists() and source.samefile(target)
+        return BatchLine(number, custom_id, None, as_api_error(error))
 
 
 def _open(target: Path) -> io.FileIO:
@@ -205,17 +202,11 @@ def _rewrite(file: io.FileIO, target: Path, lines: list[_OutputLine]) -> io.File
 
     Closes `file`, which it has replaced.
     """
-    path = target.resolve()
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
-        try:
-            new.writelines(line.text + b"\n" for line in lines)
-            new.flush()
-            os.fsync(new.fileno())
-            copymode(path, new.name)
-            Path(new.name).replace(path)
-        except BaseException:
-            Path(new.name).unlink()
-            raise
+    with replace_file(target) as path, path.open("wb") as new:
+        copymode(target, path)
+        new.writelines(line.text + b"\n" for line in lines)
+        new.flush()
+        os.fsync(new.fileno())
     file.close()
     return _open(target)
 
@@ -260,38 +251,25 @@ def answer_all(
     `TangramError` if the engine dies, or if a grammar cannot be tried. Lines without an answer are
     not written then, and the next run continues with them.
     """
-    with files.output as file:
-        return asyncio.run(_serve_all(service, files, file, at_once, on_line))
-
-
-async def _serve_all(
-    service: Service, files: BatchFiles, file: io.FileIO, at_once: int, on_line: Callable[[], None]
-) -> int:
-    await service.start()
-    try:
-        return await _answer_all(service, iter(files.tasks), file, at_once, on_line)
-    finally:
-        await service.stop()
+    with files.output:
+        return asyncio.run(_answer_all(service, files, at_once, on_line))
 
 
 async def _answer_all(
-    service: Service,
-    tasks: Iterator[BatchLine],
-    file: io.FileIO,
-    at_once: int,
-    on_line: Callable[[], None],
+    service: Service, files: BatchFiles, at_once: int, on_line: Callable[[], None]
 ) -> int:
-    failed = 0
+    failed, tasks = 0, iter(files.tasks)
 
     async def work() -> None:
         nonlocal failed
         for task in tasks:
             record = await _record(service, task)
             # Only ASCII: an answer may hold half a character, which UTF-8 cannot spell.
-            _append(file, json.dumps(record).encode("ascii") + b"\n")
+            _append(files.output, json.dumps(record).encode("ascii") + b"\n")
             failed += record["error"] is not None
             on_line()
 
+    await service.start()
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
@@ -300,10 +278,14 @@ async def _answer_all(
         # Not `except*`: up to Python 3.11.3 what is raised there comes out in a group.
         first = errors.exceptions[0]
         if isinstance(first, OSError):
-            raise TangramError(f"output {str(file.name)!r} cannot be written: {first}") from first
+            raise TangramError(
+                f"output {str(files.target)!r} cannot be written: {first}"
+            ) from first
         if isinstance(first, TangramError):
             raise first from None
         raise
+    finally:
+        await service.stop()
     return failed
 
 
@@ -328,12 +310,8 @@ async def _response(service: Service, line: _Line) -> tuple[int, Json]:
                 400, "'stream' is true, a file has no use for it: leave it out", param="stream"
             )
         return 200, await service.whole(body)
-    except ValidationError as error:
-        failure = of_validation(error)
-    except RequestError as error:
-        failure = of_request_error(error)
-    except ApiError as error:
-        failure = error
+    except (ApiError, RequestError, ValidationError) as error:
+        failure = as_api_error(error)
     except TangramError as error:
         if service.engine.healthy:
             raise  # about the engine, not about this line

@@ -23,7 +23,7 @@ _MAX_LABEL_CHARACTERS = 1024
 def encodable(text: Any) -> Any:
     """The text itself. Raises `ValueError` for half of a surrogate pair.
 
-    JSON can spell one, but UTF-8 cannot, and no tokenizer can read it.
+    JSON can spell a half, but UTF-8 cannot, and no tokenizer can read it.
     """
     try:
         if isinstance(text, str):

@@ -6,7 +6,6 @@ However a stream ends, its pages are freed.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from tangram.errors import ConfigError
 from tangram.metrics import EngineStats
 from tangram.serve.api_errors import ApiError
 from tangram.serve.exposition import CompletionMeter, ServerMetrics
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
 # More completions than these are seldom in one step, so the bound on pending events stops growing.
 _COUNTED_CHOICES = 8
+PENDING_EVENTS = 512
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,12 @@ class Limits:
     A request ends `request_timeout_s` after it arrived, time in the queue included; None is no
     limit. A stream ends when `pending_events` for each of its completions (at most eight count)
     wait for the client. `max_queue` is the engine's; requests in preparation count too, and None is
-    no limit. Raises `ConfigError` for a number out of range.
+    no limit.
     """
 
     request_timeout_s: float | None = None
-    pending_events: int = 512
+    pending_events: int = PENDING_EVENTS
     max_queue: int | None = None
-
-    def __post_init__(self) -> None:
-        timeout_s = self.request_timeout_s
-        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ConfigError(
-                f"request_timeout_s is {timeout_s}, it must be a positive number of seconds"
-            )
-        if self.pending_events < 1:
-            raise ConfigError(f"pending_events is {self.pending_events}, it must be at least 1")
 
 
 class ServedEngine(Protocol):
@@ -88,7 +78,7 @@ class ServedEngine(Protocol):
         """Raise `OverloadError` if `submit` would for `coming` completions."""
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its pages; an unknown or finished one is ignored."""
+        """End a request and free its pages; an unknown or finished request is ignored."""
 
     def stats(self) -> EngineStats:
         """The engine's statistics between two steps, as it has told last."""
@@ -129,7 +119,7 @@ class EventStream:
         self._engine, self.generation = engine, generation
         self._loop = asyncio.get_running_loop()
         self._pending = deque[tuple[int, Event] | ApiError]()
-        self._tell: Callable[[], object] = self._do_nothing
+        self._tell: Callable[[], object] = lambda: None  # nobody follows yet
         most_pending = min(generation.choices, _COUNTED_CHOICES) * limits.pending_events
         self._most_pending = most_pending if generation.stream else None
         self._running: dict[int, CompletionMeter] = {}
@@ -199,10 +189,6 @@ class EventStream:
     def follow(self, tell: Callable[[], object]) -> None:
         """Call `tell` whenever there is more to take."""
         self._tell = tell
-
-    @staticmethod
-    def _do_nothing() -> None:
-        """Nobody follows yet."""
 
     @property
     def ended(self) -> bool:

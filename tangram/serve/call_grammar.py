@@ -49,7 +49,6 @@ class CallGrammar:
     forced: bool
     parallel: bool
     schema: dict[str, Any] | None
-    control_token_ids: Sequence[int] = ()
     answer: AnswerForm = field(default_factory=AnswerForm)
 
     def source(self) -> str:
@@ -109,7 +108,8 @@ class CallGrammar:
     def _notes(self, mark: str) -> tuple[str, list[str]]:
         """The rule of text up to a control token other than `mark`; empty where there is none."""
         names = self.answer.marks.names
-        ids = [str(number) for number in self.control_token_ids if names.get(number) != mark]
+        controls = self.answer.control_token_ids
+        ids = [str(number) for number in controls if names.get(number) != mark]
         return ("note", [f"note: TEXT <[{','.join(ids)}]>"]) if ids else ("", [])
 
     def _bodies(self) -> Iterator[str]:

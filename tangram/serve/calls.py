@@ -191,7 +191,7 @@ def _refuse_constant(constant: str) -> float:
 def _read_calls(
     text: str, form: ToolFormat, schemas: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Name and arguments of each call in `text`; None where one is malformed."""
+    """Name and arguments of each call in `text`; None for a malformed call."""
     if form.style is CallStyle.NAMED:
         head, _, arguments = text.partition(form.arguments)
         yield head.partition(_ID_MARK)[0].strip(), read_call_json(arguments)
@@ -217,7 +217,7 @@ def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON values separated by semicolons or spaces; None where one is malformed."""
+    """JSON values separated by semicolons or spaces; None for a malformed value."""
     decoder, at = json.JSONDecoder(parse_constant=_refuse_constant), _end_of_gap(text, 0)
     while at < len(text):
         try:

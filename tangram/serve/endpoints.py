@@ -132,5 +132,8 @@ def _make_generation(
     names = [f"{name}-{number}" for number in range(len(prompts))] if len(prompts) > 1 else [name]
     common: Json = {"grammar": grammar, "marks": marks or Marks(), **body.options}
     sampling = body.sampling()
-    requests = [Request(*one, sampling, **common) for one in zip(names, prompts, strict=True)]
+    requests = [
+        Request(name, prompt, sampling, **common)
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
     return Generation(response_id, requests, body.stream)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from tangram.metrics import FIGURES, EngineStats, GroupOverflow, SpeculationStats, Total
+from tangram.metrics import FIGURES, EngineStats, Figure, GroupOverflow, Total
 from tangram.serve.record import Record
 from tangram.types import Event, FinishReason
 
@@ -38,133 +40,103 @@ _SECONDS = (
 )
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-_Labelled = tuple[
-    str, str, tuple[str, ...], Callable[[EngineStats], list[tuple[tuple[str, ...], float]]]
-]
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
-# Gauges that are computed from others: name, help, property of `EngineStats`.
-_DERIVED = (
-    ("kv_pool_bytes", "Bytes of the pool", "pool_bytes"),
-    ("host_pool_bytes", "Bytes of host memory behind the pool", "host_pool_bytes"),
-    (
-        "kv_retained_tokens",
-        "KV entries of the running requests, in whole tokens",
-        "retained_tokens",
+# Gauges that are computed from others, by property of `EngineStats`.
+_DERIVED = {
+    "pool_bytes": Figure("Bytes of the pool", "kv_pool_bytes"),
+    "host_pool_bytes": Figure("Bytes of host memory behind the pool"),
+    "retained_tokens": Figure(
+        "KV entries of the running requests, in whole tokens", "kv_retained_tokens"
     ),
-    (
-        "kv_represented_tokens",
-        "Tokens of the running requests before compression",
-        "represented_tokens",
+    "represented_tokens": Figure(
+        "Tokens of the running requests before compression", "kv_represented_tokens"
     ),
-    ("kv_bytes_saved", "Bytes that compression saves the running requests", "bytes_saved"),
-    (
-        "prefix_cache_hit_share",
-        "Share of all prompt tokens so far that the prefix cache had",
-        "hit_share",
+    "bytes_saved": Figure("Bytes that compression saves the running requests", "kv_bytes_saved"),
+    "hit_share": Figure(
+        "Share of all prompt tokens so far that the prefix cache had", "prefix_cache_hit_share"
     ),
-    ("step_host_share", "Share of all steps so far that was the host's own work", "host_share"),
-)
-
-# Families with labels: name, help, labels, then the label values and numbers of one reading.
-_LABELLED_GAUGES: tuple[_Labelled, ...] = (
-    (
-        "kv_cache_info",
-        "1; the label says what the KV cache is kept in",
-        ("dtype",),
-        lambda stats: [((stats.cache_dtype,), 1)],
+    "host_share": Figure(
+        "Share of all steps so far that was the host's own work", "step_host_share"
     ),
-    (
-        "kv_pages",
-        "Pages of the pool by state",
-        ("state",),
-        lambda stats: [
-            (("held",), stats.pages_held),
-            (("cached",), stats.pages_cached),
-            (("free",), stats.pages_free),
-        ],
-    ),
-    (
-        "kv_slots",
-        "Slots of the running requests' pages, by whether they hold an entry",
-        ("state",),
-        lambda stats: [(("used",), stats.slots_used), (("empty",), stats.slots_empty)],
-    ),
-)
-
+}
 _PROFILE = ("kv_retention", "kv_scorer")
-_GROUP = (*_PROFILE, "group")
-_LABELLED_COUNTERS: tuple[_Labelled, ...] = (
-    (
-        "plans",
-        "Decode plans made, by planner",
-        ("planner",),
-        lambda stats: [((planner,), count) for planner, count in stats.plans.items()],
+# Figures of `GroupOverflow`, and of `SpeculationStats` with their names at vLLM.
+_OVERFLOW = {
+    "wished": Figure(
+        "Entries that the sampled chunks' own scores would keep", "budget_wished_entries"
     ),
-    (
-        "budget_chunks",
-        "Sealed chunks sampled to compare their own selection with the budgets",
-        _PROFILE,
-        lambda stats: [(_profile(line), line.chunks) for line in stats.overflow if line.group == 0],
+    "lost": Figure(
+        "Entries of budget_wished_entries beyond the heads' budgets", "budget_lost_entries"
     ),
-    (
-        "budget_wished_entries",
-        "Entries that the sampled chunks' own scores would keep",
-        _GROUP,
-        lambda stats: [(_group(line), line.wished) for line in stats.overflow],
-    ),
-    (
-        "budget_lost_entries",
-        "Entries of budget_wished_entries beyond the heads' budgets",
-        _GROUP,
-        lambda stats: [(_group(line), line.lost) for line in stats.overflow],
-    ),
-    (
-        "budget_exceeded_heads",
-        "Heads of these chunks whose budget was exceeded",
-        _GROUP,
-        lambda stats: [(_group(line), line.exceeded) for line in stats.overflow],
-    ),
-    (
-        "drafts",
-        "Drafts verified",
-        (),
-        lambda stats: [((), one.drafts) for one in _speculation(stats)],
-    ),
-    (
-        "draft_tokens",
-        "Tokens drafted",
-        (),
-        lambda stats: [((), one.drafted) for one in _speculation(stats)],
-    ),
-    (
-        "accepted_draft_tokens",
+    "exceeded": Figure("Heads of these chunks whose budget was exceeded", "budget_exceeded_heads"),
+}
+DRAFTS = {
+    "drafts": ("Drafts verified", "drafts", "num_drafts"),
+    "drafted": ("Tokens drafted", "draft_tokens", "num_draft_tokens"),
+    "accepted": (
         "Drafted tokens that were accepted",
-        (),
-        lambda stats: [((), one.accepted) for one in _speculation(stats)],
+        "accepted_draft_tokens",
+        "num_accepted_tokens",
     ),
-    (
-        "accepted_draft_tokens_per_position",
-        "Drafted tokens that were accepted, by their place in the draft",
-        ("position",),
-        lambda stats: [
-            ((str(place),), count)
-            for one in _speculation(stats)
-            for place, count in enumerate(one.accepted_at)
-        ],
-    ),
-)
+}
+ACCEPTED_AT = "Drafted tokens that were accepted, by their place in the draft"
 
 
-def _speculation(stats: EngineStats) -> tuple[SpeculationStats, ...]:
-    return () if stats.speculation is None else (stats.speculation,)
+def make_family(
+    kind: Family,
+    name: str,
+    text: str,
+    values: Iterable[tuple[Sequence[str], float]],
+    labels: Sequence[str] = (),
+    common: Mapping[str, str] = MappingProxyType({}),
+) -> Metric:
+    """The family of the numbers in `values`, each behind the values of its `labels`.
+
+    All have the `common` labels with these values, too.
+    """
+    family = kind(name, text, labels=[*common, *labels])
+    for label_values, value in values:
+        family.add_metric([*common.values(), *label_values], value)
+    return family
+
+
+def _list_gauges(stats: EngineStats) -> Iterator[Metric]:
+    """The gauges with labels."""
+    make = partial(make_family, GaugeMetricFamily)
+    text = "1; the label says what the KV cache is kept in"
+    yield make("tangram_kv_cache_info", text, [([stats.cache_dtype], 1)], ["dtype"])
+    pages = [(["held"], stats.pages_held), (["cached"], stats.pages_cached)]
+    pages += [(["free"], stats.pages_free)]
+    yield make("tangram_kv_pages", "Pages of the pool by state", pages, ["state"])
+    text = "Slots of the running requests' pages, by whether they hold an entry"
+    slots = [(["used"], stats.slots_used), (["empty"], stats.slots_empty)]
+    yield make("tangram_kv_slots", text, slots, ["state"])
+
+
+def _list_counters(stats: EngineStats) -> Iterator[Metric]:
+    """The counters with labels, and those of drafts, which only some engines count."""
+    make, drafted = partial(make_family, CounterMetricFamily), stats.speculation
+    plans = (([planner], count) for planner, count in stats.plans.items())
+    yield make("tangram_plans", "Decode plans made, by planner", plans, ["planner"])
+    text = "Sealed chunks sampled to compare their own selection with the budgets"
+    chunks = ((_profile(line), line.chunks) for line in stats.overflow if line.group == 0)
+    yield make("tangram_budget_chunks", text, chunks, _PROFILE)
+    for field, figure in _OVERFLOW.items():
+        groups = (
+            ((*_profile(line), str(line.group)), getattr(line, field)) for line in stats.overflow
+        )
+        yield make(f"tangram_{figure.name}", figure.text, groups, (*_PROFILE, "group"))
+    for field, (text, name, _) in DRAFTS.items():
+        yield make(f"tangram_{name}", text, (drafted and [((), getattr(drafted, field))]) or ())
+    accepted = enumerate(() if drafted is None else drafted.accepted_at)
+    places = (([str(place)], count) for place, count in accepted)
+    name = "tangram_accepted_draft_tokens_per_position"
+    yield make(name, ACCEPTED_AT, places, ["position"])
 
 
 def _profile(line: GroupOverflow) -> tuple[str, str]:
     return f"{line.kv_retention:g}", line.kv_scorer
-
-
-def _group(line: GroupOverflow) -> tuple[str, str, str]:
-    return *_profile(line), str(line.group)
 
 
 class _EngineCollector(Collector):
@@ -175,22 +147,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for field, figure in FIGURES.items():
+        for field, figure in {**FIGURES, **_DERIVED}.items():
             if figure.text:
                 kind = CounterMetricFamily if isinstance(figure, Total) else GaugeMetricFamily
                 name, value = figure.name or field, getattr(stats, field)
-                yield kind(f"tangram_{name}", figure.text, value=value)
-        for name, text, field in _DERIVED:
-            yield GaugeMetricFamily(f"tangram_{name}", text, value=getattr(stats, field))
-        for table, family in (
-            (_LABELLED_GAUGES, GaugeMetricFamily),
-            (_LABELLED_COUNTERS, CounterMetricFamily),
-        ):
-            for name, text, labels, values in table:
-                metric = family(f"tangram_{name}", text, labels=labels)
-                for label_values, value in values(stats):
-                    metric.add_metric(label_values, value)
-                yield metric
+                yield make_family(kind, f"tangram_{name}", figure.text, [((), value)])
+        yield from _list_gauges(stats)
+        yield from _list_counters(stats)
 
 
 class _ServerCollector(Collector):
@@ -199,18 +162,18 @@ class _ServerCollector(Collector):
     Where there are several, prometheus_client keeps the counts in files of one folder.
     """
 
-    def __init__(self, own: CollectorRegistry) -> None:
-        self._own = own
+    def __init__(self, counted: CollectorRegistry) -> None:
+        self._counted = counted
 
     def collect(self) -> Iterable[Metric]:
         if FOLDER_VARIABLE not in os.environ:
-            return self._own.collect()
+            return self._counted.collect()
         together = CollectorRegistry()
         MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
 
     def describe(self) -> Iterable[Metric]:
-        """No names: they are those of `_own`."""
+        """No names: they are those of `_counted`."""
         return ()
 
 
@@ -223,62 +186,44 @@ class ServerMetrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.stats = stats
-        self.registry, self._own = CollectorRegistry(), CollectorRegistry()
-        self._server = _ServerCollector(self._own)
+        self.registry, self._counted = CollectorRegistry(), CollectorRegistry()
+        self._server = _ServerCollector(self._counted)
         self.registry.register(_EngineCollector(stats))
         self.registry.register(self._server)
-        self.http_requests = Counter(
-            "tangram_http_requests",
-            "HTTP requests answered",
-            ["endpoint", "status"],
-            registry=self._own,
+        counter = partial(Counter, registry=self._counted)
+        self.http_requests = counter(
+            "tangram_http_requests", "HTTP requests answered", ["endpoint", "status"]
         )
-        self.completions = Counter(
-            "tangram_completions", "Completions ended", ["finish_reason"], registry=self._own
+        self.completions = counter("tangram_completions", "Completions ended", ["finish_reason"])
+        self.ignored_fields = counter(
+            "tangram_ignored_fields", "Unsupported fields of requests that were ignored", ["field"]
         )
-        self.ignored_fields = Counter(
-            "tangram_ignored_fields",
-            "Unsupported fields of requests that were ignored",
-            ["field"],
-            registry=self._own,
-        )
-        self.first_token_s = self._seconds(
-            "time_to_first_token", "From the request to its first token"
-        )
-        self.inter_token_s = _GatheredHistogram(
-            "tangram_inter_token_latency_seconds",
-            "From one token to the next",
-            buckets=_SECONDS,
-            registry=self._own,
-        )
-        self.duration_s = self._seconds(
+        seconds, tokens = self._seconds, self._tokens
+        self.first_token_s = seconds("time_to_first_token", "From the request to its first token")
+        self.inter_token_s = seconds("inter_token_latency", "From one token to the next")
+        self.duration_s = seconds(
             "completion_duration", "From the request to its last token, or its abort"
         )
-        self.queue_s = self._seconds(
-            "completion_queue", "From the request to its place in the batch"
-        )
-        self.prefill_s = self._seconds(
+        self.queue_s = seconds("completion_queue", "From the request to its place in the batch")
+        self.prefill_s = seconds(
             "completion_prefill", "From the place in the batch to the first token"
         )
-        self.decode_s = self._seconds("completion_decode", "From the first token to the last")
-        self.inference_s = self._seconds(
+        self.decode_s = seconds("completion_decode", "From the first token to the last")
+        self.inference_s = seconds(
             "completion_inference", "From the place in the batch to the last token"
         )
-        self.mean_token_s = self._seconds(
+        self.mean_token_s = seconds(
             "completion_mean_token", "Mean time of a completion from token to token"
         )
-        self.prompt_tokens = self._tokens(
-            "completion_prompt_tokens", "Prompt tokens of a completion"
-        )
-        self.generated_tokens = self._tokens(
-            "completion_generated_tokens", "Tokens of a completion"
-        )
+        self.prompt_tokens = tokens("completion_prompt_tokens", "Prompt tokens of a completion")
+        self.generated_tokens = tokens("completion_generated_tokens", "Tokens of a completion")
 
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tangram_{name}_seconds", text, buckets=_SECONDS, registry=self._own)
+    def _seconds(self, name: str, text: str) -> _GatheredHistogram:
+        name = f"tangram_{name}_seconds"
+        return _GatheredHistogram(name, text, buckets=_SECONDS, registry=self._counted)
 
     def _tokens(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tangram_{name}", text, buckets=_TOKENS, registry=self._own)
+        return Histogram(f"tangram_{name}", text, buckets=_TOKENS, registry=self._counted)
 
     def count_request(self, record: Record) -> None:
         """Count an answer by endpoint and status."""

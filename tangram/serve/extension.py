@@ -10,7 +10,7 @@ from tangram.serve.record import Generation, Record
 
 
 class Extension:
-    """Adds routes to a server: this one says why there is no page of the cache.
+    """Adds routes to a server: this one says why there is no web page.
 
     All is called on the server's loop but `drain`.
     """

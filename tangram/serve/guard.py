@@ -6,8 +6,8 @@ import hmac
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import sha256
+from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,53 +19,37 @@ from tangram.serve.record import record_in
 
 MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = (b"/health", b"/ready")
+# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it. The host in it
+# has no effect, like the header `Host`.
+_HOST_OF_TARGET = re.compile(rb"https?://[^/]+", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Protection:
-    """Who may send requests, and how large these may be.
-
-    Without `api_keys` every client may. A body has at most `max_body_mb` · 10^6 bytes. Browsers may
-    send requests from pages of `allowed_origins`; `*` is every page.
-
-    Raises `ConfigError` if a key is empty or has spaces, if an origin is malformed, or if the bound
-    is not positive.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    max_body_mb: float = 16.0
-    allowed_origins: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for number, key in enumerate(self.api_keys, 1):
-            if not key or any(character.isspace() for character in key):
-                raise ConfigError(
-                    f"api_key number {number} is empty or has spaces: give one without, or leave "
-                    "it out"
-                )
-            if not is_text(key):
-                raise ConfigError(
-                    f"api_key number {number} has bytes that are not UTF-8: choose another key"
-                )
-        for origin in self.allowed_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT "
-                    "where it is not the scheme's own, in small letters and without a path: give "
-                    "it as browsers send it"
-                )
-        if not 1e-6 <= self.max_body_mb <= 1024:
+def check_api_keys(api_keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The same. Raises `ConfigError` if a key is empty, or cannot be sent."""
+    for number, key in enumerate(api_keys, 1):
+        if not key or any(character.isspace() for character in key):
             raise ConfigError(
-                f"max_body_mb is {self.max_body_mb}, it must lie in [0.000001, 1024]: one byte and "
-                "more"
+                f"api_key number {number} is empty or has spaces: give one without, or leave it out"
             )
+        if not is_text(key):
+            raise ConfigError(
+                f"api_key number {number} has bytes that are not UTF-8: choose another key"
+            )
+    return api_keys
 
-    @property
-    def max_body_bytes(self) -> int:
-        """The most bytes of a body."""
-        return int(self.max_body_mb * 1_000_000)
+
+def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """The same. Raises `ConfigError` for an origin that browsers do not send; `*` is every page."""
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"allowed_origins has {origin!r}, it must be * or SCHEME://HOST, with :PORT where "
+                "it is not the scheme's own, in small letters and without a path: give it as "
+                "browsers send it"
+            )
+    return origins
 
 
 def check_served_name(name: str) -> None:
@@ -85,10 +69,7 @@ class RequireKeys:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: Iterable[str],
-        is_open: Callable[[bytes], bool] = lambda path: False,
+        self, app: ASGIApp, api_keys: Iterable[str], is_open: Callable[[bytes], bool]
     ) -> None:
         self._app, self._digests = app, [sha256(key.encode()).digest() for key in api_keys]
         self._is_open = is_open
@@ -129,6 +110,9 @@ class RequireKeys:
 class BoundRequests:
     """Refuses headers over `MAX_HEADER_BYTES` (431) and bodies over `max_body_bytes` (413),
     declared or counted.
+
+    Passes others on in the form that routes know: HEAD becomes GET (RFC 9110, 9.3.2), and uvicorn
+    leaves out the content.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -155,6 +139,11 @@ class BoundRequests:
                 raise HTTPException(413, self._too_large("more"))
             return message
 
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        if host := _HOST_OF_TARGET.match(scope.get("raw_path", b"")):
+            path = scope["raw_path"][host.end() :] or b"/"
+            scope = {**scope, "raw_path": path, "path": unquote(path.decode("ascii"))}
         await self._app(scope, counting_receive, send)
 
     def _check_head(self, scope: Scope) -> None:

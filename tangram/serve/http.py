@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,25 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tangram.serve.api_errors import install_handlers
 from tangram.serve.body import Json
-from tangram.serve.bridge import Limits, ServedEngine
+from tangram.serve.bridge import PENDING_EVENTS, Limits, ServedEngine
 from tangram.serve.extension import Extension
 from tangram.serve.guard import (
     MAX_HEADER_BYTES,
     BoundRequests,
     NameRequests,
-    Protection,
     RequireKeys,
     check_served_name,
 )
 from tangram.serve.logs import log_request
 from tangram.serve.openapi import document
 from tangram.serve.options import ServerOptions
-from tangram.serve.process import ConnectionLimits, Server
-from tangram.serve.receiving import BodyRoute, PlainForm
+from tangram.serve.process import Server, raise_file_limit
+from tangram.serve.receiving import BodyRoute
 from tangram.serve.record import RecordRequests, RecordSink
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
-from tangram.serve.static_files import StaticPages
+from tangram.serve.static_files import StaticFolder
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tangram.serve.tracing import Traces, traces_to
 from tangram.serve.vllm_names import VllmNames
@@ -49,7 +48,7 @@ from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
 # A viewer of /openapi.json. Its files hold no data, so they need no key.
-_DOCS = StaticPages(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
+_DOCS = StaticFolder(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
 # What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
@@ -59,44 +58,38 @@ _CORS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Telemetry:
-    """More metrics and traces: metrics under `vllm_names` too, and `traces` of requests."""
-
-    vllm_names: bool = False
-    traces: Traces | None = None
-
-
 def build_app(
     engine: ServedEngine,
     *,
     served_model_name: str,
-    protection: Protection | None = None,
-    limits: Limits | None = None,
-    telemetry: Telemetry | None = None,
-    let_unknown_by: bool = False,
-    page: Extension | None = None,
+    options: ServerOptions | None = None,
+    max_queue: int | None = None,
+    pending_events: int = PENDING_EVENTS,
+    traces: Traces | None = None,
+    web: Extension | None = None,
 ) -> FastAPI:
     """The application that serves `engine` as `served_model_name`; `state.service` is its
     `Service`.
 
-    With API keys in `protection`, every path requires one but /health, /ready and files of pages.
-    With `let_unknown_by`, unsupported fields are ignored and counted; otherwise they are refused.
-    `page` adds routes of its own.
+    With API keys in `options`, every path requires one but /health, /ready and files of pages.
+    `max_queue` is the engine's. Without `traces` the options say where these go. `web` adds routes
+    of its own. Raises `ConfigError` for a wrong name of the model, or if traces cannot be sent.
     """
-    protection, telemetry = protection or Protection(), telemetry or Telemetry()
-    page = page or Extension()
+    options, web = options or ServerOptions(), web or Extension()
+    traces = traces or traces_to(options.otlp_endpoint, served_model_name)
     check_served_name(served_model_name)
-    service = Service(engine, served_model_name, limits, let_unknown_by, page)
+    limits = Limits(options.request_timeout_s, pending_events, max_queue)
+    let_by, locked = options.unknown_fields == "warn", bool(options.api_key)
+    service = Service(engine, served_model_name, limits, let_by, web)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request]
-    if telemetry.vllm_names:
+    if options.metrics_aliases is not None:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
-    if telemetry.traces is not None:
-        sinks.append(telemetry.traces)
-    sinks.append(page.count)
+    if traces is not None:
+        sinks.append(traces)
+    sinks.append(web.count)
     app = FastAPI(
         title="Tangram",
-        lifespan=_make_lifespan(service, telemetry.traces, page),
+        lifespan=_make_lifespan(service, traces, web),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # the address of a redirect would come from the Host header
@@ -104,39 +97,16 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.service = service
     install_handlers(app)
-    _add_layers(app, service, protection, sinks, page)
+    _add_layers(app, options, sinks, web)
     _add_completion_routes(app, service)
     _add_other_routes(app, service)
-    page.mount(app, locked=bool(protection.api_keys))
-    _add_docs(app, served_model_name, locked=bool(protection.api_keys))
+    web.mount(app, locked=locked)
+    _add_docs(app, served_model_name, locked=locked)
     return app
 
 
-def build_from_options(
-    engine: ServedEngine,
-    model: str,
-    options: ServerOptions,
-    max_queue: int | None,
-    page: Extension | None,
-) -> FastAPI:
-    """`build_app` of `engine` as `model`, by `options`; `max_queue` is the engine's.
-
-    Raises `ConfigError` for options that are wrong.
-    """
-    traces = traces_to(options.otlp_endpoint, model)
-    return build_app(
-        engine,
-        served_model_name=model,
-        protection=options.protection,
-        limits=Limits(options.request_timeout_s, max_queue=max_queue),
-        telemetry=Telemetry(options.metrics_aliases is not None, traces),
-        let_unknown_by=options.unknown_fields == "warn",
-        page=page,
-    )
-
-
 def _make_lifespan(
-    service: Service, traces: Traces | None, page: Extension
+    service: Service, traces: Traces | None, web: Extension
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Starts and stops the engine with the application."""
 
@@ -146,7 +116,7 @@ def _make_lifespan(
         try:
             yield
         finally:
-            page.drain()
+            web.drain()
             await service.stop()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
@@ -155,24 +125,19 @@ def _make_lifespan(
 
 
 def _add_layers(
-    app: FastAPI,
-    service: Service,
-    protection: Protection,
-    sinks: Sequence[RecordSink],
-    page: Extension,
+    app: FastAPI, options: ServerOptions, sinks: Sequence[RecordSink], web: Extension
 ) -> None:
     """The middleware. What is added later is farther out."""
-    app.add_middleware(PlainForm)
-    app.add_middleware(BoundRequests, max_body_bytes=protection.max_body_bytes)
-    if protection.api_keys:
+    app.add_middleware(BoundRequests, max_body_bytes=int(options.max_body_mb * 1_000_000))
+    if options.api_key:
 
         def is_open(path: bytes) -> bool:
-            return _DOCS.has(path) or page.is_open(path)
+            return _DOCS.has(path) or web.is_open(path)
 
-        app.add_middleware(RequireKeys, api_keys=protection.api_keys, is_open=is_open)
+        app.add_middleware(RequireKeys, api_keys=options.api_key, is_open=is_open)
     app.add_middleware(NameRequests)
-    if protection.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=protection.allowed_origins, **_CORS)
+    if options.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, **_CORS)
     app.add_middleware(RecordRequests, sinks=sinks)
 
 
@@ -281,13 +246,13 @@ def make_server(
     Running answers get `shutdown_grace_s` after a signal, then they end with an error. Calls
     `on_ready` when requests are answered. A second signal ends the process at once.
     """
-    granted = ConnectionLimits.raise_limits(MAX_CONNECTIONS)
+    connections, backlog = raise_file_limit(MAX_CONNECTIONS)
     # log_config None: the caller has configured the log.
     config = uvicorn.Config(
         app,
         log_config=None,
         lifespan="on",
-        backlog=granted.backlog,
-        **transport_options(http_protocol(granted.connections)),
+        backlog=backlog,
+        **transport_options(http_protocol(connections)),
     )
     return Server(config, app.state.service, shutdown_grace_s, on_ready)

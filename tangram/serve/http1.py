@@ -17,7 +17,7 @@ class Http1(h11.Connection):
     def next_event(self) -> Any:
         """As h11 has it. Raises `h11.RemoteProtocolError` also for a request with two ends."""
         if self.their_state is h11.IDLE:
-            # Skip empty lines (RFC 9112, 2.2): some clients end a body with one.
+            # Skip empty lines (RFC 9112, 2.2): some clients end a body with an empty line.
             waiting, _ = self.trailing_data
             self._receive_buffer.maybe_extract_at_most(len(waiting) - len(waiting.lstrip(b"\r\n")))
         event = super().next_event()

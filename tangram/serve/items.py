@@ -142,7 +142,7 @@ def _of_assistant(item: Item) -> dict[str, Any] | None:
 
 
 def _goes_on(turn: dict[str, Any], part: dict[str, Any]) -> bool:
-    """Whether `part` begins a new message: in one, thoughts come first, then text, then calls."""
+    """Whether `part` begins a new message: thoughts come first, then text, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     last = max(order.index(name) for name in turn)
     first = order.index(next(iter(part)))

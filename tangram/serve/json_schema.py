@@ -32,34 +32,10 @@ _ONE = {"items", "additionalProperties"}
 _LISTED = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _PLAIN = {
-    "type",
-    "enum",
-    "const",
-    "required",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "$ref",
-    "$schema",
-    "$id",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
+    *("type", "enum", "const", "required", "minItems", "maxItems", "minProperties"),
+    *("maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
+    *("exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$ref", "$schema", "$id", "$comment"),
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
 }
 # With unbounded spaces, some models never end.
 _GAP = r"[ \t\n\r]{1,20}"
@@ -184,7 +160,9 @@ def requires_itself(schema: Any) -> bool:
         place = places.pop()
         if id(place) in left:
             continue
-        needs = [need for need in _list_needs(schema, place) if all(map(_is_object, need))]
+        # What is no object is true, false or absent: it needs nothing.
+        found = _list_needs(schema, place)
+        needs = [need for need in found if all(isinstance(part, dict) for part in need)]
         left[id(place)] = len(needs)
         for number, need in enumerate(needs):
             for part in need:
@@ -202,11 +180,6 @@ def requires_itself(schema: Any) -> bool:
     return left[id(schema)] > 0
 
 
-def _is_object(schema: Any) -> bool:
-    """Whether `schema` may need anything: others are true, false, or absent."""
-    return isinstance(schema, dict)
-
-
 def _list_needs(root: Any, schema: Any) -> Iterator[list[Any]]:
     """What each value of `schema` holds, or satisfies, too: one alternative of each list."""
     if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
@@ -216,7 +189,9 @@ def _list_needs(root: Any, schema: Any) -> Iterator[list[Any]]:
         yield [_target(root, parts["$ref"])]
     if isinstance(parts["allOf"], list):
         yield from ([part] for part in parts["allOf"])
-    yield from (own for name in ("anyOf", "oneOf") if isinstance(own := parts[name], list) and own)
+    yield from (
+        either for name in ("anyOf", "oneOf") if isinstance(either := parts[name], list) and either
+    )
     if kind in ("object", ["object"]):
         yield from _list_properties(parts)
     least, first = schema.get("minItems"), parts["prefixItems"]

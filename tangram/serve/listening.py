@@ -23,7 +23,7 @@ class Listener:
 
     @classmethod
     def at(cls, host: str, port: int) -> Listener:
-        """Listen at `host`:`port`; port 0 is any free one.
+        """Listen at `host`:`port`; port 0 is any free port.
 
         Raises `ConfigError` if the port is taken or not allowed, or `host` is no address of this
         machine.

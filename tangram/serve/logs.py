@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any, TextIO
 
-# An API process is no command, and its lines stand between those of one.
+# An API process is no command, and its lines stand between those of a command.
 from rich.console import Console  # noqa: TID251
 from rich.logging import RichHandler
 

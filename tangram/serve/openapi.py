@@ -82,8 +82,8 @@ _ANSWERS: dict[str, Json] = {
     **{path: {"application/json": {"schema": answer}} for path, answer in KV_ANSWERS.items()},
     "/v1/kv/events": _EVENTS,
 }
-# What the page's endpoints refuse: clients of other machines, and ids of other keys' requests.
-_PAGE = "/v1/kv/"
+# What the web page's endpoints refuse: clients of other machines, and ids of other keys' requests.
+_WEB = "/v1/kv/"
 
 
 def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
@@ -132,9 +132,9 @@ def _bodies(base: type[Body]) -> Iterator[type[Body]]:
 def _describe_body(body: type[Body], schema: Json, model: str) -> None:
     """Add to the schema of `body`: ranges, forms, null defaults, and the unsupported fields."""
     # Pydantic's own: FastAPI rounds the bounds of integers.
-    own = body.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
+    described = body.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
     properties, required = schema["properties"], schema.get("required", [])
-    for name, found in own.items():
+    for name, found in described.items():
         stated = {key: value for key, value in found.items() if value is not None}
         properties[name] = _field(name, stated, model)
         if name not in required:
@@ -165,7 +165,7 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
         errors += _ASKING_ERRORS
     if path == "/v1/models/{model}" or "{id}" in path:
         errors += ["404"]
-    if path.startswith(_PAGE):
+    if path.startswith(_WEB):
         errors += ["400", "403"]
     is_open = path.encode() in OPEN_PATHS
     if locked and not is_open:

@@ -6,27 +6,31 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from tangram.config import Option, OptionGroup
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.limits import Bounds
-from tangram.serve.guard import Protection
+from tangram.serve.guard import check_api_keys, check_origins
 from tangram.serve.logs import LogForm
 
 
-def _server(default: Any, text: str, **more: Any) -> Any:
-    return _field(default, Option(OptionGroup.server, text, **more))
+class Visibility(StrEnum):
+    """Who may see the web page: see `tangram.web.access.Access`; with OFF there is none."""
+
+    auto = "auto"
+    local = "local"
+    open = "open"
+    off = "off"
 
 
-def _replicas(default: Any, text: str, **more: Any) -> Any:
-    return _field(default, Option(OptionGroup.replicas, text, **more))
-
-
-def _field(default: Any, about: Option) -> Any:
+def _field(group: OptionGroup, default: Any, text: str, **more: Any) -> Any:
+    about = Option(group, text, **more)
     extra: dict[str, Any] = {"option": about}
     if (bounds := about.bounds) is None:
         return Field(default, json_schema_extra=extra)
@@ -34,18 +38,25 @@ def _field(default: Any, about: Option) -> Any:
     return Field(default, le=bounds.high, json_schema_extra=extra, **low)
 
 
+_server = partial(_field, OptionGroup.server)
+_replicas = partial(_field, OptionGroup.replicas)
+
+
 class ServerOptions(BaseModel):
-    """What a server is told besides its `EngineConfig`, in the names of `tangram serve`."""
+    """What a server is told besides its `EngineConfig`, in the names of `tangram serve`.
+
+    Raises `ConfigError` for keys that nobody can send and for what is no origin.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     served_model_name: str | None = _server(
         None, "name of the model in the API", unset="MODEL; last part of a path"
     )
-    api_key: tuple[str, ...] = _server(
+    api_key: Annotated[tuple[str, ...], AfterValidator(check_api_keys)] = _server(
         (), "API key that clients must send; repeat for more; the variable separates keys by spaces"
     )
-    allowed_origins: tuple[str, ...] = _server(
+    allowed_origins: Annotated[tuple[str, ...], AfterValidator(check_origins)] = _server(
         (), "allow browser requests from this origin (https://HOST); repeat for more; * allows all"
     )
     unknown_fields: Literal["refuse", "warn"] = _server(
@@ -54,7 +65,7 @@ class ServerOptions(BaseModel):
     max_body_mb: float = _server(
         16.0,
         "maximum size of a request's body in megabytes",
-        bounds=Bounds(0.0, 1024.0, open_low=True),
+        bounds=Bounds(1e-6, 1024.0),  # one byte and more
     )
     request_timeout_s: float = _server(
         3600,
@@ -84,11 +95,6 @@ class ServerOptions(BaseModel):
     kv_events_topic: str = _server(
         "", "topic of the events; llm-d reads kv@ADDRESS@MODEL", unset="empty"
     )
-
-    @property
-    def protection(self) -> Protection:
-        """Who may send requests, and how large ones. Raises `ConfigError`."""
-        return Protection(self.api_key, self.max_body_mb, self.allowed_origins)
 
     @property
     def events(self) -> EventAddress | None:

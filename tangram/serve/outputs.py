@@ -50,7 +50,7 @@ class Output:
 
     def _begin(self, kind: str) -> Iterator[OutputEvent]:
         self._open = kind
-        self.items.append(_message() if kind == _TEXT else _reasoning())
+        self.items.append(_make_item(kind))
         yield "response.output_item.added", self._item()
         notes: Json = {"annotations": [], "logprobs": []} if kind == _TEXT else {}
         self.items[-1]["content"].append({"type": kind, "text": "", **notes})
@@ -96,23 +96,9 @@ class Output:
         return {"output_index": len(self.items) - 1, "item": item}
 
 
-def _message() -> Json:
-    identity = f"msg_{uuid.uuid4().hex}"
-    return {
-        "type": "message",
-        "id": identity,
-        "role": "assistant",
-        "status": "in_progress",
-        "content": [],
-    }
-
-
-def _reasoning() -> Json:
-    identity = f"rs_{uuid.uuid4().hex}"
-    return {
-        "type": "reasoning",
-        "id": identity,
-        "summary": [],
-        "content": [],
-        "status": "in_progress",
-    }
+def _make_item(kind: str) -> Json:
+    """A new item, whose part is of this kind."""
+    identity, opened = uuid.uuid4().hex, {"status": "in_progress", "content": []}
+    if kind == _TEXT:
+        return {"type": "message", "id": f"msg_{identity}", "role": "assistant", **opened}
+    return {"type": "reasoning", "id": f"rs_{identity}", "summary": [], **opened}

@@ -18,7 +18,7 @@ from tangram.engine.templates import PROCESSES
 from tangram.errors import OverloadError, RequestError
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error
-from tangram.serve.record import record_of
+from tangram.serve.record import record_in
 from tangram.types import Grammar
 
 P = ParamSpec("P")
@@ -28,6 +28,14 @@ _MOST_COMPILING_S = 40  # its trial has ended, unless the machine is stuck
 _MOST_NEW_GRAMMARS = 32
 # Preparation takes little time. The engine's queue says how long it takes itself.
 _RETRY_AFTER_S = 1
+
+
+class WorkThreads(ThreadPoolExecutor):
+    """The threads for one kind of work."""
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work`; cancelled work that has not begun never does."""
+        return await asyncio.wrap_future(self.submit(work, *args, **kwargs))
 
 
 @dataclass
@@ -49,12 +57,12 @@ class Preparation:
         self._engine, self._limits, self._here = engine, limits, 0
         # On the event loop a long prompt would delay every stream. One thread: tokenizers have
         # state.
-        self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self.tokenizer = WorkThreads(1, "tokenizer")
         # One thread, so only one large body at a time takes memory.
-        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
+        self.parser = WorkThreads(1, "parser")
         # Each waits for one of the processes in which the codec renders conversations.
-        self._renderer = ThreadPoolExecutor(max_workers=PROCESSES, thread_name_prefix="renderer")
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self.renderer = WorkThreads(PROCESSES, "renderer")
+        self._compiler = WorkThreads(1, "grammar")
         self._compiling = asyncio.Lock()
         self._trials: dict[tuple[str, str], _Trial] = {}
 
@@ -79,31 +87,13 @@ class Preparation:
         self._here += 1
         try:
             async with asyncio.timeout(
-                None if limit_s is None else limit_s - record_of(request).duration_s
+                None if limit_s is None else limit_s - record_in(request.scope).duration_s
             ):
                 return await unless_disconnected(request, work(*args, **kwargs))
         except TimeoutError as error:
             raise make_timeout_error(limit_s) from error
         finally:
             self._here -= 1
-
-    async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` on the tokenizer's thread; cancelled work that has not begun never
-        does.
-        """
-        return await asyncio.wrap_future(self._tokenizer.submit(work, *args, **kwargs))
-
-    async def render(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` on a renderer's thread; cancelled work that has not begun never
-        does.
-        """
-        return await asyncio.wrap_future(self._renderer.submit(work, *args, **kwargs))
-
-    async def parse(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work` on the parser's thread; cancelled work that has not begun never
-        does.
-        """
-        return await asyncio.wrap_future(self._parser.submit(work, *args, **kwargs))
 
     async def grammar(self, source: str, field: str) -> Grammar:
         """The compiled grammar, at once if it is known. Requests for the same grammar share the
@@ -171,7 +161,7 @@ class Preparation:
 
     def stop(self) -> None:
         """Start no more work."""
-        for pool in (self._parser, self._renderer, self._tokenizer, self._compiler):
+        for pool in (self.parser, self.renderer, self.tokenizer, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
         self._engine.codec.close()  # the process need not wait for what is rendered
 

@@ -9,7 +9,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 from types import FrameType
@@ -30,41 +29,30 @@ _OTHER_FILES = 128
 _BACKLOG = 2048  # so many connections asyncio may accept before one of them is looked at
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """How many connections there may be, and how many may wait to be accepted.
+def raise_file_limit(most: int) -> tuple[int, int]:
+    """Raise this process's limit of open files for `most` connections, each of which takes one.
 
-    Each takes an open file.
+    Returns how many connections there may be, and how many may wait to be accepted, by the hard
+    limit. Raises `ConfigError` where that is no connection at all.
     """
-
-    connections: int
-    backlog: int
-
-    @classmethod
-    def raise_limits(cls, most: int) -> ConnectionLimits:
-        """Raise this process's limit of open files for `most` connections; what its hard limit
-        leaves of them.
-
-        Raises `ConfigError` where that is not even one.
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        taken = len(list(Path("/dev/fd").iterdir())) + _OTHER_FILES
-        wanted = most + _BACKLOG + taken
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if soft != resource.RLIM_INFINITY and soft < allowed:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        available = allowed - taken
-        backlog = min(_BACKLOG, available // 4)
-        if backlog < 1:
-            raise ConfigError(
-                f"the process may open {hard} files, {taken} are needed besides connections: raise "
-                "`ulimit -n`"
-            )
-        if available < wanted - taken:
-            _log.warning(
-                "the limit of open files (%d) allows %d connections", hard, available - backlog
-            )
-        return cls(available - backlog, backlog)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(list(Path("/dev/fd").iterdir())) + _OTHER_FILES
+    wanted = most + _BACKLOG + taken
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    available = allowed - taken
+    backlog = min(_BACKLOG, available // 4)
+    if backlog < 1:
+        raise ConfigError(
+            f"the process may open {hard} files, {taken} are needed besides connections: raise "
+            "`ulimit -n`"
+        )
+    if available < wanted - taken:
+        _log.warning(
+            "the limit of open files (%d) allows %d connections", hard, available - backlog
+        )
+    return available - backlog, backlog
 
 
 class Server(uvicorn.Server):

@@ -34,8 +34,8 @@ class Prompts:
     ) -> tuple[tuple[int, ...], Grammar | None, AnswerForm]:
         """The tokens of a conversation, the grammar of its answer, and the answer's form.
 
-        `rename_field` maps the names of fields of the chat endpoint to those of another one. Raises
-        `RequestError`.
+        `rename_field` maps the names of fields of the chat endpoint to those of another endpoint.
+        Raises `RequestError`.
         """
         form = AnswerForm.of(self.codec)
         if body.tools and form.tools is None:
@@ -90,19 +90,21 @@ class Prompts:
         self._check_size(texts_in(messages), field)
         self._check_size(texts_in(tools), "tools")
         self._check_size(texts_in(options), FIELD)
-        parts = await self._preparation.render(self.codec.render_chat, messages, tools, options)
+        parts = await self._preparation.renderer.run(
+            self.codec.render_chat, messages, tools, options
+        )
         self._check_size(parts, field)  # a template may write a text many times
-        return await self._preparation.tokenize(self.codec.encode_chat, parts)
+        return await self._preparation.tokenizer.run(self.codec.encode_chat, parts)
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (`prompt`) if it could never fit."""
         self._check_size([text], "prompt")
-        return await self._preparation.tokenize(self.codec.encode, text)
+        return await self._preparation.tokenizer.run(self.codec.encode, text)
 
     async def detokenize(self, token_ids: Sequence[int], field: str) -> str:
         """The text of tokens, special ones by name.
 
-        Raises `RequestError` (`field`) if one is unknown, or if there are more than ever fit.
+        Raises `RequestError` (`field`) for unknown tokens, or for more than ever fit.
         """
         if len(token_ids) > self._most_tokens:
             raise RequestError(
@@ -110,7 +112,7 @@ class Prompts:
                 "(max_model_len) fit: send fewer",
                 field,
             )
-        return await self._preparation.tokenize(self.codec.verbatim, token_ids, field)
+        return await self._preparation.tokenizer.run(self.codec.verbatim, token_ids, field)
 
     def _check_size(self, texts: Iterable[str], field: str) -> None:
         check_size(texts, field, self._most_tokens, self.codec.longest_token_bytes)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from reprlib import repr as shortened
 from typing import Any, get_args
-from urllib.parse import unquote
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Body
@@ -24,30 +21,6 @@ from tangram.serve.unknown import IgnoredFields
 
 # A smaller body takes milliseconds, whatever is in it.
 _SMALL_BYTES = 65_536
-
-
-# The absolute form of a target (RFC 9112, 3.2.2) up to its path. Proxies send it. The host in it
-# has no effect, like the header `Host`.
-_ORIGIN = re.compile(rb"https?://[^/]+", re.IGNORECASE)
-
-
-class PlainForm:
-    """Passes requests on in the form that routes know.
-
-    HEAD becomes GET (RFC 9110, 9.3.2); uvicorn leaves out the content.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        if scope["type"] == "http" and (origin := _ORIGIN.match(scope.get("raw_path", b""))):
-            path = scope["raw_path"][origin.end() :] or b"/"
-            scope = {**scope, "raw_path": path, "path": unquote(path.decode("ascii"))}
-        await self._app(scope, receive, send)
 
 
 class BodyRoute(APIRoute):
@@ -100,7 +73,7 @@ async def _read(request: Request, kind: type[Body], service: Service) -> Body:
         return _validate(kind, content, service.ignored)
     if kind in get_args(AnswerRequest):
         service.engine.check_queue(1)
-    parse_large, ignored = service.preparation.parse, service.ignored
+    parse_large, ignored = service.preparation.parser.run, service.ignored
     return await service.preparation.of(request, parse_large, _validate, kind, content, ignored)
 
 

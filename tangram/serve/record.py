@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.types import DraftedTokens, Event, FinishReason, Request, Usage
@@ -89,7 +88,8 @@ class Generation:
 def _add(drafted: Sequence[DraftedTokens]) -> DraftedTokens | None:
     if not drafted:
         return None
-    return DraftedTokens(sum(one.accepted for one in drafted), sum(one.rejected for one in drafted))
+    accepted = sum(part.accepted for part in drafted)
+    return DraftedTokens(accepted, sum(part.rejected for part in drafted))
 
 
 @dataclass
@@ -127,13 +127,8 @@ class Record:
 RecordSink = Callable[[Record], None]
 
 
-def record_of(request: HTTPConnection) -> Record:
-    """The record that `RecordRequests` keeps of `request`."""
-    return record_in(request.scope)
-
-
 def record_in(scope: Scope) -> Record:
-    """The record of the request with this ASGI scope."""
+    """The record that `RecordRequests` keeps of the request with this ASGI scope."""
     record: Record = scope[_KEY]
     return record
 

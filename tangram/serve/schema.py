@@ -50,19 +50,14 @@ class _GeneratingFields(SamplingFields):
         return self
 
     @property
-    def is_json(self) -> bool:
-        """Whether an answer that calls no tool is JSON."""
-        return self.response_format is not None and self.response_format.type != "text"
-
-    @property
     def shaped(self) -> bool:
         """Whether the answer is constrained."""
-        return self.is_json
+        return self.answer_schema is not None
 
     def check_schemas(self, bounds: SchemaBounds) -> None:
         """Raise `RequestError` naming a schema that is out of `bounds`."""
-        if self.response_format is not None:
-            self.response_format.check(bounds)
+        if self.response_format is not None and (json := self.response_format.json_schema):
+            bounds.check(json.schema_, "response_format.json_schema.schema")
 
     def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
         """The grammar of an answer in `form`, and the field that requires it; None for any text.
@@ -145,7 +140,7 @@ class ChatRequest(_GeneratingFields):
     @property
     def shaped(self) -> bool:
         """Whether the answer is constrained."""
-        return bool(self.offered) or self.is_json
+        return bool(self.offered) or super().shaped
 
     def check_schemas(self, bounds: SchemaBounds) -> None:
         """As for every request; those of tools too."""
@@ -157,8 +152,9 @@ class ChatRequest(_GeneratingFields):
         if self.offered and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            schema, ids = self.answer_schema, form.control_token_ids
-            calls = CallGrammar(self.offered, form.tools, forced, parallel, schema, ids, form)
+            calls = CallGrammar(
+                self.offered, form.tools, forced, parallel, self.answer_schema, form
+            )
             return calls.source(), "tools"
         return super().grammar(form)
 

@@ -24,7 +24,7 @@ from tangram.serve.exposition import ServerMetrics
 from tangram.serve.extension import Extension
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
-from tangram.serve.record import Generation, Record, record_of
+from tangram.serve.record import Generation, Record, record_in
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
@@ -34,7 +34,7 @@ class Service:
     """Answers requests with one engine, as one model name.
 
     With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
-    `page` is told of what HTTP requests ask for before it is submitted, and when the server will
+    `web` is told of what HTTP requests ask for before it is submitted, and when the server will
     end.
     """
 
@@ -44,14 +44,14 @@ class Service:
         served_model_name: str,
         limits: Limits | None = None,
         let_by: bool = False,
-        page: Extension | None = None,
+        web: Extension | None = None,
     ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
         self.metrics = ServerMetrics(engine.stats)
         self.ignored = IgnoredFields(self.metrics.ignored_fields) if let_by else None
         self.template = Template(engine.codec, self.ignored)
-        self.draining, self._page = False, page or Extension()
+        self.draining, self._web = False, web or Extension()
         self.engine, self._limits, self._started = engine, limits or Limits(), False
         self.preparation = Preparation(engine, self._limits)
         self.prompts = Prompts(engine, self.preparation, self.template)
@@ -73,7 +73,7 @@ class Service:
     def drain(self) -> None:
         """Refuse new requests; running ones go on."""
         self.draining = True
-        self._page.drain()
+        self._web.drain()
 
     async def stop(self) -> None:
         """Prepare nothing more, and end what runs."""
@@ -91,7 +91,7 @@ class Service:
         with _use_client_names(body):
             # Most refusals under load are decided here, before the prompt is tokenized.
             self.engine.check_queue(body.completions)
-            record = record_of(request)
+            record = record_in(request.scope)
             prepared = await self.preparation.of(request, self._endpoints.prepare, body, record)
             answer = await unless_disconnected(request, self._begin(prepared, record))
         if body.stream:
@@ -127,7 +127,7 @@ class Service:
             generation, self.engine.max_model_len, self.engine.sampling, may_stream=may_stream
         )
         if record is not None:
-            self._page.announce(generation, record)
+            self._web.announce(generation, record)
         stream = await EventStream.open(self.engine, generation, self.metrics, self._limits, record)
         new_text = partial(_read_answer, self.engine.codec, generation)
         return Answer(stream, new_text, prepared.new_reader)

@@ -1,4 +1,4 @@
-"""Pages and their files, with headers that let a browser load nothing from elsewhere."""
+"""Web pages and their files, with headers that let a browser load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class StaticPages:
+class StaticFolder:
     """The files of `folder`, served below `prefix`; some of them are pages with a path of their
     own.
     """
@@ -47,13 +47,13 @@ class StaticPages:
             response.headers.update(HEADERS)
             return response
 
-        def serve_page(path: str, name: str) -> None:
+        def add_page(path: str, name: str) -> None:
             @app.get(path, include_in_schema=False, response_model=None)
             async def page(request: Request) -> Response:
                 return await send(request, name)
 
         for path, name in self.pages.items():
-            serve_page(path, name)
+            add_page(path, name)
 
         @app.get(self.prefix + "{path:path}", include_in_schema=False, response_model=None)
         async def file(path: str, request: Request) -> Response:

@@ -46,11 +46,6 @@ class ResponseFormat(Body):
             )
         return self
 
-    def check(self, bounds: SchemaBounds) -> None:
-        """Raise `RequestError` if its schema is out of `bounds`."""
-        if self.json_schema is not None:
-            bounds.check(self.json_schema.schema_, "response_format.json_schema.schema")
-
     @property
     def answer_schema(self) -> dict[str, Any] | None:
         """The schema of the answer; None for any text."""

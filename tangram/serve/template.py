@@ -103,7 +103,7 @@ class Template:
     ) -> dict[str, Any]:
         """The variables that a request sets: its `options`, and two fields that are variables too.
 
-        Raises `RequestError` for one that the template does not read, unless such fields are
+        Raises `RequestError` for a variable that the template does not read, unless such fields are
         ignored. A value that asks for nothing passes: `"none"` of effort, `"medium"` of verbosity.
         """
         readable, wanted = self._codec.template_options, dict(options)

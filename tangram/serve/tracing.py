@@ -68,8 +68,8 @@ def traces_to(
             f"{asked} is {url!r}, but OpenTelemetry's SDK is not installed: pip install "
             "'tangram-serve[otel]', or ask for no traces"
         ) from error
-    own = Resource({"service.name": "tangram", "service.version": __version__})
-    provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))
+    ours = Resource({"service.name": "tangram", "service.version": __version__})
+    provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     # The exporter adds /v1/traces to a variable, but not to an argument.
     exporter = (
         OTLPSpanExporter()

@@ -157,13 +157,8 @@ def drop_no_ops(body: Any, unsupported: NoOps) -> Any:
         return body
     for field in unsupported.keys() & body.keys():
         if not asks_for_nothing(body[field], unsupported[field]):
-            raise not_supported(field)
+            raise wrong_field(field, f"'{field}' is not supported: leave it out")
     return {name: value for name, value in body.items() if name not in unsupported}
-
-
-def not_supported(field: str, hint: str = "leave it out") -> PydanticCustomError:
-    """The error of a field that other servers support and this one does not."""
-    return wrong_field(field, f"'{field}' is not supported: {hint}")
 
 
 def wrong_field(field: str, message: str) -> PydanticCustomError:

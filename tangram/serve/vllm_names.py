@@ -8,6 +8,7 @@ engine speculates. Buckets are Tangram's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -17,8 +18,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from tangram.metrics import EngineStats, SpeculationStats
-from tangram.serve.exposition import ServerMetrics
+from tangram.metrics import SpeculationStats
+from tangram.serve.exposition import ACCEPTED_AT, DRAFTS, ServerMetrics, make_family
 
 # Names, texts, and figures of `EngineStats`.
 _GAUGES = (
@@ -33,12 +34,6 @@ _COUNTERS = (
     ("num_preemptions", "Running requests sent back to the queue", "preemptions"),
     ("prefix_cache_queries", "Tokens that the prefix cache was asked for", "prompt_tokens"),
     ("prefix_cache_hits", "Tokens that it had", "cached_tokens"),
-)
-# And of `SpeculationStats`.
-_DRAFTS = (
-    ("num_drafts", "Drafts verified", "drafts"),
-    ("num_draft_tokens", "Tokens drafted", "drafted"),
-    ("num_accepted_tokens", "Drafted tokens that were accepted", "accepted"),
 )
 # And the names of Tangram's.
 _HISTOGRAMS = (
@@ -62,71 +57,39 @@ class VllmNames(Collector):
 
     def __init__(self, metrics: ServerMetrics, model: str) -> None:
         self._metrics, self._labels = metrics, {"model_name": model, "engine": "0"}
+        self._gauge = partial(make_family, GaugeMetricFamily, common=self._labels)
+        self._counter = partial(make_family, CounterMetricFamily, common=self._labels)
 
     def collect(self) -> Iterator[Metric]:
         """One reading."""
-        stats, names, values = (
-            self._metrics.stats(),
-            list(self._labels),
-            list(self._labels.values()),
-        )
+        stats, gauge, counter = self._metrics.stats(), self._gauge, self._counter
         for name, text, figure in _GAUGES:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            gauge.add_metric(values, getattr(stats, figure))
-            yield gauge
-        yield self._cache_config(stats)
+            yield gauge(f"vllm:{name}", text, [((), getattr(stats, figure))])
+        # What routers read of it: prefixes are cached in blocks, which are chunks here.
+        text = "1; the labels say how many blocks of how many tokens fit into the pool"
+        sizes = str(stats.chunk_tokens), str(stats.capacity_tokens // stats.chunk_tokens)
+        names = ("block_size", "num_gpu_blocks")
+        yield gauge("vllm:cache_config_info", text, [(sizes, 1)], names)
         for name, text, figure in _COUNTERS:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            counter.add_metric(values, getattr(stats, figure))
-            yield counter
+            yield counter(f"vllm:{name}", text, [((), getattr(stats, figure))])
         if stats.speculation is not None:
             yield from self._drafts(stats.speculation)
         counted = self._metrics.collect_server()
         if (ended := counted.get("tangram_completions")) is not None:
-            yield self._successes(ended)
-        for name, own in _HISTOGRAMS:
-            if (source := counted.get(own)) is not None:
+            totals = (sample for sample in ended.samples if sample.name.endswith("_total"))
+            found = (([sample.labels["finish_reason"]], sample.value) for sample in totals)
+            name, text = "vllm:request_success", "Completions ended"
+            yield counter(name, text, found, ["finished_reason"])
+        for name, source_name in _HISTOGRAMS:
+            if (source := counted.get(source_name)) is not None:
                 yield self._histogram(name, source)
 
-    def _cache_config(self, stats: EngineStats) -> Metric:
-        """What routers read of it: prefixes are cached in blocks, which are chunks here."""
-        sizes = {
-            "block_size": str(stats.chunk_tokens),
-            "num_gpu_blocks": str(stats.capacity_tokens // stats.chunk_tokens),
-        }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "1; the labels say how many blocks of how many tokens fit into the pool",
-            labels=[*self._labels, *sizes],
-        )
-        family.add_metric([*self._labels.values(), *sizes.values()], 1)
-        return family
-
     def _drafts(self, drafted: SpeculationStats) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-        for name, text, figure in _DRAFTS:
-            family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=names)
-            family.add_metric(values, getattr(drafted, figure))
-            yield family
-        by_place = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place in the draft",
-            labels=[*names, "position"],
-        )
-        for place, accepted in enumerate(drafted.accepted_at):
-            by_place.add_metric([*values, str(place)], accepted)
-        yield by_place
-
-    def _successes(self, source: Metric) -> Metric:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Completions ended", labels=[*self._labels, "finished_reason"]
-        )
-        for sample in source.samples:
-            if sample.name.endswith("_total"):
-                family.add_metric(
-                    [*self._labels.values(), sample.labels["finish_reason"]], sample.value
-                )
-        return family
+        for field, (text, _, name) in DRAFTS.items():
+            yield self._counter(f"vllm:spec_decode_{name}", text, [((), getattr(drafted, field))])
+        places = (([str(place)], count) for place, count in enumerate(drafted.accepted_at))
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield self._counter(name, ACCEPTED_AT, places, ["position"])
 
     def _histogram(self, name: str, source: Metric) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", source.documentation)

@@ -165,7 +165,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _close_idle(self) -> None:
-        """Close the idle connection that would time out first; this one, if none is idle."""
+        """Close the idle connection that would time out first; this connection, if none is idle."""
         others = (each for each in self.connections if isinstance(each, HttpProtocol))
         idle = {
             other: until_s

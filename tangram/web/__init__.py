@@ -1,1 +1,1 @@
-"""The page at `/`: what a browser sees of the cache."""
+"""The web page at `/`: what a browser sees of the cache."""

@@ -1,4 +1,4 @@
-"""Who may see the page's data: holders of a key, or clients of this machine.
+"""Who may see the web page's data: holders of a key, or clients of this machine.
 
 A request's data go to the key that sent it. Without keys a browser is no proof of a local user: a
 foreign page may name this machine in DNS (rebinding), so the `Host` of a request must be ours.
@@ -8,43 +8,31 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from fastapi import Request
 
 from tangram.serve.api_errors import ApiError
-from tangram.serve.record import record_of
+from tangram.serve.options import Visibility
+from tangram.serve.record import record_in
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 _ANYWHERE = ("0.0.0.0", "::", "")
-
-
-class Visibility(StrEnum):
-    """Who may see the page: see `Access`."""
-
-    auto = "auto"
-    local = "local"
-    open = "open"
 
 
 @dataclass(frozen=True)
 class Access:
     """Decides who sees what on a server that listens at `host`.
 
-    AUTO shows everything to holders of a key, and on a server without keys to clients of this
-    machine. LOCAL shows it to clients of this machine alone, OPEN to every client.
+    AUTO shows everything to holders of a key, and on a server without keys (`locked` is false) to
+    clients of this machine. LOCAL shows it to clients of this machine alone, OPEN to every client.
     """
 
     visibility: Visibility
     host: str
     locked: bool = False
-
-    def on(self, *, locked: bool) -> Access:
-        """The same on a server with keys, or without."""
-        return replace(self, locked=locked)
 
     def check(self, request: Request) -> bytes | None:
         """The digest of the client's key, None on a server without keys.
@@ -56,17 +44,17 @@ class Access:
         local_alone = self.visibility is Visibility.local or (
             self.visibility is Visibility.auto and not self.locked
         )
-        if local_alone and not _is_loopback(_peer(request)):
+        if local_alone and not (request.client and _is_loopback(request.client.host)):
             raise ApiError(
                 403,
                 "without an API key this page is for clients of this machine: start the server "
                 "with --api-key, or with --page open",
                 code="not_local",
             )
-        return record_of(request).key_digest
+        return record_in(request.scope).key_digest
 
     def _check_names(self, request: Request) -> None:
-        """Raise `ApiError` 403 if the request names another host than this one."""
+        """Raise `ApiError` 403 if the request names another host."""
         host = request.headers.getlist("host")
         found = _HOST.fullmatch(host[0]) if len(host) == 1 else None
         if found is None or not self._is_ours(found["name"].strip("[]").lower(), request):
@@ -88,10 +76,6 @@ class Access:
         if self.host in _ANYWHERE:
             names.add(socket.gethostname().lower())
         return name in names - set(_ANYWHERE)
-
-
-def _peer(request: Request) -> str:
-    return "" if request.client is None else request.client.host
 
 
 def _is_loopback(host: str) -> bool:

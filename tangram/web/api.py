@@ -1,8 +1,9 @@
-"""The page as an extension of the server: its files, and the endpoints below /v1/kv."""
+"""The web page as an extension of the server: its files, and the endpoints below /v1/kv."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.extension import Extension
-from tangram.serve.record import Generation, Record, record_of
+from tangram.serve.record import Generation, Record, record_in
 from tangram.web.access import Access
 from tangram.web.files import FILES
 from tangram.web.history import MOST_S, STEP_S
@@ -22,20 +23,20 @@ from tangram.web.questions import (
     HistoryQuestion,
     KeptQuestion,
     ModelQuestion,
-    PageSource,
     PoolQuestion,
     Question,
     RequestQuestion,
+    WebSource,
 )
 from tangram.web.watchers import Watcher
 
 _Place = Annotated[int, Query(ge=0, le=1_000_000)]
 
 
-class CachePage(Extension):
-    """The page of an engine that `source` tells of."""
+class CacheWeb(Extension):
+    """The web page of an engine that `source` tells of."""
 
-    def __init__(self, source: PageSource, access: Access) -> None:
+    def __init__(self, source: WebSource, access: Access) -> None:
         self._source, self._access = source, access
         self._watchers = set[Watcher]()
 
@@ -43,7 +44,7 @@ class CachePage(Extension):
 
     def mount(self, app: FastAPI, *, locked: bool) -> None:
         """See `Extension`."""
-        self._access = self._access.on(locked=locked)
+        self._access = replace(self._access, locked=locked)
         FILES.mount(app, self._check)
         self._add_endpoints(app)
         self._add_stream(app)
@@ -74,7 +75,7 @@ class CachePage(Extension):
     def drain(self) -> None:
         """See `Extension`."""
         for watcher in self._watchers:
-            watcher.close()
+            watcher.send(b"")
 
     # -- routes ------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class CachePage(Extension):
         @app.get("/v1/kv/events", response_model=None)
         async def kv_events(request: Request) -> Response:
             client = self._check(request)
-            if record_of(request).method == "HEAD":
+            if record_in(request.scope).method == "HEAD":
                 return Response(media_type=Watcher.media_type)
             watcher = Watcher(client)
             await self._source.watch(watcher)
@@ -139,15 +140,15 @@ class CachePage(Extension):
 class _Watching(StreamingResponse):
     """The stream of one watcher, who leaves at its end, also if it never began."""
 
-    def __init__(self, watcher: Watcher, page: CachePage) -> None:
+    def __init__(self, watcher: Watcher, web: CacheWeb) -> None:
         super().__init__(
             aiter(watcher), media_type=watcher.media_type, headers={"Cache-Control": "no-cache"}
         )
-        self._watcher, self._page = watcher, page
+        self._watcher, self._web = watcher, web
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames until the stream or the client ends."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._page.leave(self._watcher)
+            self._web.leave(self._watcher)

@@ -1,4 +1,4 @@
-"""The page of a server of several engines: conversations without the cache beside them."""
+"""The web page of a server of several engines: conversations without the cache beside them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tangram.serve.extension import Extension
 from tangram.web.files import FILES
 
 
-class ChatPage(Extension):
-    """Serves the page's files, which hold no data: every client may have them."""
+class ChatWeb(Extension):
+    """Serves its files, which hold no data: every client may have them."""
 
     reason = (
         "several engines answer here, and the page shows the cache of one; the metrics "

@@ -11,12 +11,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from tangram.serve.body import Json
 from tangram.types import Int32, Int64, UInt8
@@ -44,7 +42,7 @@ UInt16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
 class Pool:
     """Every page now. `owners` uint16 number conversations: that of whoever held a page last.
 
-    Conversations are numbered from 1; 0 is the owner of no page, and of one that was never read
+    Conversations are numbered from 1; 0 is the owner of no page, and of pages that were never read
     while a conversation held it.
     """
 
@@ -53,11 +51,6 @@ class Pool:
     promised: int = 0
     host_used: int = 0
     host_total: int = 0
-
-    @property
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """What is of each page. They are replaced, never changed."""
-        return {"states": self.states, "owners": self.owners}
 
     @property
     def counts(self) -> Json:
@@ -89,18 +82,16 @@ class _Outbox:
     pool: PoolReading | None = None
 
 
-class ToldWatcher(Protocol):
-    """Whoever is told news: requests of the key of digest `client`, and what is of nobody."""
+@dataclass(frozen=True, eq=False)
+class ToldWatcher:
+    """Whoever is told news: requests of the key of digest `client`, and what is of nobody.
 
-    @property
-    def client(self) -> bytes | None:
-        """The digest of its key; None where there are no keys."""
+    `client` is None where there are no keys. `send` is given server-sent events, nothing at the
+    end, and never waits.
+    """
 
-    def send(self, frames: bytes) -> None:
-        """Tell news, as server-sent events. It never waits."""
-
-    def close(self) -> None:
-        """No more come."""
+    client: bytes | None
+    send: Callable[[bytes], None]
 
 
 class Collector:
@@ -135,7 +126,7 @@ class Collector:
         self._call_for_flush()
 
     def _read_pool(self, idle: bool, readings: Readings) -> PoolReading | None:
-        """A reading if something has changed and it is time for one; always before a pause."""
+        """A reading if something has changed and it is time; always before a pause."""
         now_s = time.monotonic()
         due = now_s >= self._next_reading_s and (bool(self.watchers) or self._is_wanted)
         if not self._stale or not (idle or due):
@@ -167,7 +158,7 @@ class Collector:
     def _close_watchers(self) -> None:
         self._ending = True
         for watcher in self.watchers:
-            watcher.close()
+            watcher.send(b"")
 
     def enter(self, watcher: ToldWatcher) -> None:
         """Begin a stream: first a `hello`, then what comes."""
@@ -176,10 +167,10 @@ class Collector:
         watcher.send(frame("hello", told))
         self.watchers.add(watcher)
         if self._ending:
-            watcher.close()
+            watcher.send(b"")
 
     async def freshen(self) -> None:
-        """Bring the state up to date; waits a little for a reading if the last one is old.
+        """Bring the state up to date; waits a little for a reading if the last is old.
 
         Where sequences run, that is by its age; elsewhere, if anything has happened since.
         """
@@ -220,7 +211,7 @@ class Collector:
             outbox, self._outbox = self._outbox, _Outbox()
         frames = [self._take_step(step) for step in outbox.steps]
         changed = dict.fromkeys(
-            one for change in outbox.changes if (one := self.requests.take(change)) is not None
+            shown for each in outbox.changes if (shown := self.requests.take(each)) is not None
         )
         if outbox.pool is not None:
             frames += self._take_pool(outbox.pool, changed)
@@ -248,11 +239,11 @@ class Collector:
         numbers = np.zeros(max(1, len(reading.sequences)), np.int32)
         running = list[ShownCompletion]()
         for at, sequence in enumerate(reading.sequences):
-            one = self.requests.read(sequence)
-            if one is not None:
-                numbers[at] = one.conversation
-                running += [] if one.ended else [one]
-        running.sort(key=lambda one: one.told_s)
+            shown = self.requests.read(sequence)
+            if shown is not None:
+                numbers[at] = shown.conversation
+                running += [] if shown.ended else [shown]
+        running.sort(key=lambda shown: shown.told_s)
         changed |= dict.fromkeys(running[:MOST_TOLD])
         counts = self.pool.counts
         changes = self.pool.take(reading, numbers)
@@ -267,30 +258,30 @@ class Collector:
         if not self.watchers:
             return
         shared, clients = b"".join(frames), {watcher.client for watcher in self.watchers}
-        own = {client: self._frames_for(changed, client) for client in clients}
-        for one in changed:
-            one.told_s = self._flushed_s
+        theirs = {client: self._frames_for(changed, client) for client in clients}
+        for shown in changed:
+            shown.told_s = self._flushed_s
         for watcher in self.watchers:
-            if sent := shared + own[watcher.client]:
+            if sent := shared + theirs[watcher.client]:
                 watcher.send(sent)
 
     def _frames_for(self, changed: dict[ShownCompletion, None], client: bytes | None) -> bytes:
         return b"".join(
-            frame("request", describe_progress(one))
-            for one in changed
-            if one.announcement.client == client
+            frame("request", describe_progress(shown))
+            for shown in changed
+            if shown.announcement.client == client
         )
 
 
-def describe_progress(one: ShownCompletion) -> Json:
+def describe_progress(shown: ShownCompletion) -> Json:
     """A completion in numbers."""
-    reading, usage = one.reading, one.reading.usage
+    reading, usage = shown.reading, shown.reading.usage
     return {
-        "id": one.announcement.answer_id,
-        "request_id": one.announcement.request_id,
-        "index": one.choice,
-        "conversation": one.conversation,
-        "state": one.state.value,
+        "id": shown.announcement.answer_id,
+        "request_id": shown.announcement.request_id,
+        "index": shown.choice,
+        "conversation": shown.conversation,
+        "state": shown.state.value,
         "tokens": len(reading.tokens),
         "sealed_chunks": reading.sealed_chunks,
         "cached_tokens": usage.cached_tokens,

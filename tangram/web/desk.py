@@ -1,20 +1,19 @@
-"""What the page shows, in the engine's process: answers to its questions, news for its watchers."""
+"""What the web page shows, in the engine's process: its answers, and news for its watchers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+from msgspec.json import encode as write
 
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
+from tangram.types import UInt8
 from tangram.watch import CacheShape, RetentionShape
-from tangram.web.collector import Collector, ToldWatcher
+from tangram.web.collector import Collector, ToldWatcher, UInt16
 from tangram.web.details import Details, encode
 from tangram.web.history import STEP_S, History
 from tangram.web.questions import (
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 MOST_WATCHERS = 64
 
 
-class PageDesk:
-    """Tells the page of an `engine` that serves `model`. For one event loop, that of `start`."""
+class WebDesk:
+    """Tells the web page of an `engine` that serves `model`. For the event loop of `start`."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -92,37 +91,33 @@ class PageDesk:
         """The answer as JSON. Raises `ApiError`."""
         match question:
             case ModelQuestion():
-                return _write(describe_model(self._model, self._watched.shape))
+                return write(describe_model(self._model, self._watched.shape))
             case RequestQuestion(id, index, tokens_from, client):
                 await self._collector.freshen()
-                one = self._find(id, index, client)
-                told = await asyncio.to_thread(self._details.describe, one, tokens_from)
-                return await asyncio.to_thread(_write, told)
+                shown = self._find(id, index, client)
+                told = await asyncio.to_thread(self._details.describe, shown, tokens_from)
+                return await asyncio.to_thread(write, told)
             case KeptQuestion(id, index, chunk, client):
                 self._collector.flush()
-                return _write(self._details.describe_kept(self._find(id, index, client), chunk))
+                return write(self._details.describe_kept(self._find(id, index, client), chunk))
             case PoolQuestion(client):
                 await self._collector.freshen()
-                told = describe_pool(self._collector, client)
-                return await asyncio.to_thread(_write_pool, self._collector.pool.arrays, told)
+                pool, told = self._collector.pool, describe_pool(self._collector, client)
+                return await asyncio.to_thread(_write_pool, pool.states, pool.owners, told)
             case HistoryQuestion(seconds):
-                return _write(self._history.read(seconds))
+                return write(self._history.read(seconds))
 
     def _find(self, name: str, choice: int, client: bytes | None) -> ShownCompletion:
         """Raises `ApiError` 404, the same for requests of others and for those that never were."""
-        one = self._collector.requests.find(name, choice)
-        if one is None or one.announcement.client != client:
+        shown = self._collector.requests.find(name, choice)
+        if shown is None or shown.announcement.client != client:
             raise ApiError(
                 404,
                 "no such request of this key: it has not begun, or was forgotten since",
                 param="id",
                 code="no_such_request",
             )
-        return one
-
-
-def _write(told: Json) -> bytes:
-    return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return shown
 
 
 def describe_model(model: str, shape: CacheShape) -> Json:
@@ -162,8 +157,8 @@ def _describe_retention(entry: RetentionShape, *, default: bool) -> Json:
 def describe_pool(collector: Collector, client: bytes | None) -> Json:
     """The conversations that have pages, those of other clients without id, and all counts."""
     pool, newest = collector.pool, dict[int, ShownCompletion]()
-    for one in collector.requests.newest:
-        newest.setdefault(one.conversation, one)
+    for shown in collector.requests.newest:
+        newest.setdefault(shown.conversation, shown)
     owning = np.flatnonzero(np.bincount(pool.owners))
     return {
         "pages_total": len(pool.states),
@@ -177,16 +172,18 @@ def describe_pool(collector: Collector, client: bytes | None) -> Json:
     }
 
 
-def _describe_conversation(number: int, one: ShownCompletion | None, client: bytes | None) -> Json:
-    own = one.announcement if one is not None and one.announcement.client == client else None
+def _describe_conversation(
+    number: int, shown: ShownCompletion | None, client: bytes | None
+) -> Json:
+    told = None if shown is None or shown.announcement.client != client else shown.announcement
     return {
         "number": number,
-        "id": None if own is None else own.answer_id,
-        "request_id": None if own is None else own.request_id,
-        "tokens": 0 if one is None else len(one.reading.tokens),
+        "id": None if told is None else told.answer_id,
+        "request_id": None if told is None else told.request_id,
+        "tokens": 0 if shown is None else len(shown.reading.tokens),
     }
 
 
-def _write_pool(arrays: Mapping[str, npt.NDArray[Any]], told: Json) -> bytes:
-    """Millions of pages take a while: call it on a thread."""
-    return _write(told | {name: encode(array) for name, array in arrays.items()})
+def _write_pool(states: UInt8, owners: UInt16, told: Json) -> bytes:
+    """Millions of pages take a while: call it on a thread; no array changes."""
+    return write(told | {"states": encode(states), "owners": encode(owners)})

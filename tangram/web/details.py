@@ -27,16 +27,16 @@ class Details:
         self._watched, self._begin_s = watched, begin_s
         self._text: Any = lru_cache(maxsize=1 << 16)(codec.token_text)
 
-    def describe(self, one: ShownCompletion, tokens_from: int) -> Json:
+    def describe(self, shown: ShownCompletion, tokens_from: int) -> Json:
         """All of a completion, with its tokens from `tokens_from` on."""
-        reading, usage = one.reading, one.reading.usage
+        reading, usage = shown.reading, shown.reading.usage
         admitted = reading.admitted_s is not None
         return {
-            "id": one.announcement.answer_id,
-            "request_id": one.announcement.request_id,
-            "index": one.choice,
-            "state": one.state.value,
-            "conversation": one.conversation,
+            "id": shown.announcement.answer_id,
+            "request_id": shown.announcement.request_id,
+            "index": shown.choice,
+            "state": shown.state.value,
+            "conversation": shown.conversation,
             "kv_retention": reading.kv_retention,
             "scorer": reading.scorer,
             "tokens": list(self._spell(reading.tokens.tolist(), tokens_from)),
@@ -45,7 +45,7 @@ class Details:
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens if admitted else 0,
             "output_tokens": usage.completion_tokens,
             "sealed_chunks": reading.sealed_chunks,
-            "chunks": self._describe_chunks(one),
+            "chunks": self._describe_chunks(shown),
             "raw": {
                 "begin": reading.sealed_chunks * reading.chunk_tokens,
                 "end": reading.computed_tokens,
@@ -56,19 +56,19 @@ class Details:
             if usage.drafted is None
             else {"accepted": usage.drafted.accepted, "rejected": usage.drafted.rejected},
             "times": {
-                "queued": self._since_begin(one.announcement.queued_s),
+                "queued": self._since_begin(shown.announcement.queued_s),
                 "admitted": self._since_begin(reading.admitted_s),
-                "first_token": self._since_begin(one.first_token_s),
-                "ended": self._since_begin(one.ended_s),
+                "first_token": self._since_begin(shown.first_token_s),
+                "ended": self._since_begin(shown.ended_s),
             },
         }
 
-    def describe_kept(self, one: ShownCompletion, chunk: int) -> Json:
+    def describe_kept(self, shown: ShownCompletion, chunk: int) -> Json:
         """Which entries each head kept of sealed chunk `chunk`.
 
         Raises `ApiError` 404 if the chunk is not sealed or nothing is known of it.
         """
-        reading, shape = one.reading, self._watched.shape
+        reading, shape = shown.reading, self._watched.shape
         if not 0 <= chunk < reading.sealed_chunks:
             raise ApiError(
                 404,
@@ -77,8 +77,8 @@ class Details:
                 param="chunk",
                 code="no_such_chunk",
             )
-        kept = self._find_kept(one, chunk)
-        everything = self._keeps_everything(one)
+        kept = self._find_kept(shown, chunk)
+        everything = self._keeps_everything(shown)
         if kept is None and not everything:
             raise ApiError(
                 404,
@@ -98,9 +98,10 @@ class Details:
             "draft_bits": encode(kept.bits) if everything and kept is not None else None,
         }
 
-    def _describe_chunks(self, one: ShownCompletion) -> list[Json]:
-        reading, everything = one.reading, self._keeps_everything(one)
-        noted = [self._find_kept(one, chunk) is not None for chunk in range(reading.sealed_chunks)]
+    def _describe_chunks(self, shown: ShownCompletion) -> list[Json]:
+        reading, everything = shown.reading, self._keeps_everything(shown)
+        sealed = range(reading.sealed_chunks)
+        noted = [self._find_kept(shown, chunk) is not None for chunk in sealed]
         return [
             {
                 "index": chunk,
@@ -111,28 +112,28 @@ class Details:
                 "shared_by": use.users,
                 "in": use.place.value,
             }
-            for chunk, use in enumerate(self._uses(one))
+            for chunk, use in enumerate(self._uses(shown))
         ]
 
-    def _uses(self, one: ShownCompletion) -> list[ChunkUse]:
+    def _uses(self, shown: ShownCompletion) -> list[ChunkUse]:
         """Where each sealed chunk is. What only its sequence knows is where that is."""
-        reading = one.reading
-        own = ChunkUse(ChunkPlace.DEVICE, 1) if one.running else ChunkUse(ChunkPlace.GONE, 0)
+        reading = shown.reading
+        known = ChunkUse(ChunkPlace.DEVICE, 1) if shown.running else ChunkUse(ChunkPlace.GONE, 0)
         found = [
-            own if use.place is ChunkPlace.GONE else use
+            known if use.place is ChunkPlace.GONE else use
             for use in self._watched.uses(reading.chunk_keys)
         ]
-        return found + [own] * (reading.sealed_chunks - len(found))
+        return found + [known] * (reading.sealed_chunks - len(found))
 
-    def _find_kept(self, one: ShownCompletion, chunk: int) -> KeptPositions | None:
-        keys = one.reading.chunk_keys
+    def _find_kept(self, shown: ShownCompletion, chunk: int) -> KeptPositions | None:
+        keys = shown.reading.chunk_keys
         return self._watched.find_kept(keys[chunk]) if chunk < len(keys) else None
 
-    def _keeps_everything(self, one: ShownCompletion) -> bool:
-        return keeps_everything(self._retention(one), one.reading.chunk_tokens)
+    def _keeps_everything(self, shown: ShownCompletion) -> bool:
+        return keeps_everything(self._retention(shown), shown.reading.chunk_tokens)
 
-    def _retention(self, one: ShownCompletion) -> RetentionShape:
-        wanted, shapes = one.reading, self._watched.shape.retentions
+    def _retention(self, shown: ShownCompletion) -> RetentionShape:
+        wanted, shapes = shown.reading, self._watched.shape.retentions
         return next(
             shape
             for shape in shapes

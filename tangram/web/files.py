@@ -1,11 +1,11 @@
-"""The page's files."""
+"""The files of the web page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.serve.static_files import StaticPages
+from tangram.serve.static_files import StaticFolder
 
-FILES = StaticPages(
+FILES = StaticFolder(
     Path(__file__).parent / "static", {"/": "index.html", "/learn": "learn/index.html"}, "/page/"
 )

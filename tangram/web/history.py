@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from tangram.metrics import EngineStats
+from tangram.serve.activity import Activity
 from tangram.serve.body import Json
 from tangram.web.questions import AnswerTimes
 
@@ -74,14 +75,11 @@ class History:
         }
 
     def _line(self, before: EngineStats, before_s: float, now: EngineStats, now_s: float) -> Line:
-        seconds = now_s - before_s
-        admitted = now.prompt_tokens - before.prompt_tokens
-        cached = now.cached_tokens - before.cached_tokens
-        computed = now.computed_prompt_tokens - before.computed_prompt_tokens
+        activity = Activity.between(before, now, now_s - before_s)
         return Line(
             at=now_s - self._begin_s,
-            throughput=(now.generated_tokens - before.generated_tokens) / seconds,
-            prompt_throughput=computed / seconds,
+            throughput=activity.generated_tokens_per_s,
+            prompt_throughput=activity.prompt_tokens_per_s,
             ttft_p50=percentile(self._ttft, 50),
             ttft_p90=percentile(self._ttft, 90),
             tpot_p50=percentile(self._tpot, 50),
@@ -91,7 +89,7 @@ class History:
             pages_held=now.pages_held,
             pages_cached=now.pages_cached,
             pages_free=now.pages_free,
-            cached_share=cached / admitted if admitted else None,
+            cached_share=activity.reused_share,
         )
 
 

@@ -1,4 +1,4 @@
-"""What the page's endpoints ask of the engine's process, and where they ask it."""
+"""What the web page's endpoints ask of the engine's process, and where they ask it."""
 
 from __future__ import annotations
 
@@ -73,25 +73,20 @@ class AnswerTimes(Struct, frozen=True, array_like=True, tag=7, gc=False):
     token_s: float | None
 
 
-class PageSource(Protocol):
-    """Answers what the page asks. For the server's event loop."""
+class WebSource(Protocol):
+    """Answers what the web page asks. For the server's event loop."""
 
     async def ask(self, question: Question) -> bytes:
         """The answer as JSON. Raises `ApiError`."""
-        ...
 
     async def watch(self, watcher: Watcher) -> None:
         """Send `watcher` all news from now on, first what there is. Raises `ApiError`."""
-        ...
 
     def unwatch(self, watcher: Watcher) -> None:
         """Send nothing more."""
-        ...
 
     def announce(self, announcement: Announcement) -> None:
         """A request is about to be submitted."""
-        ...
 
     def count(self, times: AnswerTimes) -> None:
         """A request has ended."""
-        ...

@@ -1,4 +1,4 @@
-"""The requests that the page can show: those that run, and the newest of those that have ended."""
+"""The requests that the web page can show: those that run, and the newest that have ended."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ class Requests:
         return reversed(self._all)
 
     def _conversation(self, client: bytes | None, reading: SequenceReading) -> int:
-        """The number of the conversation that a new completion continues, or a new one.
+        """The number of the conversation that a new completion continues, or a new number.
 
-        It continues the one whose prompt, the longest, is the beginning of its own.
+        It continues that of the longest prompt with which its prompt begins.
         """
         best, number = 0, 0
         for other in itertools.islice(self.newest, _MOST_COMPARED):
@@ -139,15 +139,15 @@ class Requests:
         return number or next(self._numbers)
 
     def _forget_oldest(self) -> None:
-        for one in list(self._all):
+        for shown in list(self._all):
             if len(self._all) <= MOST_REQUESTS and self._ended_tokens <= MOST_TOKENS:
                 return
-            if one.ended:
-                self._ended_tokens -= len(one.reading.tokens)
-                del self._all[one]
-                del self._by_sequence[one.reading.request_id, one.reading.index]
-                for name in one.announcement.names:
-                    del self._by_name[name, one.choice]
+            if shown.ended:
+                self._ended_tokens -= len(shown.reading.tokens)
+                del self._all[shown]
+                del self._by_sequence[shown.reading.request_id, shown.reading.index]
+                for name in shown.announcement.names:
+                    del self._by_name[name, shown.choice]
 
 
 def _begins(reading: SequenceReading, other: SequenceReading, prompt: np.ndarray) -> bool:

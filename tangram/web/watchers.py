@@ -35,7 +35,8 @@ class Watcher:
         self._news = asyncio.Event()
 
     def send(self, frames: bytes) -> None:
-        """Queue `frames`, if there is space."""
+        """Queue `frames`, if there is space. None at all end the stream after what is queued."""
+        self._closed |= not frames
         if self._pending_bytes + len(frames) > MOST_PENDING_BYTES:
             self._lost = True
         else:
@@ -43,13 +44,8 @@ class Watcher:
             self._pending_bytes += len(frames)
         self._news.set()
 
-    def close(self) -> None:
-        """The stream ends after what is queued."""
-        self._closed = True
-        self._news.set()
-
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The frames as they come, until `close`."""
+        """The frames as they come."""
         while True:
             try:
                 async with asyncio.timeout(PING_S):
@@ -62,7 +58,7 @@ class Watcher:
             if self._lost:
                 self._lost = False
                 frames.append(frame("lost", {}))
-            if frames:
-                yield b"".join(frames)
+            if sent := b"".join(frames):
+                yield sent
             if self._closed:
                 return

@@ -8,12 +8,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from tangram.cli.checks import check_start
 from tangram.cli.options import (
     ENGINE_PARAMETERS,
     Command,
-    engine_config,
     engine_option,
+    start_config,
     take_options,
 )
 from tangram.config import ModelDtype
@@ -59,8 +58,5 @@ def take_fields(
 
 
 # Requests of a measurement state all sampling: it depends on no model's defaults.
-with_measured_config = take_options(
-    [parameter for parameter in ENGINE_PARAMETERS if parameter.name != "generation_config"],
-    engine_config,
-    check_start,
-)
+_MEASURED = [each for each in ENGINE_PARAMETERS if each.name != "generation_config"]
+with_measured_config = take_options((_MEASURED, start_config))

@@ -282,7 +282,7 @@ def test_grammars_follow_the_form(
     assert form.tools is not None
     called, free = GOOD[name]
     must, may = (
-        CallGrammar(TOOLS, form.tools, forced, True, None, (), form).source()
+        CallGrammar(TOOLS, form.tools, forced, True, None, form).source()
         for forced in (True, False)
     )
     for text in called:
@@ -293,7 +293,7 @@ def test_grammars_follow_the_form(
         assert not may_end(codec, must, text), text
     for text in BAD[name]:
         assert may_end(codec, must, text) is None, text
-    either = CallGrammar(TOOLS, form.tools, False, True, YES, (), form).source()
+    either = CallGrammar(TOOLS, form.tools, False, True, YES, form).source()
     assert may_end(codec, either, called[0])
     if name in SHAPED:
         assert may_end(codec, either, SHAPED[name])
@@ -316,9 +316,9 @@ def test_what_bare_text_cannot_be_held_to_is_refused_where_it_must_hold(
         RequestError,
         match=mentioning("tools[0].function.parameters.properties.city.pattern 'pattern'"),
     ) as caught:
-        CallGrammar(tools, form.tools, True, True, None, (), form).source()
+        CallGrammar(tools, form.tools, True, True, None, form).source()
     assert caught.value.field == "tools[0].function.parameters.properties.city.pattern"
-    free = CallGrammar(tools, form.tools, False, True, None, (), form).source()
+    free = CallGrammar(tools, form.tools, False, True, None, form).source()
     assert may_end(codec, free, TAGGED.format(""))
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tangram.engine.grammar import GrammarCompiler
 from tangram.serve.call_grammar import CallGrammar
+from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
 from tangram.types import ToolFormat
 
@@ -63,7 +64,7 @@ def may_end(compiler: GrammarCompiler, grammar: CallGrammar, tokens: list[int]) 
 def wish(
     form: ToolFormat, *, forced: bool, parallel: bool = True, schema: dict[str, Any] | None = None
 ) -> CallGrammar:
-    return CallGrammar(TOOLS, form, forced, parallel, schema, control_token_ids=[5, 6])
+    return CallGrammar(TOOLS, form, forced, parallel, schema, AnswerForm(control_token_ids=[5, 6]))
 
 
 FREE, ONE = wish(HERMES, forced=False), wish(HERMES, forced=False, parallel=False)

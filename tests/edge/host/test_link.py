@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError, TangramError
 from tangram.link.engine_port import EnginePort
 from tangram.link.linked_engine import LinkedEngine
-from tangram.link.protocol import Queue, Refusal, RequestMessage, StepNews, Taken, ToApi
+from tangram.link.protocol import PortAnswer, Queue, Refusal, RequestMessage, StepNews, ToApi
 from tangram.link.remote_engine import EngineNature, RemoteEngine
+from tangram.serve.api_errors import ApiError
 from tangram.types import (
     DraftedTokens,
     Event,
@@ -99,11 +100,13 @@ def test_requests_arrive_as_they_were_sent(
         OverloadError("full", 7, "grammar_queue_full"),
         MachineError("no memory"),
         EngineError("stopped"),
+        ApiError(404, "no such request", param="id", code="no_such_request"),
+        ApiError(403, "not for you"),
     ],
 )
-def test_refusals_are_raised_as_what_they_were(error: TangramError) -> None:
-    message = msgspec.msgpack.encode(Taken(1, Refusal.of(error), Queue()))
-    refusal = msgspec.msgpack.decode(message, type=Taken).refusal
+def test_refusals_are_raised_as_what_they_were(error: TangramError | ApiError) -> None:
+    message = msgspec.msgpack.encode(PortAnswer(1, b"", Refusal.of(error), Queue()))
+    refusal = msgspec.msgpack.decode(message, type=PortAnswer).refusal
     assert refusal is not None
     found = refusal.error
     assert (type(found), str(found)) == (type(error), str(error))
@@ -111,6 +114,8 @@ def test_refusals_are_raised_as_what_they_were(error: TangramError) -> None:
         assert str(found.rename("input")) == str(error.rename("input"))
     if isinstance(error, OverloadError) and isinstance(found, OverloadError):
         assert (found.retry_after_s, found.code) == (error.retry_after_s, error.code)
+    if isinstance(error, ApiError) and isinstance(found, ApiError):
+        assert (found.status, found.body()) == (error.status, error.body())
 
 
 @dataclass

@@ -262,7 +262,7 @@ def test_a_slow_watcher_loses_frames_and_is_told_so() -> None:
             watcher.send(big)
         came = [await anext(aiter(watcher))]
         watcher.send(frame("step", {"n": 1}))
-        watcher.close()
+        watcher.send(b"")
         return [*came, *[part async for part in watcher]]
 
     late, rest = asyncio.run(watch())

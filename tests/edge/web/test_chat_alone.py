@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 
 from tangram.link.linked_engine import LinkedEngine
-from tangram.serve.guard import Protection
 from tangram.serve.http import build_app
-from tangram.web.chat_alone import ChatPage
+from tangram.serve.options import ServerOptions
+from tangram.web.chat_alone import ChatWeb
 from tests.edge.web.browser import ask, open_page, open_view
 from tests.edge.wire.conftest import free_port, wait_until
 from tests.edge.wire.fake_engine import FakeEngine
@@ -26,8 +26,8 @@ def url() -> Iterator[str]:
     app = build_app(
         LinkedEngine(engine),
         served_model_name="fake",
-        protection=Protection(("sesame",)),
-        page=ChatPage(),
+        options=ServerOptions(api_key=("sesame",)),
+        web=ChatWeb(),
     )
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
     thread = threading.Thread(target=server.run)

@@ -18,13 +18,13 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tangram.link.linked_engine import LinkedEngine
-from tangram.serve.bridge import Limits
 from tangram.serve.extension import Extension
-from tangram.serve.guard import Protection
-from tangram.serve.http import Telemetry, build_app, transport_options
-from tangram.web.access import Access, Visibility
-from tangram.web.api import CachePage
-from tangram.web.desk import PageDesk
+from tangram.serve.http import build_app, transport_options
+from tangram.serve.options import ServerOptions, Visibility
+from tangram.serve.tracing import Traces
+from tangram.web.access import Access
+from tangram.web.api import CacheWeb
+from tangram.web.desk import WebDesk
 from tests.running import run_app
 
 from .fake_engine import FakeEngine
@@ -75,27 +75,23 @@ def wait_until(
 @contextmanager
 def run_fake_server(
     *api_keys: str,
-    max_body_mb: float = 16.0,
-    limits: Limits | None = None,
-    telemetry: Telemetry | None = None,
-    allowed_origins: tuple[str, ...] = (),
-    let_unknown_by: bool = False,
+    max_queue: int | None = None,
+    traces: Traces | None = None,
     engine: FakeEngine | None = None,
     linked: LinkedEngine | None = None,
-    page: Extension | None = None,
+    web: Extension | None = None,
+    **options: Any,
 ) -> Iterator[EngineServer]:
-    """A real uvicorn on a free port, in a thread."""
+    """A real uvicorn on a free port, in a thread; `options` are fields of `ServerOptions`."""
     engine = engine or FakeEngine()
     linked = linked or LinkedEngine(engine)
-    protection = Protection(api_keys, max_body_mb, allowed_origins)
     app = build_app(
         linked,
         served_model_name=MODEL,
-        protection=protection,
-        limits=limits,
-        telemetry=telemetry,
-        let_unknown_by=let_unknown_by,
-        page=page,
+        options=ServerOptions(api_key=api_keys, **options),
+        max_queue=max_queue,
+        traces=traces,
+        web=web,
     )
     with run_app(app, **transport_options()) as running:
         yield EngineServer(running.url, engine, running.stop, linked)
@@ -106,15 +102,15 @@ def run_page_server(
     *api_keys: str,
     visibility: Visibility = Visibility.auto,
     host: str = "127.0.0.1",
-    change: Callable[[PageDesk], object] = lambda desk: None,
+    change: Callable[[WebDesk], object] = lambda desk: None,
 ) -> Iterator[EngineServer]:
     """A server with the page, over the engine without a model."""
     engine = ObservedFakeEngine()
-    desk = PageDesk(engine, MODEL)
+    desk = WebDesk(engine, MODEL)
     change(desk)
     linked = LinkedEngine(engine, desk)
-    page = CachePage(linked, Access(visibility, host))
-    with run_fake_server(*api_keys, engine=engine, linked=linked, page=page) as server:
+    web = CacheWeb(linked, Access(visibility, host))
+    with run_fake_server(*api_keys, engine=engine, linked=linked, web=web) as server:
         yield server
 
 

@@ -39,7 +39,7 @@ from tangram.types import (
     Usage,
 )
 from tangram.web.access import Access
-from tangram.web.desk import PageDesk
+from tangram.web.desk import WebDesk
 
 CONTEXT_TOKENS = 512
 POOL_PAGES = 1000
@@ -335,10 +335,8 @@ def serve_fake(
     listener = Listener.at("127.0.0.1", port)
     options = ServerOptions(shutdown_grace_s=shutdown_grace_s)
     start = ApiStart(EngineNature.of(engine), "fake-model", options, None, page)
-    desk = None if page is None else PageDesk(engine, "fake-model")
+    desk = None if page is None else WebDesk(engine, "fake-model")
     with ApiProcesses(listener, api_processes) as processes:
         port_of_engine = EnginePort(engine, desk, most_unread_bytes=most_unread_bytes)
-        supervisor = Supervisor(
-            engine, port_of_engine, desk, start, processes, lambda: None, kill_after_s
-        )
+        supervisor = Supervisor(port_of_engine, start, processes, lambda: None, kill_after_s)
         asyncio.run(supervisor.run())

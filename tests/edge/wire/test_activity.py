@@ -16,7 +16,7 @@ import pytest
 
 from tangram.engine.loop import Engine
 from tangram.serve import activity
-from tangram.serve.activity import Activity
+from tangram.serve.activity import Activity, has_worked
 from tangram.serve.logs import JsonFormatter
 
 from .conftest import wait_until
@@ -51,9 +51,9 @@ def test_two_readings_make_a_line() -> None:
 
 def test_an_idle_engine_makes_none() -> None:
     stats = FakeEngine().stats()
-    assert Activity.between(stats, stats, 10.0) is None
-    assert Activity.between(stats, replace(stats, waiting=1), 10.0) is not None
-    assert Activity.between(stats, replace(stats, steps=stats.steps + 1), 10.0) is not None
+    assert not has_worked(stats, stats)
+    assert has_worked(stats, replace(stats, waiting=1))
+    assert has_worked(stats, replace(stats, steps=stats.steps + 1))
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.errors import ConfigError, OverloadError
-from tangram.serve.guard import MAX_HEADER_BYTES, Protection
+from tangram.serve.guard import MAX_HEADER_BYTES
+from tangram.serve.options import ServerOptions
 
 from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
 from .test_protection import raw_request
@@ -119,7 +120,7 @@ def test_without_the_option_no_page_may_ask(fake_server: EngineServer) -> None:
 )
 def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(ConfigError, match="allowed_origins"):
-        Protection(allowed_origins=("https://fine.example:8443", "http://[::1]:80", origin))
+        ServerOptions(allowed_origins=("https://fine.example:8443", "http://[::1]:80", origin))
 
 
 def test_the_page_of_the_api_needs_no_key_and_its_document_does(

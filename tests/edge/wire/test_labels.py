@@ -58,7 +58,7 @@ def server() -> Iterator[EngineServer]:
 
 @pytest.fixture
 def lenient_server() -> Iterator[EngineServer]:
-    with run_fake_server(let_unknown_by=True) as server:
+    with run_fake_server(unknown_fields="warn") as server:
         yield server
 
 

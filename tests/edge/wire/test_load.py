@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tangram.cache.step import Step
-from tangram.serve.bridge import Limits
+from tangram.serve.options import ServerOptions
 from tests.small_engines import check_books
 
 from .conftest import stream_data, wait_until
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[TinyServer]:
-    with run_tiny_server(folder, Limits(pending_events=64), max_queue=100) as server:
+    with run_tiny_server(folder, {"pending_events": 64}, max_queue=100) as server:
         yield server
 
 
@@ -209,7 +209,9 @@ def test_more_than_the_queue_holds_are_told_when_to_come_back(folder: Path) -> N
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_that_takes_too_long_is_ended(folder: Path, place: str, stream: bool) -> None:
     with (
-        run_tiny_server(folder, Limits(request_timeout_s=1.0), max_num_seqs=1) as server,
+        run_tiny_server(
+            folder, {"options": ServerOptions(request_timeout_s=1.0)}, max_num_seqs=1
+        ) as server,
         server.http() as client,
     ):
         if place == "waiting":

@@ -15,8 +15,6 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tangram.serve.http import Telemetry
-
 from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
 from .scenario import WatchedServer, loaded_server
 
@@ -73,7 +71,7 @@ def exposed(watched: WatchedServer) -> dict[str, Metric]:
 
 @pytest.fixture
 def named_server() -> Iterator[EngineServer]:
-    with run_fake_server(telemetry=Telemetry(vllm_names=True), let_unknown_by=True) as server:
+    with run_fake_server(metrics_aliases="vllm", unknown_fields="warn") as server:
         yield server
 
 

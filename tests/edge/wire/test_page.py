@@ -20,8 +20,8 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
+from tangram.serve.options import Visibility
 from tangram.watch import News, PageState, PoolReading, StepDone
-from tangram.web.access import Visibility
 from tangram.web.collector import READ_EVERY_S, Collector
 from tangram.web.desk import MOST_WATCHERS
 from tangram.web.history import History, Line

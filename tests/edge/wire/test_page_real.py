@@ -20,7 +20,8 @@ from tests.edge.wire.conftest import CHAT, USER, free_port, healthy, run_real_se
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
-from tangram.web.access import Access, Visibility
+from tangram.serve.options import Visibility
+from tangram.web.access import Access
 from tests.edge.wire.fake_engine import serve_fake
 from tests.edge.wire.watched_engine import ObservedFakeEngine
 access = Access(Visibility.auto, "127.0.0.1")

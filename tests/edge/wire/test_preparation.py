@@ -22,6 +22,7 @@ from tangram.serve.bridge import EventStream, Limits
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
 from tangram.serve.exposition import ServerMetrics
+from tangram.serve.preparation import WorkThreads
 from tangram.serve.record import Generation
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.types import Request, SamplingParams
@@ -74,16 +75,16 @@ def hold_tokenizer(
 @pytest.mark.parametrize("path", BODIES)
 def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        run_fake_server(limits=Limits(max_queue=2)) as server,
+        run_fake_server(max_queue=2) as server,
         hold_tokenizer(server, monkeypatch) as gate,
         ThreadPoolExecutor(2) as pool,
         server.http() as client,
     ):
         prepared = list[int]()
-        tokenize = note(prepared, preparation.Preparation.tokenize)
-        monkeypatch.setattr(preparation.Preparation, "tokenize", tokenize)
+        monkeypatch.setattr(WorkThreads, "run", note(prepared, WorkThreads.run))
         held = [pool.submit(client.post, CHAT, json=chat_body()) for _ in range(2)]
-        wait_until(lambda: len(prepared) == 2 and gate.begun == 1, "nothing is tokenized")
+        # Each is rendered first.
+        wait_until(lambda: len(prepared) == 4 and gate.begun == 1, "nothing is tokenized")
         refused = client.post(path, json=BODIES[path])
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["Retry-After"]) >= 1
@@ -95,7 +96,7 @@ def test_who_is_prepared_counts_as_waiting(path: str, monkeypatch: pytest.Monkey
 
 def test_who_waits_in_the_engines_queue_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        run_fake_server(limits=Limits(max_queue=5)) as server,
+        run_fake_server(max_queue=5) as server,
         hold_tokenizer(server, monkeypatch) as gate,
         ThreadPoolExecutor(1) as pool,
         server.http() as client,
@@ -249,7 +250,7 @@ def test_who_waits_for_new_grammars_keeps_nobody_else_out(
     max_queue: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hostile ones take seconds each: the next new one is sent away, others do not notice."""
-    with run_fake_server(limits=Limits(max_queue=max_queue)) as server, server.http() as client:
+    with run_fake_server(max_queue=max_queue) as server, server.http() as client:
         assert client.post(CHAT, json=of_value("known")).status_code == 200
         compiler = Compiler(server, monkeypatch)
         with ThreadPoolExecutor(held + 1) as pool:
@@ -306,9 +307,8 @@ def test_the_clock_of_a_request_runs_before_it_is_queued(
     path: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is tokenized only just in time, the rest is for the answer."""
-    limits = Limits(request_timeout_s=1.0)
     with (
-        run_fake_server(limits=limits) as server,
+        run_fake_server(request_timeout_s=1.0) as server,
         hold_tokenizer(server, monkeypatch) as gate,
         server.http() as client,
     ):

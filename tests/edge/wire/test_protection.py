@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from tangram.errors import ConfigError
-from tangram.serve.guard import MAX_HEADER_BYTES, Protection
+from tangram.serve.guard import MAX_HEADER_BYTES
+from tangram.serve.options import ServerOptions
 from tests.mentions import mentioning
 
 from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
@@ -133,13 +135,13 @@ def test_every_key_is_compared_in_constant_time(
 @pytest.mark.parametrize("key", ["", "two words"])
 def test_keys_that_nobody_could_send_are_refused_at_start(key: str) -> None:
     with pytest.raises(ConfigError, match=mentioning("api_key 2")):
-        Protection(("fine", key))
+        ServerOptions(api_key=("fine", key))
 
 
 def test_a_bound_on_bodies_must_be_positive() -> None:
     for size in (0.0, 1e-9, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=mentioning(f"max_body_mb {size}")):
-            Protection(max_body_mb=size)
+        with pytest.raises(ValidationError, match=mentioning(f"max_body_mb {size}")):
+            ServerOptions(max_body_mb=size)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

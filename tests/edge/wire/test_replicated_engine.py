@@ -33,7 +33,6 @@ from tangram.ray.replicated_engine import ReplicatedEngine
 from tangram.ray.reports import REPEATED_S, make_routing_stats, read_routing_stats, repeat_or_renew
 from tangram.ray.router import ChunkRouter
 from tangram.ray.totals import FleetTotals
-from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app
 from tangram.serve.logs import LogForm
 from tangram.serve.options import FleetOptions
@@ -112,7 +111,7 @@ def replica() -> Iterator[EngineReplica]:
 def serving(handle: LocalHandle, *, max_queue: int = 4) -> Iterator[httpx.Client]:
     facts = handle.replica.describe(FactsQuestion(VERSION))
     fleet = ReplicatedEngine(handle, facts, handle.report())  # type: ignore[arg-type]
-    app = build_app(fleet, served_model_name="smollm2", limits=Limits(max_queue=max_queue))
+    app = build_app(fleet, served_model_name="smollm2", max_queue=max_queue)
     with run_app(app, lifespan="on") as server, httpx.Client(base_url=server.url) as client:
         client.timeout = 120
         yield client

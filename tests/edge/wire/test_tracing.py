@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tangram.errors import ConfigError
-from tangram.serve.http import Telemetry
 from tangram.serve.tracing import Traces, traces_to
 from tests.mentions import mentioning
 
@@ -59,7 +58,7 @@ class Collected:
 def collected() -> Iterator[Collected]:
     spans, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    with run_fake_server(telemetry=Telemetry(traces=Traces(provider, MODEL))) as server:
+    with run_fake_server(traces=Traces(provider, MODEL)) as server:
         yield Collected(server, spans)
 
 
@@ -221,7 +220,7 @@ def test_spans_reach_a_collector_before_the_server_is_gone(
     if by == "environment":
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     traces = traces_to(url if by == "option" else None, MODEL)
-    with run_fake_server(telemetry=Telemetry(traces=traces)) as server:
+    with run_fake_server(traces=traces) as server:
         server.chat()
     spans = [
         span
@@ -280,9 +279,7 @@ def test_without_the_sdk_asking_is_an_error_that_says_what_to_install(
 @pytest.mark.serial
 def test_a_collector_that_is_not_there_holds_up_neither_answers_nor_the_end() -> None:
     begin_s = time.monotonic()
-    with run_fake_server(
-        telemetry=Telemetry(traces=traces_to(f"http://127.0.0.1:{free_port()}", MODEL))
-    ) as server:
+    with run_fake_server(traces=traces_to(f"http://127.0.0.1:{free_port()}", MODEL)) as server:
         for _ in range(3):
             assert server.chat().choices[0].finish_reason == "stop"
         assert time.monotonic() - begin_s < 5

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import Metric
 
 from tangram.metrics import EngineStats
-from tangram.serve.http import Telemetry
 
 from .conftest import CHAT, MODEL, chat_body, run_fake_server
 from .fake_engine import FakeEngine
@@ -70,7 +69,7 @@ def exposed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
         )
 
     monkeypatch.setattr(FakeEngine, "stats", tell_stats)
-    with run_fake_server(telemetry=Telemetry(vllm_names=True)) as server, server.http() as client:
+    with run_fake_server(metrics_aliases="vllm") as server, server.http() as client:
         for fields in (
             {"max_tokens": 3},
             {"n": 2},
@@ -128,7 +127,7 @@ def test_an_engine_that_drafts_nothing_has_no_series_of_drafts(
     monkeypatch.setattr(
         FakeEngine, "stats", lambda engine: replace(plain(engine), speculation=None)
     )
-    with run_fake_server(telemetry=Telemetry(vllm_names=True)) as server, server.http() as client:
+    with run_fake_server(metrics_aliases="vllm") as server, server.http() as client:
         found = families(client.get("/metrics").text)
     named = [name for name in found if name.startswith("vllm:spec_decode") or "draft" in name]
     assert not [name for name in named if found[name].samples]

@@ -5,7 +5,7 @@ test can look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
 from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import LoadedModel, load_model
-from tangram.serve.bridge import Limits
 from tangram.serve.http import build_app, transport_options
 from tests.running import run_app
 from tests.small_engines import check_books, profile_file
@@ -117,10 +116,13 @@ class TinyServer:
 
 @contextmanager
 def run_tiny_server(
-    folder: Path, limits: Limits | None = None, **options: Any
+    folder: Path, bounds: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[TinyServer]:
-    """A real uvicorn on a free port, in a thread, over a `tiny_engine` of `options`."""
+    """A real uvicorn on a free port, in a thread, over a `tiny_engine` of `options`.
+
+    `bounds` are options of `build_app`.
+    """
     engine = tiny_engine(folder, **options)
-    app = build_app(LinkedEngine(engine), served_model_name=MODEL, limits=limits)
+    app = build_app(LinkedEngine(engine), served_model_name=MODEL, **bounds or {})
     with run_app(app, **transport_options()) as running:
         yield TinyServer(running.url, engine, running.stop)
