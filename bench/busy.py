@@ -2,9 +2,9 @@
 
 Run it by `python -m bench.busy [decode|prefill]`. Engines are separate processes with one request
 at a time. "libgomp's own" is an engine whose threads wait in libgomp's default way, as before
-`tangram/kernels/waiting.py`. Each measurement begins with a few seconds that do not count. A repeat
-measures all cases, one after the other. Prefill beside a busy core is not measured with libgomp's
-own waiting: a chunk takes minutes there.
+`tangram/kernels/cpu/waiting.py`. Each measurement begins with a few seconds that do not count. A
+repeat measures all cases, one after the other. Prefill beside a busy core is not measured with
+libgomp's own waiting: a chunk takes minutes there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def serve_measurements() -> None:
     """
     from tangram.calibrate.texts import make_texts
     from tangram.config import EngineConfig
-    from tangram.engine.build import build_engine
     from tangram.engine.loop import Engine
+    from tangram.engine.setup.build import build_engine
     from tangram.types import Event, Request, SamplingParams
 
     def speed(engine: Engine, prompt: tuple[int, ...], what: str, seconds: float) -> float:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tangram.kernels import cpu, reference
+from tangram.kernels import reference
+from tangram.kernels.cpu import compiled_attention
 from tangram.kernels.interface import AttentionRule
 
 ROWS = ((512, 0), (512, 2500), (30, 2500))  # queries, past entries
@@ -34,7 +35,9 @@ def attentions(
     spans, out = np.array([[0, queries, 0, queries, past]], np.int32), torch.empty_like(q)
 
     def run_compiled() -> torch.Tensor:
-        cpu.prefill(q, k, v, out, pool, tables, address, spans, AttentionRule(SCALING))
+        compiled_attention.prefill(
+            q, k, v, out, pool, tables, address, spans, AttentionRule(SCALING)
+        )
         return out
 
     def run_torch() -> torch.Tensor:

@@ -29,8 +29,8 @@ from transformers import DynamicCache
 
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Event, Request, SamplingParams
 from tangram_lab.environment import environment

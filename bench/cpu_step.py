@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.kernels import cpu
+from tangram.engine.setup.build import engine_of
+from tangram.kernels.cpu import compiled_attention
 from tangram.model.load import load_configured
 from tangram.types import Request, SamplingParams
 from tangram_lab.environment import environment
@@ -47,14 +47,14 @@ class TimedAttention:
     """Adds up how long compiled attention takes, as long as it is entered."""
 
     def __init__(self) -> None:
-        self.function: Callable[..., None] = vars(cpu)["step"]
+        self.function: Callable[..., None] = vars(compiled_attention)["step"]
         self.seconds = 0.0
 
     def __enter__(self) -> None:
-        vars(cpu)["step"] = self
+        vars(compiled_attention)["step"] = self
 
     def __exit__(self, *error: object) -> None:
-        vars(cpu)["step"] = self.function
+        vars(compiled_attention)["step"] = self.function
 
     def __call__(self, *arguments: Any) -> None:
         begin = time.perf_counter()

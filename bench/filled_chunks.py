@@ -22,8 +22,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import Scheduler, StepLimits
-from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.engine.schedule.scheduler import Scheduler, StepLimits
+from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.types import Float64, Geometry
 
 

@@ -21,7 +21,7 @@ import torch
 from bench.render.page import RESULTS
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
-from tangram.kernels.host_forms import HOST_FORMS
+from tangram.kernels.offload.host_forms import HOST_FORMS
 from tangram.model.load import load_model
 from tangram_lab.environment import environment
 

@@ -44,12 +44,12 @@ from tangram.cache.retention import Retention
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.device_tables import DeviceTables
 from tangram.engine.loop import Engine
-from tangram.engine.runner import Runner, RunnerSettings
-from tangram.engine.scheduler import Scheduler, StepLimits
-from tangram.kernels.card import Card
-from tangram.kernels.triton_kernels import TritonKernels
+from tangram.engine.passes.device_tables import DeviceTables
+from tangram.engine.passes.runner import Runner, RunnerSettings
+from tangram.engine.schedule.scheduler import Scheduler, StepLimits
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.triton_kernels import TritonKernels
 from tangram.link.collection import keep_uncollected
 from tangram.model.dummy import number_tokens
 from tangram.model.load import LoadedModel

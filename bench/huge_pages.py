@@ -26,8 +26,8 @@ from torch import Tensor
 from bench.cpu_step import TimedAttention, run_steps
 from tangram.calibrate.texts import make_texts
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.kernels.pool_memory import allocate_pool
 from tangram.model.load import LoadedModel, load_configured
 from tangram_lab.environment import environment
@@ -46,7 +46,7 @@ FORMS: dict[str, Allocate] = {"4 KiB": allocate_plainly, "huge": allocate_pool}
 
 def build(config: EngineConfig, loaded: LoadedModel, allocate: Allocate) -> Engine:
     """An engine whose pool `allocate` makes."""
-    with patch("tangram.engine.runner.allocate_pool", allocate):
+    with patch("tangram.engine.passes.runner.allocate_pool", allocate):
         return engine_of(config, loaded)
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import LoadedModel, load_model
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import News, Readings

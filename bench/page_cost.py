@@ -90,9 +90,9 @@ def measure_prefill(pairs: int) -> Figures:
     """
     from tangram.calibrate.texts import make_texts
     from tangram.config import EngineConfig
-    from tangram.engine.build import engine_of
-    from tangram.engine.recorder import KeptRecorder
-    from tangram.kernels import torch_kernels
+    from tangram.engine.passes.recorder import KeptRecorder
+    from tangram.engine.setup.build import engine_of
+    from tangram.kernels.cpu import torch_kernels
     from tangram.model.load import load_model
     from tangram.types import Request, SamplingParams
     from tangram.web.collector import Collector
@@ -169,8 +169,8 @@ def measure_step(pairs: int) -> Figures:
 
     from bench.bare_tokenizer import load_tokenizer
     from tangram.config import EngineConfig
-    from tangram.engine.build import engine_of
     from tangram.engine.loop import Engine
+    from tangram.engine.setup.build import engine_of
     from tangram.types import Request, SamplingParams
     from tangram.web.collector import Collector
     from tangram.web.watchers import Watcher
@@ -298,7 +298,7 @@ def _mean_cost(moments: Sequence[_Moment]) -> _Cost:
 def _serving(probe: _StepProbe) -> Iterator[str]:
     """The embedded model with its page, in this process."""
     from tangram.config import EngineConfig
-    from tangram.engine.build import build_engine
+    from tangram.engine.setup.build import build_engine
     from tangram.link.linked_engine import LinkedEngine
     from tangram.serve.http import build_app, transport_options
     from tangram.serve.options import Visibility

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench.bare_tokenizer import load_tokenizer
 from bench.stress.server import surroundings
 from tangram.config import EngineConfig
-from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import build_engine
 from tangram.types import Event, Request, SamplingParams
 
 RESULT = Path(__file__).parent / "results" / "rank_speed.json"

@@ -31,8 +31,8 @@ from tangram.calibrate.texts import QUICK_SAMPLES, list_kinds, make_texts
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import ChunkView, Scorer, make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.observe import chunk_source
-from tangram.engine.profiles import scorer_spec
+from tangram.engine.setup.observe import chunk_source
+from tangram.engine.setup.profiles import scorer_spec
 from tangram.model.load import LoadedModel, load_model
 from tangram.progress import show_progress
 from tangram_lab.calibration.lost_entries import overflow

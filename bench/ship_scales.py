@@ -15,7 +15,7 @@ from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.observe import score_source
+from tangram.engine.setup.observe import score_source
 from tangram.model.load import load_model
 
 

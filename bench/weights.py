@@ -33,9 +33,9 @@ from rich.table import Table
 from torch import Tensor
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.text import TextCodec
+from tangram.engine.setup.build import engine_of
+from tangram.engine.text.codec import TextCodec
 from tangram.model.load import LoadedModel, load_configured
 from tangram.types import Event, Request, SamplingParams
 from tangram_lab.accuracy.passages import RealText

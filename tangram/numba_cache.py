@@ -116,10 +116,10 @@ class _ForgivingCache(FunctionCache):
 
 @functools.cache
 def _hash_sources(file: Path) -> str:
-    """A hash of `file`, the CPU kernels beside it, what both take from planners, and this file."""
+    """A hash of `file`, the files beside it, what they take from planners, and this file."""
     plans = (Path(__file__).parent / "plan" / name for name in ("loops.py", "records.py"))
-    kernels = file.parent.glob("cpu_*.py")
-    sources = (path.read_bytes() for path in sorted({file, Path(__file__), *plans, *kernels}))
+    beside = file.parent.glob("*.py")
+    sources = (path.read_bytes() for path in sorted({Path(__file__), *plans, *beside}))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

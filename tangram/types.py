@@ -236,8 +236,8 @@ class Usage(Struct, frozen=True, array_like=True, gc=False):
 class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one completion (`index` of `n`), and the end if it came.
 
-    `tangram.engine.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is when
-    it left the queue; None if it never did.
+    `tangram.engine.text.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is
+    when it left the queue; None if it never did.
     """
 
     request_id: str

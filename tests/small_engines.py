@@ -17,12 +17,12 @@ from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.compress.profile import SINK_TOKENS
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig, Scope
-from tangram.engine.build import engine_of
-from tangram.engine.filters import pick, weights_of
 from tangram.engine.loop import Engine
-from tangram.engine.observe import score_source
-from tangram.engine.profiles import scorer_spec
-from tangram.engine.sampling import SampleRow, _change, _mask_forbidden
+from tangram.engine.sampling.filters import pick, weights_of
+from tangram.engine.sampling.sampler import SampleRow, _change, _mask_forbidden
+from tangram.engine.setup.build import engine_of
+from tangram.engine.setup.observe import score_source
+from tangram.engine.setup.profiles import scorer_spec
 from tangram.kernels.interface import KernelChoice
 from tangram.model.load import LoadedModel, adopt
 from tangram.plan.form import WorkPlan

@@ -11,8 +11,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from tangram.engine.answer_text import read_text
 from tangram.engine.loop import Engine
+from tangram.engine.text.answer_text import read_text
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.small_engines import drain

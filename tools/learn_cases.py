@@ -321,7 +321,7 @@ def _tiles() -> Iterator[Case]:
 
 
 def _card(card: dict[str, Any]) -> Any:
-    from tangram.kernels.card import INTERPRETED
+    from tangram.kernels.triton.card import INTERPRETED
 
     return replace(
         INTERPRETED, capability=tuple(card["capability"]), shared_bytes=card["shared_bytes"]
@@ -329,7 +329,7 @@ def _card(card: dict[str, Any]) -> Any:
 
 
 def _features() -> Iterator[Case]:
-    from tangram.kernels.card import LEAST
+    from tangram.kernels.triton.card import LEAST
 
     for card in CARDS:
         found = _card(card)
@@ -349,7 +349,7 @@ def _operands() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _shared_bytes() -> Iterator[Case]:
-    from tangram.kernels.tiling import Operands, Tile, count_shared_bytes
+    from tangram.kernels.triton.tiling import Operands, Tile, count_shared_bytes
 
     for card, (tile, operands) in product(CARDS[:4], _operands()):
         found = count_shared_bytes(Tile(**tile), Operands(**operands), _card(card))
@@ -357,7 +357,7 @@ def _shared_bytes() -> Iterator[Case]:
 
 
 def _fit_tiles() -> Iterator[Case]:
-    from tangram.kernels.tiling import Operands, Tile, fit_tile
+    from tangram.kernels.triton.tiling import Operands, Tile, fit_tile
 
     for card, (tile, operands) in product(CARDS, _operands()):
         try:
@@ -371,7 +371,7 @@ def _fit_tiles() -> Iterator[Case]:
 def _prefill_kernels() -> Iterator[Case]:
     import torch
 
-    from tangram.kernels import fused_causal, gathered
+    from tangram.kernels.triton import fused_causal, gathered
 
     for card, dim in product(CARDS, (64, 80, 128, 256)):
         pool: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 2, 16, dim))

@@ -179,9 +179,9 @@ def _naive() -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     """The tiles that kernels would like to have; a card's shared memory may make them smaller."""
-    from tangram.kernels.gathered import _TILE
-    from tangram.kernels.packed import TILES
-    from tangram.kernels.prefill import TILE, WIDE_TILE
+    from tangram.kernels.triton.gathered import _TILE
+    from tangram.kernels.triton.packed import TILES
+    from tangram.kernels.triton.prefill import TILE, WIDE_TILE
 
     return {
         "decode": [asdict(tile) for tile in TILES],

@@ -8,8 +8,8 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
-from tangram.engine.scheduler import Scheduler, StepLimits
-from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.engine.schedule.scheduler import Scheduler, StepLimits
+from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.types import Geometry
 
 PROMPT_TOKENS = 4  # less than a chunk: one step computes it whole

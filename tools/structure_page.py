@@ -43,9 +43,9 @@ def replace_list(text: str) -> str:
 
 
 def _packages(package: Path) -> Iterator[str]:
-    for init in sorted(package.glob("*/__init__.py")):
-        if parts := list(_parts(init.parent)):
-            yield _table(f"`{init.parent.name}`", init.parent, parts)
+    for init in sorted(package.glob("*/**/__init__.py")):
+        if parts := list(_parts(init.parent, packages=False)):
+            yield _table(f"`{init.parent.relative_to(package)}`", init.parent, parts)
 
 
 def _table(title: str, package: Path, parts: list[Path] | Iterator[Path]) -> str:

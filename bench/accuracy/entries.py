@@ -24,8 +24,8 @@ from bench.render.page import RESULTS
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
-from tangram.engine.text import TextCodec
+from tangram.engine.setup.build import engine_of
+from tangram.engine.text.codec import TextCodec
 from tangram.foreign_files import replace_file
 from tangram.model.load import LoadedModel, load_model
 from tangram_lab.accuracy.engines import ask_questions

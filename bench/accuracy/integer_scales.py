@@ -22,8 +22,8 @@ from torch import Tensor
 from bench.accuracy.entries import chunk_alignment, compare_logits, config_of_cell
 from bench.render.page import RESULTS
 from tangram.config import EngineConfig
-from tangram.engine import runner
-from tangram.engine.text import TextCodec
+from tangram.engine.passes import runner
+from tangram.engine.text.codec import TextCodec
 from tangram.foreign_files import replace_file
 from tangram.kernels import narrow
 from tangram.kernels.narrow import stored_scales

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.model.load import load_model
 from tangram_lab.accuracy.sample_prompts import (
     Alignment,

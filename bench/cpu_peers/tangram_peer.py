@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.cpu_peers.peer import serve_peer
 from tangram.config import EngineConfig
-from tangram.engine.build import build_engine
+from tangram.engine.setup.build import build_engine
 from tangram_lab.load.asks import Ask
 from tangram_lab.load.clock import TimedAnswer, answer_all
 

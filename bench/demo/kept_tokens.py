@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tangram.kernels.cpu.torch_kernels import TorchKernels, TorchLaunch
 from tangram.kernels.interface import KvPool, PassAddresses, PoolKernels, Ranking
-from tangram.kernels.torch_kernels import TorchKernels, TorchLaunch
 from tangram.types import Int32
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tangram.config import EngineConfig
-from tangram.engine.answer_text import read_text
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
+from tangram.engine.text.answer_text import read_text
 from tangram.errors import TangramError
 from tangram.model.load import LoadedModel
 from tangram.types import DraftedTokens, Event, FinishReason, Request, SamplingParams

@@ -10,9 +10,9 @@ from bench.demo.kept_tokens import KeptEntries
 from bench.logbook import LOGBOOK
 from tangram.cache.layout import Layout
 from tangram.config import EngineConfig
-from tangram.engine.answer_text import read_text
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
+from tangram.engine.text.answer_text import read_text
 from tangram.errors import TangramError
 from tangram.model.load import load_model
 from tangram.types import Event, FinishReason, Request, SamplingParams, Usage

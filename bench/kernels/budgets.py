@@ -12,7 +12,7 @@ from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.compress.provenance import ScorerSpec
 from tangram.config import Scope
-from tangram.engine.batcher import GROWTH_TOKENS
+from tangram.engine.passes.batcher import GROWTH_TOKENS
 from tangram.errors import ConfigError
 from tangram.plan.form import DecodeRows
 from tangram.types import Int64

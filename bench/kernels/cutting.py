@@ -113,8 +113,8 @@ class LongRows:
 
     def decoder(self, text: str, multiprocessors: int) -> Any:
         """The kernels with a plan of the schedule `text`, and how many tasks a layer has."""
-        from tangram.kernels.gpu import GpuDecode
-        from tangram.kernels.packed import DecodeOptions
+        from tangram.kernels.triton.decode_launch import GpuDecode
+        from tangram.kernels.triton.packed import DecodeOptions
 
         load, schedule = self._load, Schedule.parse(text)
         batch = Decoding(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench.kernels.family import Entry, make_case
 from tangram.kernels import reference
-from tangram.kernels.card import INTERPRETED
 from tangram.kernels.interface import AttentionRule
+from tangram.kernels.triton.card import INTERPRETED
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram_lab.baselines.compared_schedules import KernelVariant

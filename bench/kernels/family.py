@@ -191,8 +191,8 @@ def _time(run: Run, build: Callable[[], Any], answer: Any, cold: Any) -> dict[st
 def _contenders(run: Run, entry: Entry, workload: Any) -> list[tuple[str, Callable[[], Any]]]:
     """Tangram by variant, then the requested peers, each built when its turn comes."""
     from bench.kernels.peers import peer
-    from tangram.kernels.card import Card
-    from tangram.kernels.card_cost import estimate_cost
+    from tangram.kernels.triton.card import Card
+    from tangram.kernels.triton.card_cost import estimate_cost
     from tangram_lab.kernel_benchmarks.contenders import Ours
     from tangram_lab.kernel_benchmarks.flashinfer import WORKSPACE_BYTES
 

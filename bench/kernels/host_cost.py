@@ -30,12 +30,12 @@ from bench.kernels.budgets import load
 from bench.kernels.tables import CacheUnderTest
 from tangram.cache.step import Row, RowKind
 from tangram.compress.profile import Profile
-from tangram.engine.batcher import Batcher
-from tangram.engine.device_tables import DeviceTables
-from tangram.engine.meters import Meters
-from tangram.kernels.card import Card
+from tangram.engine.passes.batcher import Batcher
+from tangram.engine.passes.device_tables import DeviceTables
+from tangram.engine.passes.meters import Meters
 from tangram.kernels.interface import KvPool
 from tangram.kernels.stopwatch import Stopwatch
+from tangram.kernels.triton.card import Card
 from tangram.plan.aot import plan_aot
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest, build_forest, units_of
@@ -239,7 +239,7 @@ def _launcher(subject: CacheUnderTest, profile: Profile, processors: int) -> Lau
 
     With few, heads stay whole.
     """
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     model, cache = profile.model, subject.cache
     pool = torch.empty(1, profile.heads_per_page, 2, PAGE, model.head_dim, dtype=torch.float16)

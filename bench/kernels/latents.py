@@ -31,12 +31,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.kernels.family import NO_DEVICE, RESULTS
-from tangram.kernels import expanded, latents
-from tangram.kernels.card import Card
-from tangram.kernels.card_cost import count_programs
+from tangram.kernels import latents
 from tangram.kernels.interface import AttentionRule
-from tangram.kernels.packed import rehearse_packing
-from tangram.kernels.tiling import Tile
+from tangram.kernels.triton import expanded
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.card_cost import count_programs
+from tangram.kernels.triton.packed import rehearse_packing
+from tangram.kernels.triton.tiling import Tile
 from tangram.plan.records import PAST, SPAN
 from tangram.plan.workqueue import plan_workqueue
 from tangram_lab.environment import environment
@@ -128,7 +129,7 @@ class Decode:
     replans = True
 
     def __init__(self, work: LatentBatch, text: str, programs: int, card: Card) -> None:
-        from tangram.kernels.gpu import GpuDecode
+        from tangram.kernels.triton.decode_launch import GpuDecode
 
         tile = None if text == SERVED else parse_tile(text, work.q.shape[1])
 

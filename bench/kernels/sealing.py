@@ -89,7 +89,7 @@ class Layer:
         self.window = chunk // 64
 
     def attend(self) -> Tensor:
-        from tangram.kernels import prefill
+        from tangram.kernels.triton import prefill
 
         return prefill.prefill(
             self.q,
@@ -113,12 +113,12 @@ class Layer:
         return (gate * value) @ down
 
     def scores(self) -> Tensor:
-        from tangram.kernels import keydiff
+        from tangram.kernels.triton import keydiff
 
         return keydiff.score(self.k.transpose(0, 1)[None])
 
     def seal(self, scores: Tensor) -> None:
-        from tangram.kernels import store
+        from tangram.kernels.triton import store
 
         store.seal(
             scores,

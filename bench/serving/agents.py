@@ -30,8 +30,8 @@ from bench.serving.competitors import MODELS, StartedEngine, make_parser
 from bench.serving.timeline import measure_decode, split_busy
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
-from tangram.kernels.card import Card
-from tangram.kernels.card_cost import count_programs, estimate_cost
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.card_cost import count_programs, estimate_cost
 from tangram.link.collection import keep_uncollected
 from tangram.model.load import load_configured
 from tangram.types import Geometry

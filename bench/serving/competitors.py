@@ -90,7 +90,7 @@ class Tangram(StartedEngine):
 
     def __init__(self, model: Path, options: dict[str, Any]) -> None:
         from tangram.config import EngineConfig
-        from tangram.engine.build import build_engine
+        from tangram.engine.setup.build import build_engine
         from tangram.link.collection import keep_uncollected
 
         if options["load_format"] != "dummy":

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import load_model
 from tangram_lab.environment import environment
 from tangram_lab.load.asks import Ask, draw_tokens

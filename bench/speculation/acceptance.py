@@ -35,7 +35,7 @@ from bench.speculation.runs import Prompt, measure_run
 from bench.speculation.text_prompts import ASKS, SEED, put_question
 from tangram.calibrate.texts import KINDS as CALIBRATION_KINDS
 from tangram.config import EngineConfig
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.model.load import LoadedModel
 from tangram.progress import show_progress
 from tangram_lab.environment import environment
@@ -57,7 +57,7 @@ def _document(characters: int) -> str:
 
 
 def _source(characters: int) -> str:
-    return _join(ROOT.glob("tangram/engine/*.py"), characters)
+    return _join(ROOT.glob("tangram/engine/**/*.py"), characters)
 
 
 def _story(characters: int) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tangram.cache.manager import CacheManager
 from tangram.config import EngineConfig
-from tangram.engine.blueprint import for_one_device
-from tangram.engine.build import build_parts
+from tangram.engine.drafts.speculation import Drafter, Drafting, Speculation, SpeculationCounters
 from tangram.engine.loop import Engine
-from tangram.engine.speculation import Drafter, Drafting, Speculation, SpeculationCounters
-from tangram.engine.token_sequence import TokenSequence
+from tangram.engine.schedule.token_sequence import TokenSequence
+from tangram.engine.setup.blueprint import for_one_device
+from tangram.engine.setup.build import build_parts
 from tangram.model.device import find_device
 from tangram.model.load import LoadedModel, load_model
 from tangram.speculate.pace import Acceptance, Pace

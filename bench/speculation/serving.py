@@ -47,7 +47,7 @@ from bench.speculation.report import CaseKeeper, describe_run, print_table
 from bench.speculation.runs import Prompt, find_differences, measure_run
 from bench.speculation.text_prompts import ask_about_texts, repeat_texts
 from tangram.config import EngineConfig
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.link.collection import keep_uncollected
 from tangram.model.load import LoadedModel
 from tangram_lab.load.clock import TimedAnswer

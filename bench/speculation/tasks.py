@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.logbook import LOGBOOK
 from bench.speculation.runs import Prompt
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 
 ROOT = Path(__file__).parents[2]
 _SMALLEST, _LARGEST = 900, 2200  # characters of a file to edit

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 from bench.speculation.runs import Prompt
 from tangram.calibrate.texts import list_kinds, make_texts
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 
 _CHARACTERS = 6  # of a token, more than any of the texts has on average
 SEED = 23  # calibration reads the texts of seed 0

@@ -21,7 +21,7 @@ from sheet import (
 WIDTH, HEIGHT, GAP, TOP, LOW = 1.98, 1.62, 0.32, 2.72, 0.5
 COLUMN = [0.11 + number * (WIDTH + GAP) for number in range(5)]
 STEPS = (
-    ("text", "chat template,\ntokenizer\n\nengine/text.py", (WIRE, WIRE_EDGE)),
+    ("text", "chat template,\ntokenizer\n\nengine/text/codec.py", (WIRE, WIRE_EDGE)),
     ("tokens", "prefix cache: which\nchunks are known?\n\ncache/prefix.py", (HOST, HOST_EDGE)),
     (
         "pages reserved",
@@ -76,7 +76,7 @@ def draw_results(ax: Axes) -> None:
         WIDTH,
         HEIGHT,
         "token",
-        "sampled, one per\nrequest and step\n\nengine/sampling.py",
+        "sampled, one per\nrequest and step\n\nsampling/sampler.py",
         (DEVICE, DEVICE_EDGE),
     )
     box(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tangram.engine.answer_text import AnswerText, spell
+from tangram.engine.text.answer_text import AnswerText, spell
 from tangram.errors import TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams, Usage
 

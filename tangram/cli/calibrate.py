@@ -159,7 +159,7 @@ def _start_study(
 def _import(config: EngineConfig, path: Path) -> Profile:
     from tangram.calibrate.published_budgets import import_published
     from tangram.compress.scorers import choose_scorer, make_scorer
-    from tangram.engine.profiles import scorer_spec
+    from tangram.engine.setup.profiles import scorer_spec
 
     chosen = choose_scorer(config, None, {})
     scorer = make_scorer(chosen.scorer, gate=Path(config.gate) if config.gate else None)
@@ -179,8 +179,8 @@ def _measure(config: EngineConfig, samples: int, data: Path | None, study: Any |
     """The profile of `config`; `study` is that of `_start_study`."""
     from tangram.calibrate.text_files import read_kinds
     from tangram.calibrate.texts import list_kinds
-    from tangram.engine.option_checks import load_checked, longest_sequence
-    from tangram.engine.profiles import Compression, calibrate_model, check_chunk
+    from tangram.engine.setup.option_checks import load_checked, longest_sequence
+    from tangram.engine.setup.profiles import Compression, calibrate_model, check_chunk
 
     texts, source = _texts(config, samples, data), _source(config, data)
     retentions, observe = [config.kv_retention], None

@@ -39,7 +39,7 @@ def chat(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with warnings_as_text(), history():
         _grey(f"loading {config.model}")
-        from tangram.engine.build import build_engine
+        from tangram.engine.setup.build import build_engine
 
         talk = ChatSession(build_engine(config), sampling)
         _grey("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")

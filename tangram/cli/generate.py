@@ -115,7 +115,7 @@ def _read_pipe() -> str:
 
 def _complete(config: EngineConfig, text: str, sampling: SamplingParams) -> None:
     """Stream the completion of `text` to standard output; print its figures to standard error."""
-    from tangram.engine.build import build_engine
+    from tangram.engine.setup.build import build_engine
 
     engine = build_engine(config)
     check_size([text], "prompt", engine.max_model_len, engine.codec.longest_token_bytes)
@@ -151,7 +151,7 @@ def _answer_batch(
     check_regular("output", target)
     if not source.is_file():
         raise ConfigError(f"batch is {str(source)!r}, there is no such file")
-    from tangram.engine.build import build_engine
+    from tangram.engine.setup.build import build_engine
     from tangram.link.linked_engine import LinkedEngine
     from tangram.serve.batch import BatchFiles, answer_all
     from tangram.serve.service import Service

@@ -19,10 +19,10 @@ LEAST_GIB = 4.0
 
 def replay(file: File, model_path: ModelPath = None) -> None:
     """Compute a failed pass again on the CPU, and say where numbers first are not finite."""
-    from tangram.engine.option_checks import load_checked
+    from tangram.engine.passes.saved_pass import load_pass
     from tangram.engine.replay import replay as compute
     from tangram.engine.replay import replay_config
-    from tangram.engine.saved_pass import load_pass
+    from tangram.engine.setup.option_checks import load_checked
 
     saved = load_pass(file)
     room_gib = max(LEAST_GIB, 1.2 * saved.pages.numel() * saved.pages.itemsize / 2**30)

@@ -95,7 +95,7 @@ def _explain(config: EngineConfig) -> NoReturn:
     """Print the steps that would prepare the model, and which of them apply; ends the command."""
     from rich.table import Table
 
-    from tangram.engine.option_checks import check_options
+    from tangram.engine.setup.option_checks import check_options
     from tangram.model.load import outline_model
     from tangram.model.prepare import STEPS, Wanted
 
@@ -124,7 +124,7 @@ def _build(
     config: EngineConfig, name: str, shown: Visibility, publisher: EventPublisher | None
 ) -> EnginePort:
     """The engine, not started, with what it tells the web page, if there is one."""
-    from tangram.engine.build import build_engine
+    from tangram.engine.setup.build import build_engine
     from tangram.link.engine_port import EnginePort
     from tangram.web.desk import WebDesk
 

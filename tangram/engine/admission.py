@@ -11,7 +11,7 @@ from tangram.cache.layout import Layout
 from tangram.cache.retention import Retention
 from tangram.compress.between import STEP
 from tangram.engine.derived import DerivedRetentions
-from tangram.engine.sampling import check_tokens
+from tangram.engine.sampling.sampler import check_tokens
 from tangram.errors import RequestError
 from tangram.types import OPENAI_SAMPLING, Request, SamplingValues
 

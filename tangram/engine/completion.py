@@ -13,10 +13,10 @@ import torch
 
 from tangram.cache.retention import Retention
 from tangram.cache.step import Step
-from tangram.engine.answer_text import TextStream, end_tokens
-from tangram.engine.sampling import SampleRow
-from tangram.engine.text import TextCodec
-from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.engine.sampling.sampler import SampleRow
+from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
+from tangram.engine.text.answer_text import TextStream, end_tokens
+from tangram.engine.text.codec import TextCodec
 from tangram.types import (
     ChosenToken,
     Event,

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tangram.config import EngineConfig
-from tangram.engine.answer_text import read_text
-from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
-from tangram.engine.text import TextCodec
+from tangram.engine.setup.build import build_engine
+from tangram.engine.text.answer_text import read_text
+from tangram.engine.text.codec import TextCodec
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 

@@ -26,18 +26,18 @@ from tangram.cache.step import Step
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
 from tangram.engine.completion import Answers, Completion, Flight, refuse
-from tangram.engine.grammar import GrammarCompiler
+from tangram.engine.drafts.speculation import Speculation
+from tangram.engine.drafts.verification import Verifier
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.outbox import Outbox
-from tangram.engine.ranks import Ranks
-from tangram.engine.runner import Runner
-from tangram.engine.sampling import BROKEN_LOGITS
-from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Speculation
+from tangram.engine.passes.runner import Runner
+from tangram.engine.ranks.ranks import Ranks
+from tangram.engine.sampling.sampler import BROKEN_LOGITS
+from tangram.engine.schedule.scheduler import Scheduler
 from tangram.engine.statistics import StatsReader
-from tangram.engine.text import TextCodec
-from tangram.engine.verification import Verifier
+from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.grammar import GrammarCompiler
 from tangram.engine.watching import Watching
 from tangram.errors import EngineError, IntegrityError
 from tangram.metrics import EngineStats
@@ -66,9 +66,9 @@ class Engine:
     """Serves requests one step at a time: call `step` yourself, or `start` a thread that does.
 
     `submit`, `abort`, `stats` and `waiting` may be called from any thread and do not wait for a
-    step. They leave jobs for the stepping thread and read what it has published. Build an engine
-    with `tangram.engine.build.build_engine`. With `ahead` a step is launched before the tokens of
-    the one before are read. On several devices it leads the other `ranks`, and ends them.
+    step. They leave jobs for the stepping thread and read what it has published. Engines are built
+    by `tangram.engine.setup.build.build_engine`. With `ahead` a step is launched before the tokens
+    of the step before are read. On several devices it leads the other `ranks`, and ends them.
     """
 
     def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:

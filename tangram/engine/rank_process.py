@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 
-from tangram.engine.build import follower
-from tangram.engine.ranks import RankStart, join_ranks, share_cores
+from tangram.engine.ranks.ranks import RankStart, join_ranks, share_cores
+from tangram.engine.setup.build import follower
 from tangram.errors import IntegrityError, TangramError
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tangram.config import EngineConfig
-from tangram.engine.blueprint import for_one_device
-from tangram.engine.build import build_parts
-from tangram.engine.passes import carry_nothing
-from tangram.engine.runner import Runner
-from tangram.engine.saved_pass import SavedPass
+from tangram.engine.passes.passes import carry_nothing
+from tangram.engine.passes.runner import Runner
+from tangram.engine.passes.saved_pass import SavedPass
+from tangram.engine.setup.blueprint import for_one_device
+from tangram.engine.setup.build import build_parts
 from tangram.errors import ConfigError
+from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import AttentionRule, Expansion, Launch, Ranking
-from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel
 from tangram.speculative_config import CompressedKv
 

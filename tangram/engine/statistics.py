@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from tangram.cache.accounting import PageStates
 from tangram.engine.admission import Admission
-from tangram.engine.meters import Meters
-from tangram.engine.scheduler import Scheduler
-from tangram.engine.speculation import Speculation
-from tangram.engine.token_sequence import TokenSequence
+from tangram.engine.drafts.speculation import Speculation
+from tangram.engine.passes.meters import Meters
+from tangram.engine.schedule.scheduler import Scheduler
+from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.metrics import EngineStats
 from tangram.types import Usage
 

@@ -16,8 +16,8 @@ from tangram.cache.page_map import PageMap
 from tangram.cache.retention import Retention
 from tangram.cache.step import RowKind, Step
 from tangram.engine.admission import Admission
+from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.engine.statistics import StatsReader
-from tangram.engine.token_sequence import TokenSequence
 from tangram.speculative_config import CompressedKv, SpeculativeConfig
 from tangram.watch import (
     CacheShape,

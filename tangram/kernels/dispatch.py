@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tangram.kernels.host_forms import HostForm
+from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KvPool, PoolKernels
-from tangram.kernels.offload import HostMemory, PlainHostMemory
-from tangram.kernels.torch_kernels import TorchKernels
+from tangram.kernels.offload.host_forms import HostForm
+from tangram.kernels.offload.host_memory import HostMemory, PlainHostMemory
 from tangram.plan.schedule import Schedule
 
 
@@ -18,7 +18,7 @@ def pool_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
     """
     if pool.entries.is_cuda:
         # Triton comes with torch where there is a GPU.
-        from tangram.kernels.triton_kernels import TritonKernels
+        from tangram.kernels.triton.triton_kernels import TritonKernels
 
         return TritonKernels(pool, schedule)
     return TorchKernels(pool, schedule)
@@ -27,7 +27,7 @@ def pool_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
 def host_memory(pool: Tensor, pages: int, form: HostForm | None = None) -> HostMemory:
     """`pages` host pages in `form` behind `pool` [N_pages, Hp, S, P, D]; 0 take no memory."""
     if pool.is_cuda and pages:
-        from tangram.kernels.gpu_offload import GpuHostMemory
+        from tangram.kernels.offload.gpu_host_memory import GpuHostMemory
 
         return GpuHostMemory(pool, pages, form)
     return PlainHostMemory(pool, pages, form)

@@ -38,9 +38,9 @@ from tangram.web.questions import Announcement, AnswerTimes, Question
 from tangram.web.watchers import Watcher
 
 if TYPE_CHECKING:
-    from tangram.engine.grammar import GrammarCompiler
     from tangram.engine.loop import Engine
-    from tangram.engine.text import TextCodec
+    from tangram.engine.text.codec import TextCodec
+    from tangram.engine.text.grammar import GrammarCompiler
 
 # The engine's process tells something every few seconds; if nothing comes for so long, it hangs.
 MOST_SILENT_S = 600

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tangram.compress.scorers import ChunkView
-from tangram.kernels.host_forms import HostForm
 from tangram.kernels.interface import AttentionRule, Launch
+from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import OURS, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from tangram.errors import ConfigError
-from tangram.kernels.card import explain_unserved
+from tangram.kernels.triton.card import explain_unserved
 
 _log = logging.getLogger("tangram")
 

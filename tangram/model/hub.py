@@ -1,4 +1,4 @@
-"""Files of the Hugging Face Hub, or the reason why there are none, in bounded time."""
+"""Files of the Hugging Face Hub, or why there are none, in bounded time."""
 
 from __future__ import annotations
 

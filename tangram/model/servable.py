@@ -1,4 +1,4 @@
-"""Which models can be served correctly, from the config and from a probe of the model itself."""
+"""Which models can be served correctly: from the config and a probe of the model."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from tangram.compress.scorers import check_retention
 from tangram.config import EngineConfig
-from tangram.engine.profiles import Compression
+from tangram.engine.setup.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
 from tangram.limits import SERVED_QUEUE

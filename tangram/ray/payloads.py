@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.grammar import GrammarCompiler
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.grammar import GrammarCompiler
 from tangram.link.protocol import RequestMessage
 from tangram.metrics import EngineStats
 

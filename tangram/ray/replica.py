@@ -14,8 +14,8 @@ import msgspec
 from ray import serve
 
 from tangram.config import EngineConfig
-from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import build_engine
 from tangram.errors import EngineError, OverloadError, RequestError, TangramError
 from tangram.kv_events.address import EventAddress
 from tangram.link.collection import keep_uncollected

@@ -1,4 +1,4 @@
-"""Which chunks a replica holds, in a form that is small enough to report every second.
+"""Which chunks a replica holds, small enough to report every second.
 
 A chunk has a key of 32 bytes (`cache/keys.py`). A digest keeps the first 8. Among a million keys a
 wrong match has a chance of 1 in 10¹³, and it would cost time, never a wrong answer: the replica

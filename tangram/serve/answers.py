@@ -15,7 +15,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tangram.engine.answer_text import AnswerText
+from tangram.engine.text.answer_text import AnswerText
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream

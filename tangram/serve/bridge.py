@@ -20,8 +20,8 @@ from tangram.serve.record import Generation, Record
 from tangram.types import Event, FinishReason, Request, SamplingValues
 
 if TYPE_CHECKING:
-    from tangram.engine.grammar import GrammarCompiler
-    from tangram.engine.text import TextCodec
+    from tangram.engine.text.codec import TextCodec
+    from tangram.engine.text.grammar import GrammarCompiler
 
 # More completions than these are seldom in one step, so the bound on pending events stops growing.
 _COUNTED_CHOICES = 8

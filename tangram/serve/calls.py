@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.engine.answer_text import spell
+from tangram.engine.text.answer_text import spell
 from tangram.serve.json_text import JsonStrings
 from tangram.serve.tagged import is_unfinished, read_tagged_arguments
 from tangram.types import CallStyle, Piece, ToolFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.serve.body import Json
 from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.serve.body import Json
 from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions

@@ -2,7 +2,7 @@
 
 The bounds are on what makes the grammar compiler slow: `multipleOf` takes time with its square,
 properties and `enum` in proportion. The compiler's own limits refuse large expressions and unions.
-A trial in a process of its own refuses the rest (`engine/grammar_trial.py`).
+A trial in a process of its own refuses the rest (`engine/text/grammar_trial.py`).
 """
 
 from __future__ import annotations

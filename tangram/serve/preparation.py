@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 
-from tangram.engine.templates import PROCESSES
+from tangram.engine.text.templates import PROCESSES
 from tangram.errors import OverloadError, RequestError
 from tangram.serve.api_errors import ApiError
 from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error

@@ -11,8 +11,8 @@ from functools import partial
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from tangram.engine.answer_text import AnswerText
-from tangram.engine.text import TextCodec
+from tangram.engine.text.answer_text import AnswerText
+from tangram.engine.text.codec import TextCodec
 from tangram.errors import MachineError, RequestError
 from tangram.serve.answer_size import check_answer_size
 from tangram.serve.answers import Answer, write_whole

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.errors import RequestError
 from tangram.limits import TEMPLATE_NAMES
 from tangram.serve.body import deeper_than

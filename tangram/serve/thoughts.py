@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tangram.engine.answer_text import spell
+from tangram.engine.text.answer_text import spell
 from tangram.serve.calls import Call, CallReader, arguments_json, mark_overlap, read_call_json
 from tangram.types import Mark, Piece, ThinkingFormat
 

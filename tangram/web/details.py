@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched

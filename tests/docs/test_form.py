@@ -59,7 +59,7 @@ PARTICIPLES = {
 SHARED_NAMES = {
     "Python's, pytest's or our convention": "__init__ __main__ conftest make_fixture",
     "a command, and what it runs": "ablation naive replay",
-    "a benchmark, and what it measures": "cpu_prefill cpu_products host_forms latents sealing",
+    "a benchmark, and what it measures": "host_forms latents sealing",
     "a scorer, its kernel, and its command": "gate keydiff",
     "a subject, and what its tests share": "speculation templates",
     "the same of several commands or processes": "engines figures logs options serving",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tangram.kernels.card import Card, count_flops
+from tangram.kernels.triton.card import Card, count_flops
 
 
 def _card(

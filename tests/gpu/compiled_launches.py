@@ -26,10 +26,10 @@ from triton.runtime import driver
 
 from bench.bare_tokenizer import load_tokenizer
 from tangram.compress.scorers.gate import NORM_EPSILON, GateShape
-from tangram.kernels import gate, gathered, page_copies
-from tangram.kernels.card import Card
-from tangram.kernels.offload import words
-from tangram.kernels.triton_kernels import TritonKernels
+from tangram.kernels.offload.host_memory import words
+from tangram.kernels.triton import gate, gathered, page_copies
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.triton_kernels import TritonKernels
 from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.gpu.cards import CARDS
 from tests.small_engines import LATENT, profile_file, small_engine, tiny_model

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bench.bare_tokenizer import load_tokenizer
 from tangram.errors import ConfigError
-from tangram.kernels import e4m3
 from tangram.kernels.interface import KvPool
-from tangram.kernels.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
+from tangram.kernels.triton import e4m3
+from tangram.kernels.triton.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.plan.schedule import Schedule
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
 from tests.gpu.test_engine import LLAMA, PROMPTS, both, log_probabilities, options_of, submit_all
@@ -83,7 +83,7 @@ def check(kernel: dict[str, Any]) -> None:
 def test_a_sample_of_all_kernels_compiles_for_cards(cards: tuple[int, ...], tmp_path: Path) -> None:
     """For one whose kernels follow pages and one where they gather; nightly for every card."""
     kernels = compile_launches("short", tmp_path, *map(str, cards))
-    assert kernels_in(ROOT / "tangram/kernels") == KERNELS
+    assert kernels_in(ROOT / "tangram/kernels/triton") == KERNELS
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
     for card in cards:
         own = {kernel["kernel"] for kernel in kernels if kernel["card"] == card}
@@ -107,7 +107,7 @@ def test_every_variant_compiles(card: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_an_h100_takes_the_tiles_measured_on_it(dim: int, element_bytes: int, fp8: bool) -> None:
-    from tangram.kernels import gathered, packed, prefill
+    from tangram.kernels.triton import gathered, packed, prefill
 
     assert Tile(8, 16, 1, 1) == packed.SHORT_TILE
     assert (
@@ -127,7 +127,7 @@ def test_an_h100_takes_the_tiles_measured_on_it(dim: int, element_bytes: int, fp
 
 @pytest.mark.parametrize("card", CARDS)
 def test_tiles_fit_the_card_and_no_smaller_than_they_must(card: int) -> None:
-    from tangram.kernels.tiling import count_shared_bytes
+    from tangram.kernels.triton.tiling import count_shared_bytes
 
     operands, tile = Operands(256, 2, hops=2), Tile(64, stages=3)
     taken = fit_tile(tile, operands, CARDS[card])
@@ -217,7 +217,7 @@ def test_an_engine_on_an_older_card_answers_what_torch_answers(
     cache: str, device: torch.device, tmp_path: Path
 ) -> None:
     """Pages followed, not gathered; FP8 by integers."""
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     def on_ampere(pool: KvPool) -> TritonKernels:
         schedule = Schedule.parse("aot+ctas=16+tile=16+min=16")

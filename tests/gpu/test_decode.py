@@ -40,7 +40,8 @@ def run(
     batch: Batch, plan: WorkPlan, layer: int, device: torch.device, **options: object
 ) -> Tensor:
     """Append the new entries, then attend, as a decode step does."""
-    from tangram.kernels import gpu, store
+    from tangram.kernels.triton import store
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
     pool, q, k, v, tables, lengths = (
         x.to(device)
@@ -61,7 +62,7 @@ def run(
         name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options
     }
     planned_at: Any = settings.get("planned_at", batch.lengths.numpy())
-    decoder = gpu.GpuDecode(
+    decoder = GpuDecode(
         settings.get("plans", [plan]),
         group=q.shape[1] // k.shape[1],
         head_dim=q.shape[2],
@@ -260,7 +261,7 @@ def test_queries_beyond_float16_lose_their_size_alone(device: torch.device) -> N
 
 
 def options(merge: str, **changes: object) -> Any:
-    from tangram.kernels.packed import DecodeOptions
+    from tangram.kernels.triton.packed import DecodeOptions
 
     return DecodeOptions(merge=merge, one_tile_tasks=0, **changes)  # type: ignore[arg-type]
 
@@ -382,7 +383,7 @@ def test_a_short_tail_finishes_its_row() -> None:
     """Each row's tail runs with the smallest tile, after the shared prefix: nothing is left for the
     merge kernel.
     """
-    from tangram.kernels.packed import pack
+    from tangram.kernels.triton.packed import pack
 
     batch, plan = shared_batch(8, 4, prefix=64)
     packed = pack(plan, 4, options("tails"), batch.lengths.numpy())
@@ -394,7 +395,7 @@ def test_a_short_tail_finishes_its_row() -> None:
 
 
 def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device) -> None:
-    from tangram.kernels.gpu import GpuDecode
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
     batch = make_batch(3, 2, 4, 64, longest=2000)
     pool = batch.pool.to(device)
@@ -414,14 +415,14 @@ def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device
 def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
     merge: str, device: torch.device
 ) -> None:
-    from tangram.kernels import gpu
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
     batch = make_batch(3, 2, 4, 64, longest=200)
     plan = PLANNERS["aot"](batch)
     pool, q, tables, lengths = (
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
-    decoder = gpu.GpuDecode([plan], group=4, head_dim=64, pool=pool, options=options(merge))
+    decoder = GpuDecode([plan], group=4, head_dim=64, pool=pool, options=options(merge))
     first, again = (decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)) for _ in range(2))
     assert torch.equal(first, again)
 
@@ -435,22 +436,22 @@ def test_decoders_that_share_buffers_answer_as_alone(
     merge: str, rows: int, longest: int, workers: int, device: torch.device
 ) -> None:
     """Each has its plan loaded again before it attends, as an engine does between widths."""
-    from tangram.kernels import gpu
+    from tangram.kernels.triton.decode_launch import GpuDecode, PlanBuffers
 
     batch = make_batch(rows, 2, 4, 64, longest=longest)
     pool, q, tables, lengths = (
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
     plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (workers, 3)]
-    shared = gpu.PlanBuffers(device)
+    shared = PlanBuffers(device)
     settings: Any = {"group": 4, "head_dim": 64, "pool": pool, "options": options(merge)}
     settings["lengths"] = batch.lengths.numpy()
     alone, sharing = (
-        [gpu.GpuDecode([plan], **settings, buffers=buffers) for plan in plans]
+        [GpuDecode([plan], **settings, buffers=buffers) for plan in plans]
         for buffers in (None, shared)
     )
 
-    def attend(decoder: gpu.GpuDecode, plan: WorkPlan) -> Tensor:
+    def attend(decoder: GpuDecode, plan: WorkPlan) -> Tensor:
         decoder.load(plan, batch.lengths.numpy())
         return decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
 
@@ -462,20 +463,20 @@ def test_decoders_that_share_buffers_answer_as_alone(
 def test_a_plan_that_lies_in_shared_buffers_is_not_uploaded_again(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tangram.kernels import gpu
+    from tangram.kernels.triton.decode_launch import GpuDecode, PlanBuffers
 
     batch, uploads = make_batch(2, 2, 4, 64, longest=100), list[object]()
     plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (12, 3)]
-    shared = gpu.PlanBuffers(device)
+    shared = PlanBuffers(device)
     settings: Any = {"group": 4, "head_dim": 64, "pool": batch.pool.to(device), "buffers": shared}
-    decoders = [gpu.GpuDecode([plans[0]], **settings) for _ in range(2)]
-    upload = gpu.GpuDecode._upload
+    decoders = [GpuDecode([plans[0]], **settings) for _ in range(2)]
+    upload = GpuDecode._upload
 
-    def count(decoder: gpu.GpuDecode, *arrays: Any) -> None:
+    def count(decoder: GpuDecode, *arrays: Any) -> None:
         uploads.append(decoder)
         upload(decoder, *arrays)
 
-    monkeypatch.setattr(gpu.GpuDecode, "_upload", count)
+    monkeypatch.setattr(GpuDecode, "_upload", count)
     for number in (1, 1, 0, 0, 1):
         assert decoders[number].takes(plans[0])
     assert uploads == [decoders[0], decoders[1]]
@@ -484,7 +485,7 @@ def test_a_plan_that_lies_in_shared_buffers_is_not_uploaded_again(
 
 
 def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device) -> None:
-    from tangram.kernels.gpu import PlanBuffers
+    from tangram.kernels.triton.decode_launch import PlanBuffers
 
     buffers = PlanBuffers(device)
     large = buffers.take("plan", 100, torch.int32)
@@ -496,7 +497,7 @@ def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device
 
 
 def test_a_first_plan_leaves_space_for_twice_as_many_tasks(device: torch.device) -> None:
-    from tangram.kernels.gpu import GpuDecode
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
     batch = make_batch(3, 2, 4, 64, longest=2000)
     first, next_one = (plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 26))
@@ -543,7 +544,7 @@ def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch.device) -> None:
-    from tangram.kernels import gpu
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
     batch = make_batch(6, 2, 4, 128, longest=3000, dtype=torch.bfloat16)
     made = [
@@ -553,7 +554,7 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
     ]
     pool = batch.pool.to(device)
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
-    from tangram.kernels import store
+    from tangram.kernels.triton import store
 
     rows = batch.rows
     address = torch.from_numpy(
@@ -568,7 +569,7 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
         address.to(device, torch.int32),
         0,
     )
-    decoder = gpu.GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
+    decoder = GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
     decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

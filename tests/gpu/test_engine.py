@@ -28,10 +28,10 @@ from tangram.cache.keys import ChunkKeys
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
-from tangram.engine.device_tables import DeviceTables
 from tangram.engine.loop import Engine
+from tangram.engine.passes.device_tables import DeviceTables
+from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
-from tangram.kernels.torch_kernels import TorchKernels
 from tangram.model.load import LoadedModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Schedule
@@ -85,7 +85,7 @@ def on_torch(pool: KvPool) -> PoolKernels:
 
 def on_triton(pool: KvPool, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
     """Short as they are, heads are split."""
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     return TritonKernels(pool, parse_schedule(schedule))
 
@@ -229,7 +229,7 @@ def test_chunks_of_several_scorers_in_one_step_leave_what_torch_leaves(
 def test_chunks_are_gathered_where_nothing_else_is_asked_of_a_layer(
     case: str, models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     layers, attend = list[int](), gathered.attend
 

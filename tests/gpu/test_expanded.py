@@ -51,8 +51,9 @@ def test_rows_of_several_sequences_answer_as_alone(
 
     Where the past is not expanded as a `whole`, only 64 entries are at a time.
     """
-    from tangram.kernels import expanded, latents
-    from tangram.kernels.card import Card
+    from tangram.kernels import latents
+    from tangram.kernels.triton import expanded
+    from tangram.kernels.triton.card import Card
 
     torch.manual_seed(5)
     heads = Heads((torch.randn(3, plain + value, RANK) / RANK**0.5).to(device, dtype), value)
@@ -92,8 +93,8 @@ def test_rows_of_several_sequences_answer_as_alone(
 
 def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) -> None:
     """Behind nothing, behind pasts that are cut once and twice, and beside a past that is not."""
-    from tangram.kernels import expanded
-    from tangram.kernels.card import Card
+    from tangram.kernels.triton import expanded
+    from tangram.kernels.triton.card import Card
 
     torch.manual_seed(6)
     heads = Heads((torch.randn(2, 32, RANK) / RANK**0.5).to(device, torch.float16), 16)
@@ -129,7 +130,7 @@ def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) ->
 
 
 def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
-    from tangram.kernels import expanded
+    from tangram.kernels.triton import expanded
 
     lengths = [(0, 0, 0), (10, 0, 500), (20, 0, 30), (30, 0, 30), (40, 0, 70)]
     rows = expanded.LatentRows(np.zeros(5, SPAN), np.array(lengths, PAST))
@@ -140,7 +141,7 @@ def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
 @pytest.mark.parametrize("card", CARDS)
 def test_latents_are_attended_so_where_a_tile_fits(card: int) -> None:
     """DeepSeek's keys and values on every card since Hopper, GLM-4.7-Flash's not in 99 KiB."""
-    from tangram.kernels import expanded
+    from tangram.kernels.triton import expanded
 
     pool = torch.empty(1, 1, 1, 16, 576, dtype=torch.bfloat16)
     deepseek, glm = (Heads(torch.empty(1, p + v, 512), v) for p, v in ((128, 128), (192, 256)))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.passes import Passes
-from tangram.kernels import fused_causal
+from tangram.engine.passes.passes import Passes
 from tangram.kernels.interface import PrefillRows
+from tangram.kernels.triton import fused_causal
 from tangram.plan.records import PAST, SPAN
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark

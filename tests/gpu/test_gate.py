@@ -28,7 +28,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_scores_are_the_gates(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    from tangram.kernels import gate
+    from tangram.kernels.triton import gate
 
     shape = SHAPES[name]
     weights = random_layer(shape, device)
@@ -40,7 +40,7 @@ def test_scores_are_the_gates(name: str, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize("chunk", [50, 64])
 def test_chunks_scored_together_score_as_alone(chunk: int, device: torch.device) -> None:
-    from tangram.kernels import gate
+    from tangram.kernels.triton import gate
 
     shape = SHAPES["embedded model"]
     weights = random_layer(shape, device)
@@ -54,7 +54,7 @@ def test_chunks_scored_together_score_as_alone(chunk: int, device: torch.device)
 
 
 def test_a_row_of_a_wider_tensor_is_read_by_its_stride(device: torch.device) -> None:
-    from tangram.kernels import gate
+    from tangram.kernels.triton import gate
 
     shape = SHAPES["odd sizes"]
     weights = random_layer(shape, device)

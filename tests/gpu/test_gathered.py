@@ -90,7 +90,7 @@ def attend_rows(
     scales: Tensor | None = None,
 ) -> Tensor:
     """What the gathered parts leave of an output full of NaN."""
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     rows = asked.rows(asking or slice(0, len(asked.spans)))
     cells = gathered.PrefillOrder.of(rows, 2 * DIM * 2, gathers=True)
@@ -132,7 +132,7 @@ def attend_rows(
 
 @pytest.fixture(autouse=True)
 def least(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     monkeypatch.setattr(gathered, "LEAST_TOKENS", 30)
 
@@ -185,7 +185,7 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if not all rows fit at a time."""
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     past = [[90, 5, 33], [128, 3, 64], [10, 0, 200], [100, 69, 40]]
     asked = AskingRows([40, 64, 50, 30], past, torch.float16, sequence=[0, 1, 2, 0])
@@ -203,7 +203,7 @@ def test_every_cell_is_computed_once_and_every_past_copied_once(
     most_entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 1 and 3 are short and follow pages; 0 and 4 are of one sequence."""
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     monkeypatch.setattr(gathered, "MOST_BYTES", most_entries * 256)
     past = [[9, 80, 200], [9, 80, 200], [1, 2, 3], [4, 4, 4], [50, 80, 210]]
@@ -252,7 +252,7 @@ def test_buffers_that_graphs_contain_stay_when_a_longer_row_needs_more(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A padded row's graph replays with the addresses of its capture."""
-    from tangram.kernels import gathered, triton_kernels
+    from tangram.kernels.triton import gathered, triton_kernels
 
     for module in (gathered, triton_kernels):
         monkeypatch.setattr(module, "MOST_BYTES", 600 * 2 * DIM * 2)

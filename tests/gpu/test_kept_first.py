@@ -38,7 +38,7 @@ def test_sealing_stores_the_best_entries_first_and_the_others_behind_them(
 
     An FP8 pool holds them divided by their scales.
     """
-    from tangram.kernels import store
+    from tangram.kernels.triton import store
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(tokens + start)

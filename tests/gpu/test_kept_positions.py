@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.kernels import store
+from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KernelChoice
-from tangram.kernels.torch_kernels import TorchKernels
+from tangram.kernels.triton import store
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tangram.watch import KeptPositions
@@ -101,7 +101,7 @@ def notes(
 def test_engines_note_the_same_with_either_kernels(
     scorer: str, drafts: bool, tokens: int, loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     profile = profile_file(loaded, tmp_path, scorer=scorer, chunk_tokens=whole.CHUNK)
     options: dict[str, object] = {"scorer": scorer, "profile": (profile,)}

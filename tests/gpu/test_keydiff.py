@@ -31,14 +31,14 @@ def keys_in_a_batch(heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Te
 def test_scores_are_the_scorers(
     heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from tangram.kernels import keydiff
+    from tangram.kernels.triton import keydiff
 
     keys = keys_in_a_batch(heads, tokens, dim, dtype).to(device)
     torch.testing.assert_close(keydiff.score(keys[None])[0], expect(keys), rtol=1e-5, atol=1e-6)
 
 
 def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> None:
-    from tangram.kernels import keydiff
+    from tangram.kernels.triton import keydiff
 
     keys = keys_in_a_batch(2, 70, 32, torch.float32).clone()
     keys[0, 3], keys[1], keys[0, 5] = 0.0, 0.0, keys[0, 5] * 1e-14
@@ -48,7 +48,7 @@ def test_zero_and_tiny_keys_score_as_the_scorer_says(device: torch.device) -> No
 
 
 def test_equal_keys_tie_and_strides_do_not_matter(device: torch.device) -> None:
-    from tangram.kernels import keydiff
+    from tangram.kernels.triton import keydiff
 
     keys = keys_in_a_batch(2, 150, 32, torch.float32).to(device)
     keys[:, [7, 70, 149]] = keys[:, :1].clone()
@@ -58,7 +58,7 @@ def test_equal_keys_tie_and_strides_do_not_matter(device: torch.device) -> None:
 
 
 def test_chunks_scored_together_score_as_alone(device: torch.device) -> None:
-    from tangram.kernels import keydiff
+    from tangram.kernels.triton import keydiff
 
     keys = torch.cat(
         [keys_in_a_batch(2, tokens, 32, torch.bfloat16)[:, :70] for tokens in (70, 90, 110)], dim=1

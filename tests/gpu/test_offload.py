@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.dispatch import host_memory
-from tangram.kernels.host_forms import HOST_FORMS, HostForm
-from tangram.kernels.offload import PlainHostMemory, words
+from tangram.kernels.offload.host_forms import HOST_FORMS, HostForm
+from tangram.kernels.offload.host_memory import PlainHostMemory, words
 from tangram.types import PageMove
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -31,7 +31,7 @@ def pool_of(
 def test_pages_go_where_they_are_told_and_nowhere_else(
     dtype: torch.dtype, programs: int, count: int, device: torch.device
 ) -> None:
-    from tangram.kernels.page_copies import copy
+    from tangram.kernels.triton.page_copies import copy
 
     source, target = (words(pool_of(pages, dtype, device)) for pages in (9, 12))
     read = torch.tensor([8, 0, 3, 3, 5, 1, 2], dtype=torch.int32, device=device)[:count]
@@ -43,7 +43,7 @@ def test_pages_go_where_they_are_told_and_nowhere_else(
 
 
 def test_pages_larger_than_a_block_are_copied_whole(device: torch.device) -> None:
-    from tangram.kernels.page_copies import copy
+    from tangram.kernels.triton.page_copies import copy
 
     source, target = (words(pool_of(3, torch.float32, device, (2, 2, 16, 70))) for _ in range(2))
     target.zero_()

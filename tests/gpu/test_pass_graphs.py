@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.graphs import PassGraphs
-from tangram.engine.passes import Passes
+from tangram.engine.passes.graphs import PassGraphs
+from tangram.engine.passes.passes import Passes
 from tangram.model.attention import StepAttention
 from tangram.types import SamplingParams
 from tests.small_engines import small_engine, tiny_model

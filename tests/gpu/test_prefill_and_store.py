@@ -74,7 +74,7 @@ def test_prefill_of_several_requests_equals_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Split or whole, in launches of all cells or of three."""
-    from tangram.kernels import prefill
+    from tangram.kernels.triton import prefill
 
     monkeypatch.setattr(prefill, "MOST_CELLS", 3)
     batch = make_batch(3, HEADS, GROUP, DIM, longest=130, dtype=dtype, seed=5)
@@ -123,7 +123,7 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
     split_entries: int, device: torch.device
 ) -> None:
     """More keys than queries, as when a chunk is repeated behind itself."""
-    from tangram.kernels import prefill
+    from tangram.kernels.triton import prefill
 
     batch = make_batch(1, HEADS, GROUP, DIM, longest=100)
     q, k, v = (
@@ -163,7 +163,7 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
 def test_a_row_is_computed_alike_whatever_is_beside_it(
     split_entries: int, device: torch.device
 ) -> None:
-    from tangram.kernels import prefill
+    from tangram.kernels.triton import prefill
 
     batch, sizes = make_batch(2, HEADS, GROUP, DIM, longest=40), [9, 150]
     q, k, v = (
@@ -207,7 +207,7 @@ def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(
     """Of rows of 45, 3 and 20 tokens, head 1 of the last keeps a part only, and the second has no
     keys.
     """
-    from tangram.kernels import store
+    from tangram.kernels.triton import store
 
     generator = np.random.default_rng(0)
     k, v = torch.randn(2, 70, HEADS, DIM).to(dtype)
@@ -246,7 +246,7 @@ def test_sealing_keeps_what_the_specification_keeps(
     """Ties, NaN and infinities included: the same positions, in the same order, at the same places,
     nothing else.
     """
-    from tangram.kernels import store
+    from tangram.kernels.triton import store
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, dim, page, sinks, window = 3, 16, 8, 4, 3
@@ -316,7 +316,8 @@ def fill_fp8_pool(batch: Batch, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device) -> None:
-    from tangram.kernels import gpu, prefill, store
+    from tangram.kernels.triton import prefill, store
+    from tangram.kernels.triton.decode_launch import GpuDecode
     from tangram.plan.aot import plan_aot
 
     batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
@@ -340,14 +341,13 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
         scales=scales.to(device),
     )
     stored = on_device.cpu().view(torch.uint8)
-    assert torch.equal(stored, pool.view(torch.uint8)), "append stores what was stored before"
-    decoder = gpu.GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
+    assert torch.equal(stored, pool.view(torch.uint8))  # as before
+    decoder = GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
     out = decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)).cpu()
-    expected = reference.decode(
-        batch.q, wide, batch.tables, batch.lengths, plan, 0, AttentionRule(SCALING)
-    )
+    rule = AttentionRule(SCALING)
+    expected = reference.decode(batch.q, wide, batch.tables, batch.lengths, plan, 0, rule)
     assert_close(out, expected)
-    new = tuple(torch.randn(10, heads, DIM).half() for heads in (HEADS * 4, HEADS, HEADS))
+    new = [torch.randn(10, heads, DIM).half() for heads in (HEADS * 4, HEADS, HEADS)]
     past = batch.lengths.numpy()[rows.length_index[:1, 0]]
     at = torch.from_numpy(np.stack([rows.table[:1, 0], rows.column[:1, 0], past], axis=-1)).to(
         device, torch.int32

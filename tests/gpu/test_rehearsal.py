@@ -60,7 +60,7 @@ def test_nothing_is_compiled_once_an_engine_serves(
     """
     from triton import knobs
 
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     monkeypatch.setattr(gathered, "LEAST_TOKENS", CHUNK)
     # A head dim that no other test has, so that no other test has compiled anything for it.

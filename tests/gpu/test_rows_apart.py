@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
+from tangram.engine.passes.graphs import PassGraphs
 from tangram.kernels.interface import PassAddresses
-from tangram.kernels.padded import RowBuffers
-from tangram.kernels.triton_kernels import TritonKernels
+from tangram.kernels.triton.padded import RowBuffers
+from tangram.kernels.triton.triton_kernels import TritonKernels
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
 from tests.gpu.test_engine import pytestmark as pytestmark
@@ -66,7 +66,7 @@ def test_rows_that_are_taken_apart_leave_what_torch_leaves(
     """Chunks with and without a past, tails, and a chunk that an answer fills while
     others decode.
     """
-    from tangram.kernels import gathered
+    from tangram.kernels.triton import gathered
 
     if gathers:
         if torch.cuda.is_available():
@@ -97,7 +97,7 @@ def test_a_row_for_which_there_is_no_space_is_computed_all_the_same(
     models: dict[int, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More entries than are copied at a time."""
-    from tangram.kernels import gathered, triton_kernels
+    from tangram.kernels.triton import gathered, triton_kernels
 
     if torch.cuda.is_available():
         pytest.skip("tiny models are in float32, which is not gathered")

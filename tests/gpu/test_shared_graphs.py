@@ -14,8 +14,8 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind
-from tangram.engine.batcher import Batcher, _share_prefixes
-from tangram.engine.meters import Meters
+from tangram.engine.passes.batcher import Batcher, _share_prefixes
+from tangram.engine.passes.meters import Meters
 from tangram.errors import IntegrityError
 from tangram.kernels.interface import AttentionRule, DecodedRows, KvPool
 from tangram.kernels.stopwatch import Stopwatch
@@ -52,7 +52,7 @@ def test_agents_that_come_and_go_need_no_new_buffers(
     numbers: list[int], data: st.DataObject
 ) -> None:
     """A graph refers to its buffers; those are made for each width when steps are rehearsed."""
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     pool = torch.empty(1, 8, 2, 16, GEOMETRY.head_dim, dtype=torch.bfloat16)
     heads = GEOMETRY.kv_heads
@@ -80,7 +80,7 @@ def test_agents_that_come_and_go_need_no_new_buffers(
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_what_is_captured_before_serving_fits_what_is_served(width: int) -> None:
     """Passes are captured over empty sequences, and planned as for long ones."""
-    from tangram.kernels.triton_kernels import TritonKernels
+    from tangram.kernels.triton.triton_kernels import TritonKernels
 
     geometry = Geometry(2, 8, 32, 128, 1000, 32_768, (None,) * 2)
     sizes = {"chunk_tokens": 512, "page_tokens": 16, "heads_per_page": 8, "max_tokens": 32_768}

@@ -19,12 +19,12 @@ from tangram.calibrate.measure import Magnitudes, ScoreSource
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers import Scorer, make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.answer_text import read_text
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
-from tangram.engine.observe import score_source
-from tangram.engine.profiles import scorer_spec
-from tangram.engine.text import TextCodec
+from tangram.engine.setup.build import engine_of
+from tangram.engine.setup.observe import score_source
+from tangram.engine.setup.profiles import scorer_spec
+from tangram.engine.text.answer_text import read_text
+from tangram.engine.text.codec import TextCodec
 from tangram.errors import ConfigError, TangramError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, FinishReason, Request, SamplingParams

@@ -10,8 +10,8 @@ from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
-from tangram.engine.option_checks import load_checked, longest_sequence
-from tangram.engine.profiles import Compression
+from tangram.engine.setup.option_checks import load_checked, longest_sequence
+from tangram.engine.setup.profiles import Compression
 from tangram.errors import ConfigError
 from tangram_lab.accuracy.engines import ModelBench
 from tangram_lab.accuracy.methods import Grid, Method, choose_alignment

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tangram.cache.step import RowKind, Step
 from tangram.config import EngineConfig
-from tangram.engine.blueprint import for_one_device
-from tangram.engine.build import build_parts
-from tangram.engine.passes import carry_nothing
-from tangram.engine.token_sequence import sequence_of
+from tangram.engine.passes.passes import carry_nothing
+from tangram.engine.schedule.token_sequence import sequence_of
+from tangram.engine.setup.blueprint import for_one_device
+from tangram.engine.setup.build import build_parts
 from tangram.errors import ConfigError, IntegrityError
 from tangram.model.load import LoadedModel
 

@@ -20,7 +20,7 @@ _MARGIN_TOKENS = 4  # the context's first token may become two after the templat
 
 
 class ChatCodec(Protocol):
-    """A tokenizer with a chat template; `tangram.engine.text.TextCodec` is one."""
+    """A tokenizer with a chat template; `tangram.engine.text.codec.TextCodec` is one."""
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens of a conversation up to the start of the assistant's answer."""

@@ -8,10 +8,10 @@ from typing import Literal
 
 from tangram.cache.retention import Retention
 from tangram.config import EngineConfig
-from tangram.engine.blueprint import Blueprint, for_one_device
-from tangram.engine.build import build_parts
 from tangram.engine.loop import Engine
-from tangram.engine.served import Served
+from tangram.engine.setup.blueprint import Blueprint, for_one_device
+from tangram.engine.setup.build import build_parts
+from tangram.engine.setup.served import Served
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import KernelChoice

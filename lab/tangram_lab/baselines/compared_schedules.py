@@ -26,7 +26,7 @@ from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
 
 if TYPE_CHECKING:
-    from tangram.kernels.packed import DecodeOptions
+    from tangram.kernels.triton.packed import DecodeOptions
 
 APART, SERIAL, REPLAN = "apart", "serial", "replan"
 
@@ -84,7 +84,7 @@ class KernelVariant:
 
     def options(self) -> DecodeOptions:
         """Those of the schedule, with the changes."""
-        from tangram.kernels.packed import DecodeOptions
+        from tangram.kernels.triton.packed import DecodeOptions
 
         options = DecodeOptions.of(self.schedule)
         if APART in self.changes:

@@ -61,7 +61,7 @@ def ablation(
 
     Decode seals a chunk only if --output-tokens fill one.
     """
-    from tangram.engine.option_checks import longest_sequence
+    from tangram.engine.setup.option_checks import longest_sequence
     from tangram_lab.accuracy.plot import check_plot
     from tangram_lab.load.ablation import check_comparable, choose_rungs
     from tangram_lab.load.clock import LatencyLimits

@@ -20,9 +20,9 @@ def train_and_report(
     Then print how far it agrees with KVzip on texts that were not used for training.
     """
     from tangram.compress.scorers.gate import check_path, save_gate
-    from tangram.engine.option_checks import load_checked, longest_sequence
-    from tangram.engine.profiles import check_chunk
-    from tangram.kernels.threads import use_threads
+    from tangram.engine.setup.option_checks import load_checked, longest_sequence
+    from tangram.engine.setup.profiles import check_chunk
+    from tangram.kernels.cpu.threads import use_threads
     from tangram_lab.gate_training.fit import Recipe
     from tangram_lab.gate_training.text_training import agreements, train_gate_on_texts
 

@@ -68,8 +68,8 @@ def _measure(
     config: EngineConfig, prompt_tokens: int, tokens: int, repeats: int
 ) -> tuple[list[DecodingRun], list[DecodingRun]]:
     """Runs without and with a cache, in turns; the first pair is not among them."""
-    from tangram.engine.build import engine_of
-    from tangram.engine.option_checks import load_checked, longest_sequence
+    from tangram.engine.setup.build import engine_of
+    from tangram.engine.setup.option_checks import load_checked, longest_sequence
     from tangram_lab import naive as lab
     from tangram_lab.load.asks import draw_tokens
 

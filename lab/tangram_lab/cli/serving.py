@@ -171,8 +171,8 @@ def _engine(config: EngineConfig, check: Callable[[int], None] | None = None) ->
     `check` raises if sequences of so many tokens are too short for the requests. It is called
     before the model is loaded, and again when the size of the KV cache is known.
     """
-    from tangram.engine.build import build_engine
-    from tangram.engine.option_checks import longest_sequence
+    from tangram.engine.setup.build import build_engine
+    from tangram.engine.setup.option_checks import longest_sequence
     from tangram_lab.load.asks import alike
     from tangram_lab.load.clock import answer_all
 

@@ -17,7 +17,7 @@ from tangram.compress.scorers.gate import Gate
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.scorers.kvzip import KVzip
 from tangram.config import Scope
-from tangram.engine.observe import chunk_source
+from tangram.engine.setup.observe import chunk_source
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.progress import show_progress

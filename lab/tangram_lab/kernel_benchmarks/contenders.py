@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tangram.kernels.card import Card
-from tangram.kernels.card_cost import count_programs
 from tangram.kernels.interface import AttentionRule
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.card_cost import count_programs
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding
@@ -20,7 +20,7 @@ from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tangram_lab.kernel_benchmarks.workloads import Workload
 
 if TYPE_CHECKING:
-    from tangram.kernels.gpu import GpuDecode
+    from tangram.kernels.triton.decode_launch import GpuDecode
 
 
 class Ours:
@@ -70,7 +70,7 @@ class Ours:
         ]
 
     def _decoder(self, plan: WorkPlan) -> GpuDecode:
-        from tangram.kernels.gpu import GpuDecode
+        from tangram.kernels.triton.decode_launch import GpuDecode
 
         case = self._workload.case
         return GpuDecode(

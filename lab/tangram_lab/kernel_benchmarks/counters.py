@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tangram.kernels.packed import Capacity, DecodeOptions, pack
+from tangram.kernels.triton.packed import Capacity, DecodeOptions, pack
 from tangram.plan.form import WorkPlan
 from tangram_lab.kernel_benchmarks.case import Case
 

@@ -18,9 +18,9 @@ from tangram.cache.layout import Layout
 from tangram.compress.groups import compute_realised_retention
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
-from tangram.engine.memory import GIB, kv_bytes
-from tangram.engine.option_checks import load_checked
-from tangram.engine.profiles import Compression
+from tangram.engine.setup.memory import GIB, kv_bytes
+from tangram.engine.setup.option_checks import load_checked
+from tangram.engine.setup.profiles import Compression
 from tangram.errors import ConfigError
 from tangram_lab.baselines.compared_engines import Baseline
 from tangram_lab.load.asks import Ask, alike, arriving

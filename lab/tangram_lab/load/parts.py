@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from tangram.engine.batcher import Batcher
-from tangram.engine.graphs import PassGraphs
 from tangram.engine.loop import Engine
-from tangram.engine.passes import Passes
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.passes.batcher import Batcher
+from tangram.engine.passes.graphs import PassGraphs
+from tangram.engine.passes.passes import Passes
+from tangram.engine.schedule.scheduler import Scheduler
 from tangram.kernels.stopwatch import GraphBlocks, Stopwatch
 from tangram.model.attention import RepeatAttention, StepAttention
 from tangram.model.sealing import ChunkSealer, GroupSealer

@@ -115,7 +115,7 @@ def test_it_says_how_long_beforehand_and_what_it_costs_at_the_end(
     # What it had to calibrate is what a first start would have, and is kept for it.
     (profile,) = (tmp_path / "cache").glob("weights/*/profiles/*")
     assert cells[-1].basis["profile"] == Profile.load(profile).fingerprint()
-    monkeypatch.setattr("tangram.engine.profiles.calibrate_model", None)
+    monkeypatch.setattr("tangram.engine.setup.profiles.calibrate_model", None)
     LLM(str(model), load_format="dummy", kv_cache_gib=0.1, kv_retention=EngineConfig.kv_retention)
 
 

@@ -25,8 +25,8 @@ from lab.tests.host.test_locomo import document, make_question
 from tangram.cli import app
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
-from tangram.engine.observe import score_source
-from tangram.engine.text import TextCodec
+from tangram.engine.setup.observe import score_source
+from tangram.engine.text.codec import TextCodec
 from tangram.model.load import LoadedModel, load_model
 from tangram_lab.accuracy.engines import ModelBench
 from tangram_lab.accuracy.methods import Method

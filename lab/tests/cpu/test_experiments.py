@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.serving import agents, competitors, paper
-from tangram.kernels.card import INTERPRETED
+from tangram.kernels.triton.card import INTERPRETED
 from tangram.types import Geometry
 
 TINY = {

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.engine.llm import LLM
-from tangram.engine.sampling import SampledTokens
+from tangram.engine.sampling.sampler import SampledTokens
 from tangram.errors import ConfigError, ModelError, RequestError
 from tangram.types import ChosenToken, Event, FinishReason, Request, SamplingParams
 from tangram_lab.load.asks import Ask, alike, arriving, draw_tokens, next_turn, read_trace

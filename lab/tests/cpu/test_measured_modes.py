@@ -14,7 +14,7 @@ from tangram.compress.profile import Profile
 from tangram.compress.provenance import Calibration
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
-from tangram.engine.profiles import scorer_spec
+from tangram.engine.setup.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams

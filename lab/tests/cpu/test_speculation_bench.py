@@ -205,7 +205,7 @@ def test_tasks_differ_from_prompt_to_prompt(loaded: LoadedModel, small_codec: An
 
 @pytest.fixture(scope="module")
 def small_codec(loaded: LoadedModel) -> Any:
-    from tangram.engine.text import TextCodec
+    from tangram.engine.text.codec import TextCodec
 
     return TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
 

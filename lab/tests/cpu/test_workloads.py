@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench.kernels.budgets import SHIPPED, choose_layers, even_case, load, make_ragged_case
 from bench.kernels.fragmentation import GROUPINGS, count_reclaimed, scale_budgets
 from tangram.errors import ConfigError
-from tangram.kernels.packed import DecodeOptions
+from tangram.kernels.triton.packed import DecodeOptions
 from tangram.plan.cost import CostModel
 from tangram.plan.schedule import Schedule
 from tangram.plan.split import plan_plain

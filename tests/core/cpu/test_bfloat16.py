@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from tangram.kernels import cpu
+from tangram.kernels.cpu import compiled_attention
 from tangram.model.cpu_weights import is_packable
 from tangram.types import SamplingParams
 from tests.core.cpu.test_purity import TINY, TINY_LATENT, LonePrompts
@@ -33,7 +33,7 @@ def test_sealed_pages_do_not_depend_on_what_else_runs(world: LonePrompts) -> Non
     shared = [3 + (i * 5) % 9 for i in range(CHUNK + 9)]
     prompts = [(*shared, *(3 + (i * k) % 11 for i in range(40))) for k in range(1, 5)]
     together = world.engine()
-    assert cpu.runs_compiled(together._runner.pool)
+    assert compiled_attention.runs_compiled(together._runner.pool)
     answers = run(together, prompts, LONG)
     found = sealed_state(together)
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tangram.kernels.card import read_card
-from tangram.kernels.card_cost import RESERVED_BYTES, count_programs, estimate_cost
-from tangram.kernels.packed import TILES
-from tangram.kernels.tiling import Operands, Tile, count_shared_bytes, fit_tile
+from tangram.kernels.triton.card import read_card
+from tangram.kernels.triton.card_cost import RESERVED_BYTES, count_programs, estimate_cost
+from tangram.kernels.triton.packed import TILES
+from tangram.kernels.triton.tiling import Operands, Tile, count_shared_bytes, fit_tile
 from tangram.plan.cost import CostModel
 from tests.gpu.cards import CARDS
 

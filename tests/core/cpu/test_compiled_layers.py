@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tangram.kernels.torch_kernels import TorchKernels
+from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.model import experts
 from tangram.model.attention import StepAttention
 from tangram.model.compiled import compile_layers

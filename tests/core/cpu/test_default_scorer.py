@@ -17,9 +17,9 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import SCORERS, choose_scorer, read_profiles
 from tangram.compress.scorers.gate import find_shipped_gates
 from tangram.config import EngineConfig
-from tangram.engine import profiles
-from tangram.engine.build import build_engine, engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup import profiles
+from tangram.engine.setup.build import build_engine, engine_of
 from tangram.errors import ConfigError, ProfileError
 from tangram.model.load import LoadedModel
 from tests.mentions import mentioning

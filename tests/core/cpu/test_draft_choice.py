@@ -9,8 +9,8 @@ from itertools import count, cycle, islice
 import pytest
 from transformers import PretrainedConfig
 
-from tangram.engine.speculation import Speculation
-from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.engine.drafts.speculation import Speculation
+from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.model.load import LoadedModel
 from tangram.speculate.lookup import NgramDrafter
 from tangram.speculate.pace import REST_STEPS

@@ -26,11 +26,11 @@ from typer.testing import CliRunner
 from tangram.cache.step import Step
 from tangram.cli import app
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
-from tangram.engine.draft_model import PoolShape, draft_bytes, draft_pages
+from tangram.engine.drafts.model_drafts import ModelDrafter
+from tangram.engine.drafts.speculation import Speculation
 from tangram.engine.loop import Engine
-from tangram.engine.model_drafts import ModelDrafter
-from tangram.engine.speculation import Speculation
+from tangram.engine.setup.build import engine_of
+from tangram.engine.setup.draft_model import PoolShape, draft_bytes, draft_pages
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.speculate.pace import Acceptance, Pace

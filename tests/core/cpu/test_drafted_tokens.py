@@ -16,10 +16,10 @@ from tangram.cache.layout import Layout
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cli.answering import answer_prompt
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
-from tangram.engine.draft_model import limit_drafts
+from tangram.engine.drafts.speculation import Drafting
 from tangram.engine.loop import Engine
-from tangram.engine.speculation import Drafting
+from tangram.engine.setup.build import engine_of
+from tangram.engine.setup.draft_model import limit_drafts
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Int32, Request, SamplingParams

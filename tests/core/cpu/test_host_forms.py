@@ -12,7 +12,7 @@ from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError
 from tangram.kernels.dispatch import host_memory
-from tangram.kernels.host_forms import GROUP, HOST_FORMS, FormName
+from tangram.kernels.offload.host_forms import GROUP, HOST_FORMS, FormName
 from tangram.types import PageMove, SamplingParams
 from tests.core.cpu.test_offload import HISTORIES, MODELS, C, collect_events, small
 from tests.core.cpu.test_offload import world as world  # the fixture

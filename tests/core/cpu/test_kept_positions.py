@@ -14,8 +14,8 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from tangram.compress.scorers import SCORERS, ChunkView
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.kernels.transfer import HostCopies
 from tangram.model.load import LoadedModel
 from tangram.types import Request, SamplingParams

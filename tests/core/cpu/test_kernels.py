@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.errors import IntegrityError
-from tangram.kernels import cpu, cpu_tasks, reference
-from tangram.kernels.cpu_entries import widen
+from tangram.kernels import reference
+from tangram.kernels.cpu import compiled_attention, decode_loops
+from tangram.kernels.cpu.entry_products import widen
 from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
@@ -60,14 +61,14 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
 def run_compiled(
     batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object
 ) -> Tensor:
-    return cpu.decode_step(
+    return compiled_attention.decode_step(
         batch.q,
         batch.k,
         batch.v,
         batch.pool,
         batch.tables,
         batch.lengths,
-        cpu.CpuPlan.build(plan, batch.rows, threads),
+        compiled_attention.CpuPlan.build(plan, batch.rows, threads),
         layer,
         AttentionRule(SCALING, **options),  # type: ignore[arg-type]
         first_tokens=np.append(0, np.cumsum(batch.counts)),
@@ -262,7 +263,9 @@ def test_two_threads_give_the_same_bits_every_time() -> None:
 def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     batch = make_batch(2, 2, 3, 64, dtype=dtype)
     out = run_compiled(batch.copy(), plan_aot(batch.rows, 8), 0)
-    assert out.dtype == dtype and cpu.runs_compiled(batch.pool) == (dtype is torch.bfloat16)
+    assert out.dtype == dtype and compiled_attention.runs_compiled(batch.pool) == (
+        dtype is torch.bfloat16
+    )
     torch.testing.assert_close(
         out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2
     )
@@ -305,7 +308,7 @@ def widen_all(pool, wide):  # type: ignore[no-untyped-def]
 def add_each(pool, sums):  # type: ignore[no-untyped-def]
     """sums[t] += value t of the one block of `pool`."""
     for t in range(len(sums)):
-        cpu_tasks.add_values(np.ones((1, 1), np.float32), 0, pool, 0, t, t + 1, sums[t])
+        decode_loops.add_values(np.ones((1, 1), np.float32), 0, pool, 0, t, t + 1, sums[t])
 
 
 def run_compiled_prefill(
@@ -324,13 +327,13 @@ def run_compiled_prefill(
     """`reference.prefill` by the compiled kernel."""
     out, spans = torch.full_like(q, torch.nan), [[0, len(q), 0, len(k), past_tokens]]
     places = np.stack([table, column, past], axis=-1)[None].astype(np.int32)
-    cpu.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), rule)
+    compiled_attention.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), rule)
     return out
 
 
 def compiles(dtype: torch.dtype) -> bool:
     one = torch.zeros(1, 1, 2, 1, 2, dtype=dtype)
-    return cpu.prefills_compiled(one[0, 0], one)
+    return compiled_attention.prefills_compiled(one[0, 0], one)
 
 
 PREFILLS = [reference.prefill, *([run_compiled_prefill] if compiles(torch.float32) else [])]
@@ -496,7 +499,7 @@ class Chunks:
             first, own = first + queries, own + keys
         rows = slice(None) if only is None else slice(only, only + 1)
         out, places = torch.full_like(self.q, torch.nan), np.array(spans, np.int32)[rows]
-        cpu.prefill(
+        compiled_attention.prefill(
             self.q,
             self.k,
             self.v,

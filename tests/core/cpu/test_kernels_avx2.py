@@ -21,7 +21,7 @@ import pytest
 import torch
 
 torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
-from tangram.kernels.cpu_entries import LANES
+from tangram.kernels.cpu.entry_products import LANES
 
 assert LANES == 8, f"vectors have {LANES} lanes, AVX2 has 8"
 sys.exit(pytest.main(sys.argv[1:]))

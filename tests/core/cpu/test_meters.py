@@ -17,7 +17,7 @@ from tangram.calibrate.measure import measure_kept_fractions
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
-from tangram.engine.observe import score_source
+from tangram.engine.setup.observe import score_source
 from tangram.errors import ConfigError
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.load import LoadedModel

@@ -19,8 +19,8 @@ from tangram.compress.entry_scales import choose_scales
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig
-from tangram.engine.memory import check_cache_device
-from tangram.engine.observe import score_source
+from tangram.engine.setup.memory import check_cache_device
+from tangram.engine.setup.observe import score_source
 from tangram.errors import ConfigError
 from tangram.kernels.narrow import NARROW, as_entries, as_numbers, stored_scales
 from tangram.model.load import LoadedModel, adopt

@@ -35,7 +35,7 @@ find_largest(np.zeros(3))
 # A function of fast-math, called by another: reordered sums of 128 weights.
 CALLING = """
 import numpy as np
-from tangram.kernels.cpu_tasks import STRETCH, online_softmax
+from tangram.kernels.cpu.decode_loops import STRETCH, online_softmax
 from tangram.numba_cache import compile_kept
 
 @compile_kept()
@@ -50,7 +50,7 @@ print(total.tobytes().hex())
 # One decode step from a pool of each dtype.
 DECODING = """
 import torch
-from tangram.kernels import cpu
+from tangram.kernels.cpu import compiled_attention
 from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import as_entries
 from tangram.plan.split import plan_plain
@@ -59,8 +59,9 @@ from tests.paged import SCALING, make_batch
 for dtype in (torch.float32, torch.float8_e4m3fn):
     one = make_batch(3, 2, 3, 64, longest=400, seed=1)
     where = as_entries(one.pool, dtype), one.tables, one.lengths
-    plan = cpu.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
-    out = cpu.decode_step(one.q, one.k, one.v, *where, plan, 0, AttentionRule(SCALING))
+    plan = compiled_attention.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
+    rule = AttentionRule(SCALING)
+    out = compiled_attention.decode_step(one.q, one.k, one.v, *where, plan, 0, rule)
     print(out.numpy().tobytes().hex())
 """
 

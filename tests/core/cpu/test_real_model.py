@@ -12,8 +12,8 @@ import pytest
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.fixtures.transformers import make_fixture as greedy

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tangram.engine.loop import Engine
+from tangram.engine.passes.saved_pass import FORMAT, MOST_FILES, load_pass
 from tangram.engine.replay import Replay, replay, replay_config
-from tangram.engine.saved_pass import FORMAT, MOST_FILES, load_pass
 from tangram.errors import ConfigError
-from tangram.kernels.torch_kernels import TorchLaunch
+from tangram.kernels.cpu.torch_kernels import TorchLaunch
 from tangram.model.load import LoadedModel
 from tests.core.cpu.test_broken_logits import ANSWER, BAD, TINY, poison, prompt, submit
 from tests.mentions import mentioning

@@ -22,9 +22,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tangram.engine.draw import exponentials, row_key
-from tangram.engine.filters import find_threshold_by_halving, find_threshold_by_sorting
-from tangram.engine.sampling import SampleRow, choose
+from tangram.engine.sampling.draw import exponentials, row_key
+from tangram.engine.sampling.filters import find_threshold_by_halving, find_threshold_by_sorting
+from tangram.engine.sampling.sampler import SampleRow, choose
 from tangram.errors import RequestError
 from tangram.types import OPENAI_SAMPLING, SamplingParams
 from tests.core.cpu.token_choice import sample
@@ -186,7 +186,7 @@ def test_the_outermost_draws_stay_within_the_filter(
     smallest, largest = 2.0**-32, 32 * math.log(2)
     numbers = torch.full((1, 5), smallest)
     numbers[0, 4 - kept] = largest
-    monkeypatch.setattr("tangram.engine.draw.exponentials", lambda *_: numbers)
+    monkeypatch.setattr("tangram.engine.sampling.draw.exponentials", lambda *_: numbers)
     logits = torch.tensor([[0.0, 3.0, 0.0, 3.0, 0.0]])
     token = sample(logits, [row_of(SamplingParams(top_k=2), vocab=5)])[0].token_id
     assert token == kept

@@ -21,8 +21,8 @@ from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.gate import find_gate, find_shipped_gates, load_gate
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
-from tangram.engine.profiles import scorer_spec
+from tangram.engine.setup.build import engine_of
+from tangram.engine.setup.profiles import scorer_spec
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tangram_lab.accuracy.engines import ModelBench

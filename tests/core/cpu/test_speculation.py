@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.fixtures.transformers.make_fixture import TEXT

@@ -16,8 +16,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tangram.engine.sampling import SampleRow, choose_tokens
-from tangram.engine.speculation import accept, verifiers
+from tangram.engine.drafts.speculation import accept, verifiers
+from tangram.engine.sampling.sampler import SampleRow, choose_tokens
 from tangram.types import ChosenToken, SamplingParams
 from tests.small_engines import probabilities
 from tests.speculation import few

@@ -31,8 +31,8 @@ from transformers import (
 
 from tangram.compress.profile import Profile
 from tangram.config import EngineConfig
-from tangram.engine.build import build_engine
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import build_engine
 from tangram.errors import ConfigError, EngineError, ModelError, ProfileError
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
@@ -217,7 +217,7 @@ def test_nccl_is_aborted_in_a_thread_and_waits_for_graphs(
         torch.distributed.destroy_process_group()
 
     engine = build_engine(llama.config(2, device="cpu"))
-    monkeypatch.setattr("tangram.engine.ranks._uses_nccl", lambda: True)
+    monkeypatch.setattr("tangram.engine.ranks.ranks._uses_nccl", lambda: True)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
     assert engine._ranks is not None
     engine._runner.passes.graphs = SimpleNamespace(forget=dropped.set)  # type: ignore[assignment]
@@ -419,7 +419,7 @@ def ranks_of(process: int) -> Sequence[int]:
 def test_a_rank_that_does_not_start_is_named(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.engine.ranks.WORKER", "tangram.there_is_no_such_module")
+    monkeypatch.setattr("tangram.engine.ranks.ranks.WORKER", "tangram.there_is_no_such_module")
     with pytest.raises(EngineError, match=mentioning("rank 1 2")):
         build_engine(llama.config(2))
     assert not torch.distributed.is_initialized()

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.model.load import load_model
 from tangram.types import Event, Request, SamplingParams
 from tests.core.cpu.test_purity import TINY, LonePrompts

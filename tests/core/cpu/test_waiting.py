@@ -15,7 +15,7 @@ import torch
 
 from tangram.engine.llm import LLM
 from tangram.errors import ConfigError
-from tangram.kernels.waiting import FREE_S, WINDOW_S, WaitPolicy
+from tangram.kernels.cpu.waiting import FREE_S, WINDOW_S, WaitPolicy
 
 # How much processor time a process takes that hardly computes, with threads that wait long and with
 # such that do not.
@@ -23,7 +23,7 @@ COST = """
 import os, sys, threading, time
 from pathlib import Path
 import torch
-from tangram.kernels.waiting import WaitPolicy
+from tangram.kernels.cpu.waiting import WaitPolicy
 torch.set_num_threads(2)
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 task = Path(sys.argv[1]) / "1"

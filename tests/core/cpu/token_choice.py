@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tangram.engine.sampling import SampleRow, choose
+from tangram.engine.sampling.sampler import SampleRow, choose
 from tangram.types import ChosenToken
 
 

@@ -20,7 +20,7 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
-from tangram.engine.token_sequence import TokenSequence
+from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.types import Geometry, Int64, PageMove
 
 Label = tuple[Any, ...]

@@ -12,9 +12,9 @@ from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.cache.step import Row, RowKind, Step
-from tangram.engine.rows import PRECEDING_TOKENS
-from tangram.engine.scheduler import Scheduler, StepLimits
-from tangram.engine.token_sequence import TokenSequence, sequence_of
+from tangram.engine.schedule.rows import PRECEDING_TOKENS
+from tangram.engine.schedule.scheduler import Scheduler, StepLimits
+from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.types import Int64
 from tests.core.host.device_double import Device, retentions
 

@@ -6,7 +6,7 @@ import pytest
 
 from tangram.config import EngineConfig
 from tangram.engine.intake import Intake
-from tangram.engine.scheduler import Scheduler
+from tangram.engine.schedule.scheduler import Scheduler
 from tangram.errors import ConfigError, OverloadError, RequestError
 from tests.core.host.device_double import layout
 from tests.core.host.scheduled_device import ScheduledDevice

@@ -13,8 +13,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.part_tables import PartTables
 from tangram.cache.step import Step
 from tangram.cache.write_log import WriteLog
-from tangram.engine.rank_shares import RankShares, share_retentions
-from tangram.engine.rank_wire import OrderCodec, StepOrder
+from tangram.engine.ranks.rank_shares import RankShares, share_retentions
+from tangram.engine.ranks.rank_wire import OrderCodec, StepOrder
 from tests.core.host.device_double import held_by_group, layout_sets, retentions
 from tests.core.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 from tests.core.host.test_scheduler import prompt_of

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tangram.cache.keys import ChunkKeys
 from tangram.cache.manager import CacheManager
 from tangram.cache.step import Row
-from tangram.engine.token_sequence import TokenSequence
+from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.errors import IntegrityError
 from tests.core.host.device_double import (
     geometry,
@@ -455,7 +455,7 @@ def test_preemption_keeps_what_was_sampled_and_goes_to_the_head_of_the_queue() -
 
 def test_the_scheduler_needs_no_torch() -> None:
     code = (
-        "import sys, tangram.engine.scheduler; sys.exit('torch' in sys.modules or "
+        "import sys, tangram.engine.schedule.scheduler; sys.exit('torch' in sys.modules or "
         "'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

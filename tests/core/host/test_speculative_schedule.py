@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize
 
 from tangram.cache.prefix import Link
 from tangram.cache.step import Row, RowKind
-from tangram.engine.token_sequence import TokenSequence
+from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.types import Int64
 from tests.core.host.device_double import geometry, kept_first, layout, layout_sets, recount
 from tests.core.host.scheduled_device import MAX_TOKENS, DeviceDrafts, ScheduledDevice

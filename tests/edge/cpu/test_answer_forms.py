@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.answer_text import TextStream, spell
-from tangram.engine.grammar import GrammarCompiler
-from tangram.engine.text import TextCodec
+from tangram.engine.text.answer_text import TextStream, spell
+from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.grammar import GrammarCompiler
 from tangram.errors import RequestError
 from tangram.model import embedded
 from tangram.serve.call_grammar import CallGrammar, answer_grammar

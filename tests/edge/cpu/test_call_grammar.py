@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tangram.engine.grammar import GrammarCompiler
+from tangram.engine.text.grammar import GrammarCompiler
 from tangram.serve.call_grammar import CallGrammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool

@@ -39,7 +39,7 @@ def test_a_text_that_could_never_fit_is_not_tokenized(monkeypatch: pytest.Monkey
         longest_token_bytes=4, encode=lambda text: pytest.fail("it is tokenized")
     )
     engine = SimpleNamespace(max_model_len=8, codec=codec)
-    monkeypatch.setattr("tangram.engine.build.build_engine", lambda config: engine)
+    monkeypatch.setattr("tangram.engine.setup.build.build_engine", lambda config: engine)
     result = CLI.invoke(app, ["generate", "-p", "é" * 17])
     assert result.exit_code == 2
     assert mentions(result.output, "prompt 34 8 max_model_len 32")
@@ -129,7 +129,7 @@ def test_chunks_that_fill_a_step_are_calibrated(
 
     model = SimpleNamespace(fingerprint=None, geometry=SimpleNamespace(max_positions=8192))
     monkeypatch.setattr("tangram.model.load.load_model", lambda *_, **__: model)
-    monkeypatch.setattr("tangram.engine.profiles.calibrate_model", read_told)
+    monkeypatch.setattr("tangram.engine.setup.profiles.calibrate_model", read_told)
     command = [
         "calibrate",
         "smollm2",

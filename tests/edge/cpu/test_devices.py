@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tangram.errors import ConfigError
-from tangram.kernels import card
+from tangram.kernels.triton import card
 from tangram.model.device import find_device
 from tangram.model.load import load_model
 from tests.mentions import mentioning, mentions

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.compress.profile import Profile
-from tangram.engine import option_checks
+from tangram.engine.setup import option_checks
 from tests.mentions import mentions
 
 SHIPPED = (

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from transformers import LlamaConfig, PretrainedConfig
 
-from tangram.engine.answer_text import read_text
-from tangram.engine.grammar import CompiledGrammar
 from tangram.engine.loop import Engine
-from tangram.engine.sampling import SampleRow
+from tangram.engine.sampling.sampler import SampleRow
+from tangram.engine.text.answer_text import read_text
+from tangram.engine.text.grammar import CompiledGrammar
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
 from tangram.serve.call_grammar import answer_grammar

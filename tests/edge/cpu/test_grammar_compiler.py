@@ -50,9 +50,9 @@ def test_what_was_made_or_refused_before_is_tried_no_more(
         tried.append(options["input"])
         return run(*args, **options)
 
-    monkeypatch.setattr("tangram.engine.grammar.subprocess.run", count_calls)
-    monkeypatch.setattr("tangram.engine.grammar._KEPT_GRAMMARS", 2)
-    monkeypatch.setattr("tangram.engine.grammar._KEPT_REFUSALS", 2)
+    monkeypatch.setattr("tangram.engine.text.grammar.subprocess.run", count_calls)
+    monkeypatch.setattr("tangram.engine.text.grammar._KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("tangram.engine.text.grammar._KEPT_REFUSALS", 2)
     grammars = small_engine(tiny).grammars
     good, bad = 'start: "yes"\n', [f"start: nowhere_{number}\n" for number in range(3)]
     assert grammars.look_up(good, "tools") is None
@@ -75,7 +75,7 @@ def test_a_trial_that_could_not_be_held_is_held_again(
 ) -> None:
     source = 'start: "once more"\n'
     with monkeypatch.context() as patched, pytest.raises(MachineError):
-        patched.setattr("tangram.engine.grammar.sys.executable", "/nowhere")
+        patched.setattr("tangram.engine.text.grammar.sys.executable", "/nowhere")
         engine.grammars.compile(source, "tools")
     assert engine.grammars.look_up(source, "tools") is None
     assert engine.grammars.compile(source, "tools") is engine.grammars.look_up(source, "tools")

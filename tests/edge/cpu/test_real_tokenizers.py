@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.model.convert import read_tokenizer
 from tests.real_templates import LLAMA2, MISTRAL_LISTS, real_template
 from tests.real_tokenizers import NAMES, add_tokenizer

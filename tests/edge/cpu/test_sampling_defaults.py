@@ -15,7 +15,7 @@ from gguf import GGUFWriter
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from tangram.engine.llm import LLM
-from tangram.engine.sampling import SampleRow, choose
+from tangram.engine.sampling.sampler import SampleRow, choose
 from tangram.errors import ConfigError, ModelError
 from tangram.model.generation import NO_ADVICE, read_defaults
 from tangram.types import OPENAI_SAMPLING, SamplingParams, SamplingValues

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tangram.config import EngineConfig
-from tangram.engine import memory, ready_runner
-from tangram.engine.build import build_engine
+from tangram.engine.setup import memory, ready_runner
+from tangram.engine.setup.build import build_engine
 from tangram.errors import ConfigError
 from tangram.model import convert, load
 from tests.mentions import mentioning

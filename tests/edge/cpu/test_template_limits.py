@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tangram.errors import MachineError, RequestError
 from tests.mentions import mentioning
 from tests.templates import HERMES, QWEN3

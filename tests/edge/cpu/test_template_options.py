@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.text import TextCodec
+from tangram.engine.text.codec import TextCodec
 from tests.templates import GPT_OSS, HERMES, LLAMA, QWEN3
 
 USER = [{"role": "user", "content": "hello"}]

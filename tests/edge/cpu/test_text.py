@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.answer_text import TextStream, spell
-from tangram.engine.text import TextCodec, TokenText
+from tangram.engine.text.answer_text import TextStream, spell
+from tangram.engine.text.codec import TextCodec, TokenText
 from tangram.errors import RequestError
 from tests.mentions import mentioning
 

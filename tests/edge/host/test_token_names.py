@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.engine.token_names import TokenNames
+from tangram.engine.text.token_names import TokenNames
 
 NAMES = ["<a>", "<a", "<ab>", "]", "[b]", "^"]
 LONGEST_FIRST = "|".join(map(re.escape, sorted(NAMES, key=len, reverse=True)))

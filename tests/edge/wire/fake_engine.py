@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.engine.text import TokenText
+from tangram.engine.text.codec import TokenText
 from tangram.errors import RequestError
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
+from tangram.engine.setup.build import engine_of
 from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import load_model
 from tangram.serve.http import build_app, transport_options

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tangram.engine.text import TokenText
+from tangram.engine.text.codec import TokenText
 from tangram.serve.chunks import Content
 from tangram.serve.completion_writer import CompletionWriter
 from tangram.types import TokenLogprob

@@ -44,10 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "calibrate FOLDER -o profile.json",
             marks=pytest.mark.nightly,
         ),
-        ("tangram.engine.build load_checked", "generate FOLDER --load-format dummy -p hello"),
-        ("tangram.engine.profiles calibrate_model", "serve FOLDER --load-format dummy --port 0"),
+        ("tangram.engine.setup.build load_checked", "generate FOLDER --load-format dummy -p hello"),
+        (
+            "tangram.engine.setup.profiles calibrate_model",
+            "serve FOLDER --load-format dummy --port 0",
+        ),
         pytest.param(
-            "tangram.kernels.cpu warm_up",
+            "tangram.kernels.cpu.compiled_attention warm_up",
             "chat FOLDER --load-format dummy --kv-retention 1.0 --kv-cache-gib 0.02",
             marks=pytest.mark.nightly,
         ),

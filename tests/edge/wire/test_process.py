@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine.template_process import MOST_S
+from tangram.engine.text.template_process import MOST_S
 from tests.mentions import assert_refused, mentions
 
 from .conftest import (
@@ -50,7 +50,7 @@ serve_fake(FakeEngine(), int(sys.argv[1]), float(sys.argv[2]))
 DYING = """
 import sys
 from tangram.cli import app
-from tangram.engine.runner import Runner
+from tangram.engine.passes.runner import Runner
 run, steps = Runner.run, []
 def failing(self, *args):
     steps.append(1)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.engine import grammar_trial
+from tangram.engine.text import grammar_trial
 from tangram.types import Request
 from tests.mentions import assert_refused
 from tests.templates import HERMES
@@ -139,7 +139,7 @@ def test_expressions_that_multiply_out_are_refused_and_hold_up_nobody(
         refused = hostile.result()
     assert_refused(refused, "response_format", "memory")
     with monkeypatch.context() as patched:
-        patched.setattr("tangram.engine.grammar.subprocess", None)  # it is not tried again
+        patched.setattr("tangram.engine.text.grammar.subprocess", None)  # it is not tried again
         again = client.post(CHAT, json=chat_body(**of_schema({"allOf": patterns})))
         assert (again.status_code, again.json()) == (400, refused.json())
     good = client.post(CHAT, json=chat_body(**of_schema({"enum": ["yes"]})))
@@ -173,7 +173,7 @@ def test_a_trial_that_could_not_be_held_says_nothing_about_the_grammar(
     wish = chat_body(**of_schema({"enum": [logged]}))
     with monkeypatch.context() as patched:
         if trial is None:
-            patched.setattr("tangram.engine.grammar.sys.executable", "/secret/python")
+            patched.setattr("tangram.engine.text.grammar.sys.executable", "/secret/python")
         else:
             replace_trial(patched, tmp_path, trial)
         response = client.post(CHAT, json=wish)
@@ -210,7 +210,7 @@ def replace_trial(patched: pytest.MonkeyPatch, folder: Path, source: str) -> Non
     """Have grammars tried by the program `source`, for a second."""
     (folder / "trial.py").write_text(source)
     patched.setattr(grammar_trial, "__file__", str(folder / "trial.py"))
-    patched.setattr("tangram.engine.grammar.MOST_S", 1)
+    patched.setattr("tangram.engine.text.grammar.MOST_S", 1)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(a+)+$"])

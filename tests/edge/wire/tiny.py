@@ -15,8 +15,8 @@ import httpx
 from transformers import LlamaConfig
 
 from tangram.config import EngineConfig
-from tangram.engine.build import engine_of
 from tangram.engine.loop import Engine
+from tangram.engine.setup.build import engine_of
 from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import LoadedModel, load_model
 from tangram.serve.http import build_app, transport_options

@@ -1,4 +1,4 @@
-// tangram/kernels/card.py, tiling.py, gathered.py and fused_causal.py
+// tangram/kernels/triton/card.py, tiling.py, gathered.py and fused_causal.py
 
 const atLeast = (card, major, minor) =>
   card.capability[0] > major || (card.capability[0] === major && card.capability[1] >= minor);

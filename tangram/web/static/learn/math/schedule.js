@@ -1,4 +1,4 @@
-// tangram/engine/scheduler.py, for prompts that one step computes whole
+// tangram/engine/schedule/scheduler.py, for prompts that one step computes whole
 
 /**
  * The steps of a batch of at most `most` sequences; `answers[i]` tokens are generated for i.

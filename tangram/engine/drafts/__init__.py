@@ -1,0 +1,1 @@
+"""Tokens that something cheaper proposes and the model verifies."""

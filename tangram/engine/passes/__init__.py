@@ -1,0 +1,1 @@
+"""Forward passes: what the host says of one, and how the device runs it."""

@@ -1,0 +1,1 @@
+"""Which rows the next step has, of which sequences. Integers only."""

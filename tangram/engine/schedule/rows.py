@@ -1,0 +1,78 @@
+"""The rows of one sequence, as its tokens and its pages determine them, and sets of such rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tangram.cache.sequence_cache import SequenceCache
+from tangram.cache.step import Row, RowKind
+from tangram.engine.schedule.token_sequence import TokenSequence
+
+PRECEDING_TOKENS = 16
+_NOTHING = np.zeros(0, np.int64)
+
+
+def row_of(
+    sequence: TokenSequence,
+    cache: SequenceCache,
+    kind: RowKind,
+    start: int,
+    end: int,
+    *,
+    sample: bool,
+) -> Row:
+    """The row that computes the tokens `start` to `end` of `sequence` into `cache`."""
+    return Row(
+        sequence.request_id,
+        cache.slot,
+        sequence.retention,
+        kind,
+        start,
+        sequence.tokens[start:end],
+        sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
+        sample,
+        sequence.pending and end == sequence.known,
+    )
+
+
+def newest_row(sequence: TokenSequence, cache: SequenceCache) -> Row:
+    """The DECODE row of the newest token of `sequence`."""
+    end, tokens = sequence.known, sequence.tokens
+    begin = end - 1
+    return Row(
+        sequence.request_id,
+        cache.slot,
+        sequence.keys.retention,
+        RowKind.DECODE,
+        begin,
+        tokens[begin:end],
+        _NOTHING,
+        True,
+        sequence.pending,
+    )
+
+
+def prefill_span(cache: SequenceCache, known: int) -> tuple[RowKind, int, int]:
+    """What comes next of `known` tokens: a whole chunk to seal, or the tail that fills none.
+
+    The kind of its row, its first token, and the one behind it.
+    """
+    chunk_tokens = cache.layout.chunk_tokens
+    begin = cache.sealed_chunks * chunk_tokens
+    if known - begin < chunk_tokens:
+        return RowKind.TAIL, cache.computed_tokens, known
+    return RowKind.SEAL, begin, begin + chunk_tokens
+
+
+class Membership:
+    """Numbers the sets of rows that passes decode, as plans see them."""
+
+    def __init__(self) -> None:
+        self._members: tuple[object, ...] = ()
+        self._epoch = 0
+
+    def epoch_of(self, members: tuple[object, ...]) -> int:
+        """A number that changes when `members` do: the plan may no longer hold."""
+        if members != self._members:
+            self._members, self._epoch = members, self._epoch + 1
+        return self._epoch

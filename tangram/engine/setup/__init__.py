@@ -1,0 +1,1 @@
+"""From a config to an engine that runs: profiles, memory, kernels, drafters."""

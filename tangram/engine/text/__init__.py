@@ -1,0 +1,1 @@
+"""Text to tokens and back: chat templates, answers, grammars that answers must follow."""

@@ -1,0 +1,1 @@
+"""The backend of a CPU: compiled loops, or torch's own operators."""

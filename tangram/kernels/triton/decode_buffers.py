@@ -1,0 +1,170 @@
+"""The device memory of decode launches: plans, addresses and lengths at places that graphs know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.kernels.interface import DecodedRows, KvPool
+from tangram.kernels.transfer import stage
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.decode_launch import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
+from tangram.kernels.triton.packed import Capacity, DecodeOptions, pack
+from tangram.plan.form import DecodeRows
+from tangram.plan.records import ADDRESS, as_words
+from tangram.types import Int32
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRows:
+    """The decode rows of a pass on the device.
+
+    `decoder` has their plan. `address` int32 [L, R, H, 3] is that of `DecodeRows`, `lengths` int32
+    [slots · groups + 1] those of the pass, and a 0 for rows beyond the batch. `first_tokens` int32
+    [R + 1] says where the tokens of each row begin; None means one a row, of up to `queries`.
+    """
+
+    decoder: GpuDecode
+    address: Tensor
+    lengths: Tensor
+    first_tokens: Tensor | None
+    queries: int
+
+
+class DecodeBuffers:
+    """Loads the decode rows of passes over `pool`, one pass at a time.
+
+    `stored` are the pool's entries as kernels read them, `scales` theirs. Every plan runs by
+    `options` on `card`.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        stored: Tensor,
+        scales: Tensor | None,
+        options: DecodeOptions,
+        card: Card,
+    ) -> None:
+        self._pool, self._stored, self._scales = pool, stored, scales
+        self._options, self._card = options, card
+        self._plans = PlanBuffers(stored.device)
+        # By rows, queries of a row, and whether tasks serve several rows.
+        self._decoders: dict[tuple[int, int, bool], GpuDecode] = {}
+        self._addresses: dict[int, tuple[DecodeRows, Tensor]] = {}  # by rows: whose, and where
+        self._first_tokens: dict[int, Tensor] = {}
+        self._lengths: Tensor | None = None
+
+    def load(self, decode: DecodedRows, lengths: Int32) -> LoadedRows:
+        """The rows of `decode` at `lengths`. The plan replaces the last, if it fits.
+
+        Each number of queries has its own kernels.
+        """
+        rows, plan, queries = _count_rows(decode), decode.plan, decode.batch.queries
+        place = rows, queries, plan.shares_rows
+        known = self._decoders.get(place)
+        if known is None or not known.takes(plan, decode.batch.lengths):
+            least = None if known is None else known.capacity
+            if plan.shares_rows and least is None:
+                least = self._sharing(decode, rows)
+            known = self._decoders[place] = self._decoder(decode, self._options, least)
+        return self._load(known, decode, lengths.reshape(-1))
+
+    def rehearse(self, decode: DecodedRows, lengths: Int32) -> Iterator[LoadedRows]:
+        """The rows of `decode`, by plans that together launch all decode kernels."""
+        apart = replace(self._options, merge="kernel")
+        for options, parts in (
+            (self._options, FEW_PARTS[0]),
+            *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
+        ):
+            needed = self._capacity(decode, options).launching_all(options, parts)
+            decoder = self._decoder(decode, options, needed)
+            yield self._load(decoder, decode, lengths.reshape(-1))
+
+    def _load(self, decoder: GpuDecode, decode: DecodedRows, lengths: Int32) -> LoadedRows:
+        rows, queries = _count_rows(decode), decode.batch.queries
+        address = self._load_address(decode.batch.rows, len(lengths), rows)
+        first = self._load_first_tokens(decode.counts, rows) if queries > 1 else None
+        return LoadedRows(decoder, address, self._load_lengths(lengths), first, queries)
+
+    def _capacity(self, decode: DecodedRows, options: DecodeOptions) -> Capacity:
+        group = self._pool.group * decode.batch.queries
+        return Capacity.of(decode.plan, pack(decode.plan, group, options, decode.batch.lengths))
+
+    def _sharing(self, decode: DecodedRows, rows: int) -> Capacity:
+        """Capacity for plans of as many rows that share other prefixes: few need a new graph.
+
+        In them other rows may have parts that only a merge finishes, so there is space for all.
+        """
+        queries = decode.batch.queries
+        options = self._options.for_drafts if queries > 1 else self._options
+        needed = self._capacity(decode, replace(options, merge="kernel"))
+        group = self._pool.group * queries
+        return needed.doubled.doubled.sharing(options, group, rows, self._card.processors)
+
+    def _decoder(
+        self, decode: DecodedRows, options: DecodeOptions, least: Capacity | None
+    ) -> GpuDecode:
+        return GpuDecode(
+            [decode.plan],
+            group=self._pool.group,
+            head_dim=self._pool.entries.shape[-1],
+            pool=self._stored,
+            lengths=decode.batch.lengths,
+            options=options,
+            scales=self._scales,
+            least=least,
+            slack=True,
+            card=self._card,
+            queries=decode.batch.queries,
+            buffers=self._plans,
+        )
+
+    def _load_address(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
+        """[L, width, H, 3]: the words of `ADDRESS` of each head.
+
+        Rows beyond the batch have length 0.
+        """
+        known = self._addresses.get(width)
+        if known is not None and known[0] is rows:
+            return known[1]
+        count, layers, heads = rows.shape
+        words = as_words(rows.address)
+        if width > count:
+            padded = np.zeros((layers, width, heads), ADDRESS)
+            padded[:, count:]["length_index"] = nowhere
+            as_words(padded)[:, :count] = words
+            words = as_words(padded)
+        target = self._make(words.shape) if known is None else known[1]
+        self._addresses[width] = rows, self._copy(words, target)
+        return target
+
+    def _load_lengths(self, lengths: Int32) -> Tensor:
+        if self._lengths is None:
+            self._lengths = self._make((len(lengths) + 1,))
+        return self._copy(np.append(lengths, np.int32(0)), self._lengths)
+
+    def _load_first_tokens(self, counts: Int32, rows: int) -> Tensor:
+        """Where the tokens of each row begin; rows beyond the batch have none."""
+        if rows not in self._first_tokens:
+            self._first_tokens[rows] = self._make((rows + 1,))
+        first = np.full(rows + 1, counts.sum(), np.int32)
+        first[0] = 0
+        first[1 : len(counts) + 1] = np.cumsum(counts)
+        return self._copy(first, self._first_tokens[rows])
+
+    def _make(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._stored.device)
+
+    def _copy(self, array: Int32, target: Tensor) -> Tensor:
+        return target.copy_(stage(array, target.device), non_blocking=True)
+
+
+def _count_rows(decode: DecodedRows) -> int:
+    """The most rows of a pass of its width: those with several tokens are fewer."""
+    batch, width = decode.batch, decode.width
+    return width if batch.queries == 1 else min(width, batch.most_rows)

@@ -1,0 +1,340 @@
+"""Attention by the Triton kernels, for pools on the GPU.
+
+In Triton's interpreter pools are in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tangram.errors import IntegrityError
+from tangram.kernels import latents, reference
+from tangram.kernels.interface import (
+    MOST_BYTES,
+    AttentionRule,
+    Expansion,
+    KvPool,
+    PassAddresses,
+    PrefillRows,
+    Ranking,
+)
+from tangram.kernels.transfer import upload_together
+from tangram.kernels.triton import expanded, fused_causal, gate, gathered, keydiff, prefill, store
+from tangram.kernels.triton.card import Card
+from tangram.kernels.triton.card_cost import count_programs, estimate_cost
+from tangram.kernels.triton.decode_buffers import DecodeBuffers, LoadedRows
+from tangram.kernels.triton.e4m3 import address
+from tangram.kernels.triton.packed import DecodeOptions, rehearse_packing
+from tangram.kernels.triton.padded import LoadedPrefill, RowBuffers, inputs_of
+from tangram.plan.form import WorkPlan
+from tangram.plan.schedule import Decoding, Schedule
+
+FUSED_GATE: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"fastkvzip": gate.score})
+FUSED_SCORES = MappingProxyType({"keydiff": keydiff.score, **FUSED_GATE})
+# (most tokens, step): the width of a pass is rounded up to a multiple of the step.
+WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
+# The same where rows have drafts, so that their number changes from step to step.
+DRAFT_WIDTHS = ((4, 4), (16, 8), (64, 16), (128, 32), (256, 64), (1 << 30, 128))
+# A work queue that reads shared prefixes once where that saves enough.
+SERVED = "packing:thrifty"
+
+
+class TritonKernels:
+    """`PoolKernels` of float32, bfloat16, float16 and FP8 pools.
+
+    Every batch is decoded by `schedule`. `card` None is the pool's own.
+    """
+
+    def __init__(
+        self, pool: KvPool, schedule: Schedule | None = None, card: Card | None = None
+    ) -> None:
+        entries = pool.entries
+        self.pool, self.card = pool, card or Card.of(entries.device)
+        self.stored = address(entries, self.card)
+        self.scales = pool.scales
+        if self.scales is None and entries.dtype.itemsize == 1:
+            self.scales = torch.ones(pool.layers, pool.heads, 2, device=entries.device)
+        self.fused_scores = FUSED_GATE if pool.latent else FUSED_SCORES
+        self._schedule = schedule or Schedule.parse(SERVED)
+        self._cost = estimate_cost(entries, pool.group, self.card)
+        self._programs = count_programs(entries, pool.group, self.card)
+        options = DecodeOptions.of(self._schedule)
+        self._decoding = DecodeBuffers(pool, self.stored, self.scales, options, self.card)
+        self._padded: dict[Hashable, RowBuffers] = {}
+        self._gathers, self._fuses = (
+            not pool.latent and gathered.serves(entries, self.card),
+            not pool.latent and fused_causal.serves(entries, self.card),
+        )
+        self.copies = CopyBuffers(entries)
+        self.newest: TritonLaunch | None = None
+        rehearse_packing()
+
+    def width(self, tokens: int, queries: int) -> int:
+        """See `PoolKernels`: few widths, so that few graphs serve all batches."""
+        widths = WIDTHS if queries == 1 else DRAFT_WIDTHS
+        step = next(step for most, step in widths if tokens <= most)
+        return -(-tokens // step) * step
+
+    def plan(self, batch: Decoding) -> tuple[WorkPlan, str]:
+        """See `PoolKernels`."""
+        plan = self._schedule.plan(batch, self.card.processors, self._cost, self._programs)
+        return plan, self._schedule.kind
+
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> TritonLaunch:
+        """See `PoolKernels`. What graphs refer to stays at its place."""
+        decode = addresses.decode
+        rows = None if decode is None else self._decoding.load(decode, addresses.lengths)
+        return self._launch(addresses, tables, rows)
+
+    def rehearse(self, addresses: PassAddresses, tables: Tensor) -> Iterator[TritonLaunch]:
+        """See `PoolKernels`."""
+        if addresses.decode is not None:
+            for rows in self._decoding.rehearse(addresses.decode, addresses.lengths):
+                yield self._launch(addresses, tables, rows)
+
+    def _launch(
+        self, addresses: PassAddresses, tables: Tensor, rows: LoadedRows | None
+    ) -> TritonLaunch:
+        chunks, padded = None, None
+        if len(addresses.prefill.spans):
+            padded = self._pad(addresses)
+            chunks = self._load_prefill(addresses.prefill) if padded is None else padded.loaded
+        begun = rows.decoder if rows is not None else padded
+        self.newest = TritonLaunch(
+            self,
+            tables,
+            addresses.width,
+            rows,
+            chunks,
+            None if padded is None else padded.tokens,
+            begun if self.stored.is_cuda else None,
+        )
+        return self.newest
+
+    def _load_prefill(self, rows: PrefillRows) -> LoadedPrefill:
+        runs = fused_causal.find_runs(rows) if self._fuses else []
+        apart = [run.rows for run in runs]
+        cells = gathered.PrefillOrder.of(rows, self.copies.entry_bytes, self._gathers, apart)
+        return LoadedPrefill(
+            rows, cells, runs, *upload_together(inputs_of(rows, cells), self.stored.device)
+        )
+
+    def _pad(self, addresses: PassAddresses) -> RowBuffers | None:
+        """The row of a padded pass in its buffers.
+
+        None for another pass, and for a row that another kernel computes, or in parts.
+        """
+        row, shape = addresses.prefill, addresses.padding
+        if shape is None or self.pool.latent:
+            return None
+        cells = gathered.PrefillOrder.of(row, self.copies.entry_bytes, self._gathers)
+        copied, entries = (
+            sum(int(part.total.max()) for part in cells.gathered),
+            MOST_BYTES // self.copies.entry_bytes,
+        )
+        if (self._fuses and fused_causal.find_runs(row)) or copied > entries:
+            return None
+        key = shape, row.whole.tobytes(), bool(cells.gathered)
+        if key not in self._padded:
+            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self.stored.device)
+        self._padded[key].load(row, cells)
+        return self._padded[key]
+
+
+class CopyBuffers:
+    """Buffers for the keys and values that prefill copies out of the pages of `entries`.
+
+    Graphs contain the addresses of those of the usual size, so these stay. One long row takes
+    larger buffers, which no graph contains.
+    """
+
+    def __init__(self, entries: Tensor) -> None:
+        self._head_dim, self._device = entries.shape[-1], entries.device
+        # 16 bits an element also where it is stored in FP8.
+        self.entry_bytes = entries.shape[2] * self._head_dim * max(2, entries.dtype.itemsize)
+        self._usual, self._long = list[Tensor](), list[Tensor]()
+
+    def take(self, part: gathered.Part, layer: int, dtype: torch.dtype) -> list[Tensor]:
+        """Two buffers for `part` of a layer."""
+        size = gathered.count_elements(part, layer, self._head_dim)
+        usual = MOST_BYTES // (2 * dtype.itemsize)
+        if size <= usual:
+            self._usual = self._usual or self._make(usual, dtype)
+            return self._usual
+        if not self._long or len(self._long[0]) < size:
+            self._long = []  # their memory may serve larger buffers
+            self._long = self._make(-(-size // usual) * usual, dtype)
+        return self._long
+
+    def _make(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self._device) for _ in range(2)]
+
+
+@dataclass(frozen=True, eq=False)
+class TritonLaunch:
+    """`Launch` of `kernels`: decode `rows`, padded to `width` tokens, and prefill rows `chunks`."""
+
+    kernels: TritonKernels
+    tables: Tensor
+    width: int
+    rows: LoadedRows | None
+    chunks: LoadedPrefill | None
+    padded_tokens: int | None
+    captured: object | None
+
+    def _check(self) -> None:
+        if self.kernels.newest is not self:
+            raise IntegrityError("a pass is computed whose buffers another pass has taken")
+
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
+    ) -> None:
+        """See `Launch`."""
+        rows, tokens = self.rows, self.width
+        if rows is None:
+            return
+        self._check()
+        store.append(
+            *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
+            *(rows.address, layer, self.kernels.scales, rows.first_tokens, rows.queries),
+        )
+        rows.decoder.attend(
+            *(layer, q[:tokens], self.tables, rows.lengths, rule),
+            out=out[:tokens],
+            first_tokens=rows.first_tokens,
+        )
+
+    def prefill(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        rule: AttentionRule,
+        expansion: Expansion | None,
+    ) -> Tensor:
+        """See `Launch`."""
+        chunks, kernels = self.chunks, self.kernels
+        if chunks is None:
+            return out
+        self._check()
+        rows, spans = chunks.rows, chunks.spans
+        if rows.whole[layer, rows.asking].any():
+            asking = rows.asking
+            store.store(
+                *(k, v, kernels.stored, self.tables, chunks.address[layer, asking], spans[asking]),
+                chunks.first[layer, asking],
+                layer=layer,
+                longest=rows.longest,
+                scales=kernels.scales,
+            )
+        if expansion is not None:
+            self._attend_latents(chunks, layer, q, k, out, expansion, rule.scaling)
+            return out
+        plain = rule.window is None and rule.softcap is None and rule.sinks is None
+        gathers = plain and q.dtype in gathered.DTYPES  # an FP8 pool may serve float32 models
+        for run in chunks.runs if plain else ():
+            attended = fused_causal.attend(q, k, v, run, scaling=rule.scaling)
+            if len(attended) == len(out) and attended.is_contiguous():
+                return attended  # a copy takes 1 % of a pass (8,192 tokens, Qwen3-4B, H100)
+            out[run.tokens] = attended
+        for part in chunks.cells.gathered if gathers else ():
+            gathered.attend(
+                *(q, k, v, kernels.stored, self.tables, chunks.address[layer], spans),
+                *(chunks.order[layer, part.cells], chunks.offsets[layer]),
+                *(chunks.sources[part.sources], kernels.copies.take(part, layer, q.dtype)),
+                *(part, out),
+                layer=layer,
+                scaling=rule.scaling,
+                scales=kernels.scales,
+                card=kernels.card,
+            )
+        self._attend_paged(chunks, chunks.find_paged(plain, gathers), layer, q, k, v, out, rule)
+        return out
+
+    def _attend_paged(
+        self,
+        chunks: LoadedPrefill,
+        cells: slice,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        rule: AttentionRule,
+    ) -> None:
+        if cells.stop <= cells.start:
+            return
+        prefill.prefill(
+            *(q, k, v, self.kernels.stored, self.tables, chunks.address[layer], chunks.spans),
+            *(chunks.order[layer, cells], rule),
+            layer=layer,
+            shortest=chunks.rows.shortest,
+            longest=chunks.rows.longest,
+            scales=self.kernels.scales,
+            out=out,
+            card=self.kernels.card,
+        )
+
+    def _attend_latents(
+        self,
+        chunks: LoadedPrefill,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        out: Tensor,
+        expansion: Expansion,
+        scaling: float,
+    ) -> None:
+        asking, entries, card = chunks.rows.asking, self.kernels.pool.entries, self.kernels.card
+        if asking.start == asking.stop:
+            return
+        spans, places = chunks.rows.spans[asking], chunks.rows.address[layer, asking, 0]
+        where = entries, self.tables
+        if expanded.serves(self.kernels.stored, q.dtype, expansion, card):
+            rows = expanded.LatentRows(spans, places)
+            expanded.attend(q, k[:, 0], *where, rows, expansion, out, scaling=scaling, card=card)
+            return
+        for (begin, end, first, last, _), place in zip(
+            spans.tolist(), places.tolist(), strict=True
+        ):
+            out[begin:end] = latents.prefill(
+                q[begin:end],
+                k[first:last, 0],
+                *where,
+                place,
+                expand=expansion.expand,
+                scaling=scaling,
+            )
+
+    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
+        """See `Launch`."""
+        chunks, chosen = self._require_chunks(), self.kernels.pool.chosen
+        store.seal(
+            *(ranking.scores, k, v, self.kernels.stored, self.tables),
+            *(chunks.address[layer, rows], chunks.spans[rows], chunks.first[layer, rows]),
+            layer=layer,
+            keeps_rest=bool((chunks.rows.kept > chunks.rows.first)[layer, rows].any()),
+            sinks=ranking.sinks,
+            window=ranking.window,
+            scales=self.kernels.scales,
+            mask=None if chosen is None else chosen[rows, layer],
+        )
+
+    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
+        """See `Launch`."""
+        table, column, _ = self._require_chunks().address[layer, row].T
+        keys = reference.first_keys(self.kernels.stored, self.tables, table, column, count)
+        keys, scales = keys.view(self.kernels.pool.entries.dtype), self.kernels.scales
+        return keys if scales is None else keys.float() * scales[layer, :, :1, None]
+
+    def _require_chunks(self) -> LoadedPrefill:
+        if self.chunks is None:
+            raise IntegrityError("a pass without prefill rows seals a chunk")
+        return self.chunks
