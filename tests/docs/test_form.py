@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = [
     path
-    for part in ("tangram", "lab", "bench", "tools", "tests")
+    for part in ("tangram", "lab", "plugins", "bench", "tools", "tests")
     for path in ROOT.glob(f"{part}/**/*.py")
 ]
 MOST_LINES = 60

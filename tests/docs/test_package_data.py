@@ -17,6 +17,11 @@ def test_the_lab_is_of_the_version_that_it_measures() -> None:
     assert told["dependencies"] == [f"tangram-serve=={__version__}"]
 
 
+def test_the_plugin_is_of_the_version_that_it_imports() -> None:
+    told = tomllib.loads((ROOT / "plugins" / "vllm" / "pyproject.toml").read_text())["project"]
+    assert told["version"] == __version__
+
+
 def test_every_data_file_is_in_the_wheel() -> None:
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"

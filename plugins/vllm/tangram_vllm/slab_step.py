@@ -1,0 +1,381 @@
+"""The attention of one step of vLLM, as addresses for Tangram's kernels.
+
+Steps may cut a sequence anywhere. Its new tokens are *segments*, each within one chunk, which
+attend to the sealed chunks before it and to the raw tokens of their own. In each layer first every
+chunk that ends is sealed, so that a row may read what another row of its step seals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tangram.compress.scorers import ChunkView, Scorer
+from tangram.kernels import reference
+from tangram.kernels.interface import (
+    AttentionRule,
+    DecodedRows,
+    KvPool,
+    Launch,
+    PassAddresses,
+    PoolKernels,
+    PrefillRows,
+)
+from tangram.model.sealing import ChunkRanking
+from tangram.plan.forest import Forest, build_forest, units_of
+from tangram.plan.form import DecodeRows, WorkPlan
+from tangram.plan.records import ADDRESS, PAST, SPAN, Records
+from tangram.plan.schedule import Decoding
+from tangram.types import Int32, Int64
+from tangram_vllm.slab import Slab
+
+GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's life
+
+
+@dataclass(frozen=True)
+class Segment:
+    """New tokens [begin, end) of a sequence, within one chunk.
+
+    `row` is its row of the step, `first` the place of its first token in the flattened batch.
+    """
+
+    row: int
+    begin: int
+    end: int
+    first: int
+    chunk_tokens: int
+
+    @property
+    def chunk(self) -> int:
+        """The chunk of its tokens."""
+        return self.begin // self.chunk_tokens
+
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        return self.end - self.begin
+
+    @property
+    def raw_past(self) -> int:
+        """The tokens of its chunk before it."""
+        return self.begin % self.chunk_tokens
+
+    @property
+    def seals(self) -> bool:
+        """Whether it ends its chunk."""
+        return self.end % self.chunk_tokens == 0
+
+    @property
+    def places(self) -> slice:
+        """Its tokens in the flattened batch."""
+        return slice(self.first, self.first + self.tokens)
+
+
+def cut(begin: Sequence[int], end: Sequence[int], chunk_tokens: int) -> list[list[Segment]]:
+    """The segments of each row, whose new tokens are [begin, end)."""
+    rows, first = [], 0
+    for row, (start, stop) in enumerate(zip(begin, end, strict=True)):
+        segments = []
+        for at in range(start - start % chunk_tokens, stop, chunk_tokens):
+            part = max(at, start), min(at + chunk_tokens, stop)
+            segments.append(Segment(row, *part, first + part[0] - start, chunk_tokens))
+        first += stop - start
+        rows.append(segments)
+    return rows
+
+
+class FlatTables:
+    """Flat block tables of the kernels, written from vLLM's cells.
+
+    A table has the sealed chunks before some chunk, and the raw pages of that chunk.
+    """
+
+    def __init__(self, slab: Slab, tables: int) -> None:
+        self._slab, self._width = slab, int(slab.layout.group_offset[-1])
+        self.flat = torch.zeros(tables * self._width, dtype=torch.int32)
+        self._rows = self.flat.numpy().reshape(tables, self._width)
+        self._known: list[tuple[int, bytes] | None] = [None] * tables
+
+    @property
+    def width(self) -> int:
+        """Entries of a table."""
+        return self._width
+
+    def write(self, table: int, cells: Int32, chunk: int) -> None:
+        """The table that tokens of `chunk` read; `cells` are a row of vLLM's block table.
+
+        A table that holds it already is left.
+        """
+        slab, layout = self._slab, self._slab.layout
+        cells = cells[: (chunk + 1) * slab.columns].astype(np.int64)
+        known = chunk, cells.tobytes()
+        if self._known[table] == known:
+            return
+        self._known[table] = known
+        row, last = self._rows[table], slab.columns - 1
+        for before in range(chunk):
+            block = cells[before * slab.columns + last]
+            row[layout.span_entries(before)] = block * slab.pages + slab.sealed_places
+        raw = np.zeros(slab.raw_blocks, np.int64)
+        own = cells[chunk * slab.columns :][: slab.raw_blocks]
+        raw[: len(own)] = own
+        row[layout.raw_entries(chunk, np.arange(layout.chunk_pages))] = slab.raw_pages(raw)
+
+
+class Keeping(NamedTuple):
+    """What stays of a chunk: the best by `scorer`, behind tokens that always stay.
+
+    These are the first `sinks` of a sequence and the last `window` of a chunk.
+    """
+
+    scorer: Scorer
+    sinks: int
+    window: int
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSeal:
+    """The seal of the chunk that `segment` ends: prefill row `number` of the launch.
+
+    `past` [L, H] are records of `PAST`, by which the segment's past is read.
+    """
+
+    keeping: Keeping
+    segment: Segment
+    number: int
+    past: Records
+
+    def run(self, step: SlabStep, layer: int, qkv: Sequence[Tensor], scaling: float) -> None:
+        """Keep what the scorer chooses of one layer of the chunk: its raw past and new tokens."""
+        segment, keeping = self.segment, self.keeping
+        queries, keys, values = (x[segment.places].transpose(0, 1) for x in qkv)
+        if segment.raw_past:
+            held = [
+                step.read(table, column, length - segment.raw_past, length)
+                for table, column, length in self.past[layer].tolist()
+            ]
+            old_keys, old_values = (torch.stack(parts) for parts in zip(*held, strict=True))
+            keys = torch.cat([old_keys, keys], dim=1)
+            values = torch.cat([old_values, values], dim=1)
+        start = segment.chunk * segment.chunk_tokens
+        chunk = ChunkView(queries, keys, values, start, layer, scaling)
+        scores = keeping.scorer.score(chunk)[None]
+        ranking = ChunkRanking(scores, keeping.sinks, keeping.window)
+        rows = slice(self.number, self.number + 1)
+        step.launch.seal(layer, rows, ranking, keys.transpose(0, 1), values.transpose(0, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class SlabStep:
+    """One step on the device; its `launch` runs the attention of each layer.
+
+    `order` are the places of the flattened batch in the order of the launch: tokens of decode rows
+    first. None if they lie so.
+    """
+
+    pool: KvPool
+    tables: Tensor
+    launch: Launch
+    seals: Sequence[ChunkSeal]
+    order: Tensor | None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
+    ) -> None:
+        """Seal, append and attend: q [T, Q, D], k and v [T, H, D] → out [T, Q, D]."""
+        for seal in self.seals:
+            seal.run(self, layer, (q, k, v), rule.scaling)
+        asked = out
+        if self.order is not None:
+            q, k, v, asked = q[self.order], k[self.order], v[self.order], torch.empty_like(out)
+        self.launch.decode(layer, q, k, v, asked, rule)
+        answered = self.launch.prefill(layer, q, k, v, asked, rule, None)
+        if self.order is not None:
+            out[self.order] = answered
+        elif answered is not out:
+            out.copy_(answered)
+
+    def read(self, table: int, column: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [end - begin, D] of one head's entries [begin, end)."""
+        return reference.gather(self.pool.entries, self.tables, table, column, begin, end)
+
+
+class KeptPlan(NamedTuple):
+    """The plan of decode `rows`, kept while they and their blocks are the same and none is shorter.
+
+    `raw` [R] are tokens of their open chunks.
+    """
+
+    rows: object
+    raw: Int64
+    batch: Decoding
+    plan: WorkPlan
+
+
+class StepBuilder:
+    """Makes the steps of one pool. `keeping` says what stays of chunks; None keeps all.
+
+    A row of up to `most_queries` new tokens decodes, unless these lie in two chunks.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        pool: KvPool,
+        kernels: PoolKernels,
+        keeping: Keeping | None,
+        *,
+        most_rows: int,
+        most_queries: int,
+    ) -> None:
+        self._slab, self._pool, self._kernels = slab, pool, kernels
+        self._keeping = keeping
+        self._most_rows, self._most_queries = most_rows, most_queries
+        # A row has one table for the chunk that it ends in, and one for a chunk that it ends.
+        self._tables = FlatTables(slab, 2 * most_rows)
+        self._lengths = np.zeros((2 * most_rows, len(slab.layout.groups)), np.int32)
+        self._planned: KeptPlan | None = None
+
+    def build(self, cells: Int32, begin: Sequence[int], end: Sequence[int]) -> SlabStep:
+        """The step of rows with new tokens [begin, end), one at least in each.
+
+        `cells` [R, n] are rows of vLLM's block table.
+        """
+        rows = cut(begin, end, self._chunk_tokens)
+        for row, stop in enumerate(end):
+            self._tables.write(row, cells[row], stop // self._chunk_tokens)
+        decodes = [len(row) == 1 and row[0].tokens <= self._most_queries for row in rows]
+        decode = [row[0] for row, alone in zip(rows, decodes, strict=True) if alone]
+        rest = [one for row, alone in zip(rows, decodes, strict=True) if not alone for one in row]
+        tables = {one: self._find_table(one, cells, end) for one in (*decode, *rest)}
+        ending = [one for one in tables if one.seals and self._keeping is not None]
+        decoded = self._decode(decode, tables, cells) if decode else None
+        prefill = self._prefill(rest, ending, tables, 0 if decoded is None else decoded.width)
+        flat = self._tables.flat.to(self._pool.entries.device)
+        launch = self._kernels.launch(PassAddresses(self._lengths.copy(), decoded, prefill), flat)
+        seals = self._seals(ending, tables, len(rest))
+        return SlabStep(self._pool, flat, launch, seals, self._order([*decode, *rest]))
+
+    def _seals(
+        self, ending: Sequence[Segment], tables: Mapping[Segment, int], first: int
+    ) -> list[ChunkSeal]:
+        """The seals of chunks that end, which are prefill rows from number `first` on."""
+        if self._keeping is None:
+            return []
+        pasts = self._pasts(ending, [tables[one] for one in ending])
+        return [
+            ChunkSeal(self._keeping, one, first + at, pasts[:, at]) for at, one in enumerate(ending)
+        ]
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return self._slab.layout.chunk_tokens
+
+    def _find_table(self, segment: Segment, cells: Int32, end: Sequence[int]) -> int:
+        """The table that `segment` reads: its row's, or one for a chunk that it ends."""
+        if not segment.raw_past or segment.chunk == end[segment.row] // self._chunk_tokens:
+            return segment.row
+        table = self._most_rows + segment.row
+        self._tables.write(table, cells[segment.row], segment.chunk)
+        return table
+
+    def _order(self, segments: Sequence[Segment]) -> Tensor | None:
+        firsts = [one.first for one in segments]
+        if firsts == sorted(firsts):
+            return None
+        places = [np.arange(one.first, one.first + one.tokens) for one in segments]
+        return torch.from_numpy(np.concatenate(places)).to(self._pool.entries.device)
+
+    def _decode(
+        self, segments: Sequence[Segment], tables: Mapping[Segment, int], cells: Int32
+    ) -> DecodedRows:
+        """The rows that decode, under their plan."""
+        layout = self._slab.layout
+        counts = np.array([one.tokens for one in segments], np.int32)
+        own = np.array([tables[one] for one in segments])
+        chunks, raw = np.divmod([one.end - 1 for one in segments], self._chunk_tokens)
+        self._lengths[own] = layout.lengths(chunks, raw + 1)
+        queries = int(counts.max())
+        blocks = cells[[one.row for one in segments]]
+        known = queries, own.tobytes(), chunks.tobytes(), blocks.tobytes()
+        planned = self._planned
+        if planned is None or planned.rows != known or (raw < planned.raw).any():
+            batch = self._batch(own, chunks, raw, queries)
+            planned = KeptPlan(known, raw, batch, self._kernels.plan(batch)[0])
+            self._planned = planned
+        width = self._kernels.width(int(counts.sum()), queries)
+        return DecodedRows(planned.batch, planned.plan, counts, width)
+
+    def _batch(self, tables: Int64, chunks: Int64, raw: Int64, queries: int) -> Decoding:
+        layout, geometry = self._slab.layout, self._slab.layout.geometry
+        first = layout.head_address.view(ADDRESS)[..., 0]
+        address = np.empty((geometry.layers, len(tables), geometry.kv_heads), ADDRESS)
+        address["table"] = first["table"][:, None] + (tables * self._tables.width)[:, None]
+        address["column"] = first["column"][:, None]
+        address["length_index"] = (
+            first["length_index"][:, None] + (tables * self._lengths.shape[1])[:, None]
+        )
+        grown = layout.lengths(chunks, np.minimum(raw + GROWTH_TOKENS, self._chunk_tokens))
+        budget = grown[:, layout.head_group]
+        decode = DecodeRows(address, budget, geometry.windows, layout.page_tokens)
+        kept = np.broadcast_to(layout.head_kept_tokens, decode.shape)
+        prefixes = partial(self._prefixes, decode.table[:, 0, 0], chunks)
+        lengths, group = self._lengths.reshape(-1), geometry.group_size
+        return Decoding(decode, lengths, group, kept, prefixes, queries, self._most_rows)
+
+    def _prefixes(self, table: Int32, chunks: Int64) -> Forest:
+        """The prefix forest: which rows share which sealed chunks, by the pages of one head."""
+        layout, nothing = self._slab.layout, np.zeros_like(chunks)
+        pages = np.full(len(chunks), layout.sealed_pages[layout.head_group[0, 0]], np.int64)
+        units = units_of(self._tables.flat.numpy(), table, pages, chunks, nothing)
+        return build_forest(*units, chunks)
+
+    def _prefill(
+        self,
+        segments: Sequence[Segment],
+        ending: Sequence[Segment],
+        tables: Mapping[Segment, int],
+        first: int,
+    ) -> PrefillRows:
+        """Rows that attend, from token `first` of the launch on, and rows of chunks that end."""
+        layout = self._slab.layout
+        spans = np.zeros(len(segments) + len(ending), SPAN)
+        address = np.concatenate(
+            [
+                self._pasts(segments, [tables[one] for one in segments]),
+                self._pasts(ending, [one.row for one in ending], raw=False),
+            ],
+            axis=1,
+        )
+        kept = np.empty(address.shape, np.int32)
+        for number, one in enumerate(segments):
+            end = first + one.tokens
+            spans[number] = first, end, first, end, one.begin
+            whole = one.seals and not one.raw_past
+            kept[:, number] = layout.head_kept_tokens if whole else one.tokens
+            first = end
+        for number, one in enumerate(ending, len(segments)):
+            spans[number] = 0, 0, 0, one.chunk_tokens, one.chunk * one.chunk_tokens
+            kept[:, number] = layout.head_kept_tokens
+        return PrefillRows(address, spans, kept, kept, slice(0, len(segments)))
+
+    def _pasts(
+        self, segments: Sequence[Segment], tables: Sequence[int], *, raw: bool = True
+    ) -> Records:
+        """`PAST` [L, N, H]: the sealed chunks before each of N segments, and its raw past."""
+        layout, geometry = self._slab.layout, self._slab.layout.geometry
+        heads = layout.head_address.view(ADDRESS)[..., 0]
+        pasts = np.empty((geometry.layers, len(segments), geometry.kv_heads), PAST)
+        for number, (one, table) in enumerate(zip(segments, tables, strict=True)):
+            own = pasts[:, number]
+            own["table"] = heads["table"] + table * self._tables.width
+            own["column"] = heads["column"]
+            past = layout.lengths(one.chunk, one.raw_past if raw else 0)
+            own["length"] = past[layout.head_group]
+        return pasts

@@ -1,0 +1,131 @@
+"""Answers: at ρ 1.0 those of stock vLLM, at ρ 0.5 the same however steps are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines import CHUNK, EngineOutcome, Request, prompt_of, run
+
+LENGTHS = (5, 63, 64, 65, 200, 333)
+CUT = {"max_num_batched_tokens": 97}  # steps that end anywhere in a chunk
+
+
+def requests(lengths: tuple[int, ...] = LENGTHS, new: int = 70) -> list[Request]:
+    return [
+        {"prompt": prompt_of(length, seed), "max_tokens": new}
+        for seed, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: dict[str, Any], half: dict[str, Any]) -> EngineOutcome:
+    """Every request by itself, in steps that take whole prompts, without a prefix cache."""
+    rounds = [[one] for one in requests()]
+    return run({**tiny, "enable_prefix_caching": False}, rounds, half)
+
+
+def alone_tokens(alone: EngineOutcome) -> list[list[list[int]]]:
+    return [answers[0]["tokens"] for answers in alone.rounds]
+
+
+def test_all_entries_give_the_answers_of_stock(alone: EngineOutcome, tiny: dict[str, Any]) -> None:
+    stock = run({**tiny, **CUT}, [requests(), requests()], None)
+    ours = run({**tiny, **CUT}, [requests(), requests()], {})
+    assert ours.tokens(0) == stock.tokens(0)
+    assert ours.tokens(1) == stock.tokens(1)
+    assert ours.cached_tokens(1) == stock.cached_tokens(1)
+    assert ours.tokens(0)[4:] != alone_tokens(alone)[4:]  # what dropped entries change
+
+
+def test_the_log_says_how_many_tokens_fit(alone: EngineOutcome) -> None:
+    lines = [line for line in alone.log.splitlines() if "tokens fit into" in line]
+    assert len(lines) == 1
+    blocks = alone.blocks - 1
+    assert f"Tangram: {blocks * CHUNK:,} tokens fit into {blocks:,} blocks of 64 tokens" in lines[0]
+    without = int(lines[0].split("chunks, ")[1].split()[0].replace(",", ""))
+    assert 1.9 < blocks * CHUNK / without < 2.05
+
+
+@pytest.mark.parametrize("most", [64, 300])
+def test_steps_may_be_cut_anywhere(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any], most: int
+) -> None:
+    together = run({**tiny, "max_num_batched_tokens": most}, [requests()], half)
+    assert together.tokens() == alone_tokens(alone)
+
+
+def test_a_compiled_model_answers_alike(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    compiled = run({**tiny, **CUT, "enforce_eager": False}, [requests()], half)
+    assert compiled.tokens() == alone_tokens(alone)
+
+
+def test_a_hit_is_a_miss(alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]) -> None:
+    again = run({**tiny, **CUT}, [requests(), requests()], half)
+    assert again.cached_tokens(1) == [0, 0, 0, 64, 192, 320]
+    assert again.tokens(0) == again.tokens(1) == alone_tokens(alone)
+
+
+def test_a_prefix_of_the_same_step_is_shared(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    long = requests()[-1]
+    twins = run({**tiny, "max_num_batched_tokens": 2048}, [[long, long]], half)
+    assert twins.tokens() == [alone_tokens(alone)[-1]] * 2
+    assert twins.cached_tokens(0) == [0, 320]
+
+
+def test_preemption_changes_no_answer(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    small = run(
+        {**tiny, **CUT, "max_model_len": 512, "num_gpu_blocks_override": 17}, [requests()], half
+    )
+    assert small.counters["vllm:num_preemptions"] > 0
+    assert small.tokens() == alone_tokens(alone)
+    assert small.free == small.blocks - 1
+
+
+def test_drafts_are_accepted_and_refused_across_chunk_ends(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    drafted = run({**tiny, **CUT, "speculative_config": drafts}, [requests()], half)
+    assert drafted.tokens() == alone_tokens(alone)
+    accepted = drafted.counters["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < drafted.counters["vllm:spec_decode_num_draft_tokens"]
+
+
+def test_generated_text_is_published_only_if_asked_for(
+    tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    first = {"prompt": prompt_of(70, 1), "max_tokens": 130}
+    answer = run(tiny, [[first]], half).tokens()[0][0]
+    second = {"prompt": first["prompt"] + answer, "max_tokens": 8}
+    rounds = [[first], [second], [second]]
+    plain = run(tiny, rounds, half)
+    assert [plain.cached_tokens(at) for at in range(3)] == [[0], [CHUNK], [3 * CHUNK]]
+    published = run(tiny, rounds, {**half, "publish_decoded": True})
+    assert [published.cached_tokens(at) for at in range(3)] == [[0], [3 * CHUNK], [3 * CHUNK]]
+    assert published.tokens(2) == plain.tokens(2)
+
+
+def test_samples_aborts_and_grammars(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
+) -> None:
+    long = requests()[-1]
+    samples, aborted, guided = (
+        {**long, "n": 3},
+        {**long, "abort_after": 9},
+        {**long, "regex": "[ab]{70}"},
+    )
+    found = run({**tiny, **CUT}, [[samples, aborted, guided, long], [long]], half)
+    three, few, matched, whole = found.rounds[0]
+    assert len(three["tokens"]) == 3 and len({tuple(each) for each in three["tokens"]}) == 3
+    assert len(few["tokens"][0]) < 70
+    assert set(matched["texts"][0]) <= set("ab") and len(matched["texts"][0]) >= 60
+    assert whole["tokens"] == found.tokens(1)[0] == alone_tokens(alone)[-1]
+    assert found.free == found.blocks - 1

@@ -1,0 +1,27 @@
+"""Steps without vLLM: attention over blocks is that over the entries that stay."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from engines import fork
+
+
+def check(name: str, *known: int) -> None:
+    done = fork(lambda: getattr(import_module("step_checks"), name)(*known), {})
+    assert done.succeeded, done.log
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_may_end_anywhere(seed: int) -> None:
+    check("check_cuts", seed)
+
+
+def test_plans_are_kept_while_rows_grow() -> None:
+    check("check_plans")
+
+
+def test_shared_chunks_are_read_once() -> None:
+    check("check_sharing")
