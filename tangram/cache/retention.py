@@ -16,9 +16,9 @@ class Retention:
     begin with `fingerprint`. `scorer` is the name of what scores chunks when they are sealed, None
     if nothing does. Scored chunks keep the first `sink_tokens` of the sequence and the last
     `window_tokens` of the chunk whatever their scores.
-    With `one_chunk_a_step` a step takes at most one chunk of a sequence. `draft`, if set, is what
-    the model reads when it drafts: the same pages, of each sealed chunk only the first. Then a
-    chunk keeps all its entries, those that score best first. `scales` are the profile's for a pool
+    With `one_chunk_a_step` a step takes at most one chunk of a sequence. With `draft` a sealed
+    chunk keeps all its entries, the best in its first pages: draft passes read only these, as
+    `draft` says. `scales` are the profile's for a pool
     of 8 bits; it takes the largest of all its retentions.
     """
 

@@ -1,4 +1,4 @@
-"""What one forward pass computes: rows of sequences, and the page moves before it."""
+"""What one step computes, in one forward pass or several: rows, and the page moves before them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Row(Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: DECODE rows first, then SEAL and TAIL rows.
+    """What the model computes next: DECODE rows first, then SEAL and TAIL rows.
 
     `epoch` changes when the DECODE membership changes. A sequence may have several SEAL rows and a
     TAIL row, in the order of its tokens. Each attends to the entries that the rows before it
-    stored. `moves` are made before the pass, in their order. Unless they are `awaited`, no row
-    touches a page that they fill, so the pass may run beside them. Later steps find them done.
+    stored. `moves` are made before the rows, in their order. Unless they are `awaited`, no row
+    touches a page that they fill, so the rows may run beside them. Later steps find them done.
     """
 
     rows: tuple[Row, ...]

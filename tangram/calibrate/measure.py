@@ -170,7 +170,7 @@ def _sample_fractions(
 ) -> list[Float64]:
     """The kept fractions [ρ, L, H] of each of a sample's full `chunks`."""
     found = [
-        measure(one, f"sample {number}, chunk {chunk}", chunk) for chunk, one in enumerate(scores)
+        measure(each, f"sample {number}, chunk {chunk}", chunk) for chunk, each in enumerate(scores)
     ]
     if len(found) != chunks:
         raise ProfileError(

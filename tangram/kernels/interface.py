@@ -206,7 +206,7 @@ class Launch(Protocol):
     """The attention of one pass on the device, layer by layer: `decode`, `seal` and `prefill`.
 
     Results of a row depend on its own tokens and past alone. An exception is the rounding of
-    decode, which depends on the plan. A launch is used until the next one of its kernels.
+    decode, which depends on the plan. A launch is invalid once its kernels have made another.
     """
 
     @property

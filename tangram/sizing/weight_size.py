@@ -78,8 +78,8 @@ def weights_dtype(config: ModelConfig, dtype: str = "auto") -> str:
     Raises `ConfigError` for an unknown one.
     """
     if dtype == "auto":
-        own = str(config.content.get("dtype") or config.content.get("torch_dtype"))
-        return own if own in _BYTES else "bfloat16"
+        stated = str(config.content.get("dtype") or config.content.get("torch_dtype"))
+        return stated if stated in _BYTES else "bfloat16"
     if dtype not in _BYTES:
         raise ConfigError(f"dtype is {dtype!r}, it must be auto or one of {', '.join(_BYTES)}")
     return dtype

@@ -125,14 +125,14 @@ def follow_most(continuations, factor, least_share, path, best):  # type: ignore
             for number in range(len(continuations)):
                 if not follows[number] or continuations[number, 1] <= at:
                     continue
-                own, count = continuations[number, 2 + at], 0
-                if agreeing and own == token:
+                proposed, count = continuations[number, 2 + at], 0
+                if agreeing and proposed == token:
                     continue
                 for other in range(number, len(continuations)):
                     if follows[other] and continuations[other, 1] > at:
-                        count += continuations[other, 2 + at] == own
+                        count += continuations[other, 2 + at] == proposed
                 if count > agreeing:  # of equal counts the newest
-                    agreeing, token = count, own
+                    agreeing, token = count, proposed
             if not agreeing or agreeing / total < least_share:
                 break
             path[at] = token

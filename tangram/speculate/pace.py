@@ -55,7 +55,7 @@ class Acceptance:
     _all: Acceptance | None = None
 
     def begin_sequence(self) -> Acceptance:
-        """That of a new sequence: it begins like the others, and this one counts it with them."""
+        """The acceptance of a new sequence: it begins at the average, which then counts it."""
         return Acceptance(_PRIOR_DRAFTS, _PRIOR_DRAFTS * self.share, self._found, self)
 
     @property
@@ -94,8 +94,8 @@ def expected_tokens(share: float | Floats, most: int) -> Floats:
 
 def expected_of(acceptances: Sequence[Acceptance], most: int) -> Floats:
     """float64 [n, most + 1]: `expected_tokens` of sequences whose drafters may find nothing."""
-    found = np.array([own.found for own in acceptances])
-    beyond = expected_tokens(np.array([own.share for own in acceptances]), most) - 1.0
+    found = np.array([each.found for each in acceptances])
+    beyond = expected_tokens(np.array([each.share for each in acceptances]), most) - 1.0
     return 1.0 + found[:, None] * beyond
 
 
@@ -209,7 +209,7 @@ def _find_usual(times: Iterable[float]) -> float:
 
 
 def _count_steps(load: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return sum(abs(one - two) for one, two in zip(load, other, strict=True))
+    return sum(abs(first - second) for first, second in zip(load, other, strict=True))
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ class Pace:
         like = self._find_like(load)
         if like is None:
             return [0] * len(acceptances)
-        nothing = prod(1.0 - own.found for own in acceptances)
+        nothing = prod(1.0 - each.found for each in acceptances)
         seconds = {count: known.estimate(count, like) for count in self._counts}
         for count in self._counts[1:]:
             seconds[count] = known.expect(seconds[count], nothing)

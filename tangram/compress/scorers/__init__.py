@@ -70,7 +70,7 @@ def check_retention(config: EngineConfig) -> None:
 def explain_missing_retention(
     config: EngineConfig, scorer: str, scope: Scope, ratios: Sequence[float]
 ) -> ProfileError:
-    """The error for profiles of `scorer` that have the ratios `own`, and not that of `config`."""
+    """The error for profiles of `scorer` that have other `ratios` than that of `config`."""
     return ProfileError(
         f"kv_retention is {config.kv_retention}, the profiles given for scorer {scorer} are for "
         f"{', '.join(map(str, ratios))}: set kv_retention to one of them, or make another one "

@@ -33,8 +33,8 @@ class DraftPasses:
     def compute(self, beyond: int = 0) -> Tensor:
         """Logits [n, V] behind the newest token of each sequence, then behind each draft.
 
-        A sequence with fewer drafts repeats its last pass while others go on: that of its last
-        draft but one, or with `beyond` 1 that of its last draft.
+        A sequence that has all its drafts repeats its last pass until the others have theirs. With
+        `beyond` 1 this pass computes its last draft, too.
         """
         if self._drafts:
             growth = (self.counts + beyond > len(self._drafts)).astype(np.int32)

@@ -138,7 +138,7 @@ class _Course:
 
 
 def verifiers(sampler: SampleRow, drafts: Tensor) -> list[SampleRow]:
-    """What chooses the token behind 0, 1 and up to all of `drafts` [n], as if these came next."""
+    """n + 1 samplers: number i draws the token after the first i of `drafts` [n], if accepted."""
     if sampler.stays:
         return [sampler] * (len(drafts) + 1)
     return [sampler.ahead(count, drafts) for count in range(len(drafts) + 1)]

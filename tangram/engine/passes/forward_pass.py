@@ -20,9 +20,10 @@ class Pass:
 
     DECODE `rows` come first. `tokens` and `positions` int64 [T] are the flattened batch, in which
     those of the decode rows are padded to the width of `addresses`. `ends` [R] are the places of
-    each row's last token. The model's token behind each of the places `sampled` [n] is chosen:
-    behind all tokens of a DECODE row, behind the last one of another that samples. `seals` are the
-    chunks that end. Nothing changes a pass, but the lengths that its plan was made of grow.
+    each row's last token. `sampled` [n] are the places of the tokens whose successors are chosen:
+    all tokens of a DECODE row, and the last token of each other row that samples. `seals` are the
+    chunks that end. Nothing changes a pass, except that the lengths of its plan's rows are a view
+    of those in the tables, which grow.
     """
 
     rows: tuple[Row, ...]

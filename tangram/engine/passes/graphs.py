@@ -39,10 +39,9 @@ class _CapturedPass:
 class PassGraphs:
     """Runs passes of one model by `forward`. Passes that no graph can hold run without one.
 
-    A pass without a graph runs as it is, and is captured behind that: a device of several may need
-    another graph than the others, and each of them must run the model once for a pass. A graph is
-    kept as long as the kernels' object that it was captured with. That object may serve passes of
-    several sizes.
+    The first pass of a shape runs without a graph, and is captured afterwards. So each device of
+    several runs the model once for a pass, whichever of them captures it. A graph is kept as long
+    as the kernels' object that it was captured with, which may serve passes of several sizes.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:

@@ -127,9 +127,9 @@ class Runner:
 
         `sample_rows` are theirs, in order, one for each token of a decode row. Each gets its token.
         A GPU continues while the host does something else. Tokens that are `pending` in a row come
-        from the last step. In rows with drafts they are `drafted`, int64 [drafts] in the order of
-        the rows; then `sample_rows` get no tokens, since some are refused. `before_choosing` is
-        called when all but the choice is launched.
+        from the last step. `drafted` int64 [drafts] are the drafts of all rows, in order. With
+        drafts `sample_rows` get no tokens, since some are refused. `before_choosing` is called when
+        all but the choice is launched.
         """
         self._host.move(step.moves, awaited=step.awaited)
         found, passes = list[Tensor](), self.passes.split(step)

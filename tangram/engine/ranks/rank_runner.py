@@ -135,7 +135,7 @@ class RankRunner(Runner):
             raise IntegrityError("a rank is told to draft that has no passes for it")
         self._copy(order.writes)
         passes, tables = self._drafts
-        rows = [draft_row(self._own(row)) for row in order.rows]
+        rows = [draft_row(self._localize(row)) for row in order.rows]
         set_draft_positions(tables, rows)
         drafts = DraftPasses(passes, rows, order.counts, order.epoch)
         for _ in range(int(order.counts.max())):
@@ -156,7 +156,7 @@ class RankRunner(Runner):
     def _enter(self, order: StepOrder) -> Step:
         """Write the tables of this rank; the step as it computes it."""
         self._copy(order.writes)
-        rows = tuple(self._own(row) for row in order.step.rows)
+        rows = tuple(self._localize(row) for row in order.step.rows)
         alike: dict[Retention, list[tuple[int, int, int]]] = {}
         for row in rows:
             if row.kind is RowKind.DECODE:
@@ -165,7 +165,7 @@ class RankRunner(Runner):
             self._tables.set_positions(retention.layout, *np.array(places, np.int64).T)
         return replace(order.step, rows=rows)
 
-    def _own(self, row: Row) -> Row:
+    def _localize(self, row: Row) -> Row:
         """`row` with what this rank keeps of it."""
         return structs.replace(row, retention=self._shares[row.retention])
 

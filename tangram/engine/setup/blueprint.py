@@ -60,7 +60,7 @@ class Blueprint:
 
 
 def for_one_device(config: EngineConfig, loaded: LoadedModel) -> Blueprint:
-    """That of `loaded`, whole, and of a second model if the config names one.
+    """The blueprint of `loaded` on one device, and of a second model if the config names one.
 
     Raises `ConfigError` for several devices, and the errors of `build_engine`.
     """

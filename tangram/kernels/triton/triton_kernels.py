@@ -337,4 +337,5 @@ class TritonLaunch:
     def _require_chunks(self) -> LoadedPrefill:
         if self.chunks is None:
             raise IntegrityError("a pass without prefill rows seals a chunk")
+        self._check()
         return self.chunks
