@@ -204,9 +204,9 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
 
     @cached_property
     def _geometry(self) -> Geometry:
-        one = self._layers[self.layer_names[0]]
-        heads = one.num_kv_heads, one.num_heads
-        return full_geometry(len(self.layer_names), *heads, one.head_size)
+        layer = self._layers[self.layer_names[0]]
+        heads = layer.num_kv_heads, layer.num_heads
+        return full_geometry(len(self.layer_names), *heads, layer.head_size)
 
     def _view_pool(self, slab: Slab) -> KvPool:
         """The bytes of vLLM's cache as the pool of Tangram's kernels."""

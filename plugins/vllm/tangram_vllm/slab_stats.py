@@ -62,9 +62,9 @@ class _SlabMetrics:
         profile = PluginOptions.read().load_profile()
         self._slab = None
         if profile is not None:
-            own = profile.model
-            heads = own.kv_heads, own.query_heads, own.head_dim
-            geometry = full_geometry(own.layers, *heads)
+            model = profile.model
+            heads = model.kv_heads, model.query_heads, model.head_dim
+            geometry = full_geometry(model.layers, *heads)
             chunk_tokens = profile.chunk_tokens
             self._slab = Slab.lay_out(geometry, profile, chunk_tokens, chunk_tokens)
 

@@ -123,8 +123,8 @@ class FlatTables:
             block = cells[before * slab.columns + last]
             row[layout.span_entries(before)] = block * slab.pages + slab.sealed_places
         raw = np.zeros(slab.raw_blocks, np.int64)
-        own = cells[chunk * slab.columns :][: slab.raw_blocks]
-        raw[: len(own)] = own
+        open_blocks = cells[chunk * slab.columns :][: slab.raw_blocks]
+        raw[: len(open_blocks)] = open_blocks
         row[layout.raw_entries(chunk, np.arange(layout.chunk_pages))] = slab.raw_pages(raw)
 
 
@@ -252,9 +252,14 @@ class StepBuilder:
             self._tables.write(row, cells[row], stop // self._chunk_tokens)
         decodes = [len(row) == 1 and row[0].tokens <= self._most_queries for row in rows]
         decode = [row[0] for row, alone in zip(rows, decodes, strict=True) if alone]
-        rest = [one for row, alone in zip(rows, decodes, strict=True) if not alone for one in row]
-        tables = {one: self._find_table(one, cells, end) for one in (*decode, *rest)}
-        ending = [one for one in tables if one.seals and self._keeping is not None]
+        rest = [
+            segment
+            for row, alone in zip(rows, decodes, strict=True)
+            if not alone
+            for segment in row
+        ]
+        tables = {segment: self._find_table(segment, cells, end) for segment in (*decode, *rest)}
+        ending = [segment for segment in tables if segment.seals and self._keeping is not None]
         decoded = self._decode(decode, tables, cells) if decode else None
         prefill = self._prefill(rest, ending, tables, 0 if decoded is None else decoded.width)
         flat = self._tables.flat.to(self._pool.entries.device)
@@ -268,9 +273,10 @@ class StepBuilder:
         """The seals of chunks that end, which are prefill rows from number `first` on."""
         if self._keeping is None:
             return []
-        pasts = self._pasts(ending, [tables[one] for one in ending])
+        pasts = self._pasts(ending, [tables[segment] for segment in ending])
         return [
-            ChunkSeal(self._keeping, one, first + at, pasts[:, at]) for at, one in enumerate(ending)
+            ChunkSeal(self._keeping, segment, first + at, pasts[:, at])
+            for at, segment in enumerate(ending)
         ]
 
     @property
@@ -286,10 +292,10 @@ class StepBuilder:
         return table
 
     def _order(self, segments: Sequence[Segment]) -> Tensor | None:
-        firsts = [one.first for one in segments]
+        firsts = [segment.first for segment in segments]
         if firsts == sorted(firsts):
             return None
-        places = [np.arange(one.first, one.first + one.tokens) for one in segments]
+        places = [np.arange(segment.first, segment.first + segment.tokens) for segment in segments]
         return torch.from_numpy(np.concatenate(places)).to(self._pool.entries.device)
 
     def _decode(
@@ -297,16 +303,16 @@ class StepBuilder:
     ) -> DecodedRows:
         """The rows that decode, under their plan."""
         layout = self._slab.layout
-        counts = np.array([one.tokens for one in segments], np.int32)
-        own = np.array([tables[one] for one in segments])
-        chunks, raw = np.divmod([one.end - 1 for one in segments], self._chunk_tokens)
-        self._lengths[own] = layout.lengths(chunks, raw + 1)
+        counts = np.array([segment.tokens for segment in segments], np.int32)
+        read = np.array([tables[segment] for segment in segments])
+        chunks, raw = np.divmod([segment.end - 1 for segment in segments], self._chunk_tokens)
+        self._lengths[read] = layout.lengths(chunks, raw + 1)
         queries = int(counts.max())
-        blocks = cells[[one.row for one in segments]]
-        known = queries, own.tobytes(), chunks.tobytes(), blocks.tobytes()
+        blocks = cells[[segment.row for segment in segments]]
+        known = queries, read.tobytes(), chunks.tobytes(), blocks.tobytes()
         planned = self._planned
         if planned is None or planned.rows != known or (raw < planned.raw).any():
-            batch = self._batch(own, chunks, raw, queries)
+            batch = self._batch(read, chunks, raw, queries)
             planned = KeptPlan(known, raw, batch, self._kernels.plan(batch)[0])
             self._planned = planned
         width = self._kernels.width(int(counts.sum()), queries)
@@ -348,20 +354,20 @@ class StepBuilder:
         spans = np.zeros(len(segments) + len(ending), SPAN)
         address = np.concatenate(
             [
-                self._pasts(segments, [tables[one] for one in segments]),
-                self._pasts(ending, [one.row for one in ending], raw=False),
+                self._pasts(segments, [tables[segment] for segment in segments]),
+                self._pasts(ending, [segment.row for segment in ending], raw=False),
             ],
             axis=1,
         )
         kept = np.empty(address.shape, np.int32)
-        for number, one in enumerate(segments):
-            end = first + one.tokens
-            spans[number] = first, end, first, end, one.begin
-            whole = one.seals and not one.raw_past
-            kept[:, number] = layout.head_kept_tokens if whole else one.tokens
+        for number, segment in enumerate(segments):
+            end = first + segment.tokens
+            spans[number] = first, end, first, end, segment.begin
+            whole = segment.seals and not segment.raw_past
+            kept[:, number] = layout.head_kept_tokens if whole else segment.tokens
             first = end
-        for number, one in enumerate(ending, len(segments)):
-            spans[number] = 0, 0, 0, one.chunk_tokens, one.chunk * one.chunk_tokens
+        for number, segment in enumerate(ending, len(segments)):
+            spans[number] = 0, 0, 0, segment.chunk_tokens, segment.chunk * segment.chunk_tokens
             kept[:, number] = layout.head_kept_tokens
         return PrefillRows(address, spans, kept, kept, slice(0, len(segments)))
 
@@ -372,10 +378,10 @@ class StepBuilder:
         layout, geometry = self._slab.layout, self._slab.layout.geometry
         heads = layout.head_address.view(ADDRESS)[..., 0]
         pasts = np.empty((geometry.layers, len(segments), geometry.kv_heads), PAST)
-        for number, (one, table) in enumerate(zip(segments, tables, strict=True)):
-            own = pasts[:, number]
-            own["table"] = heads["table"] + table * self._tables.width
-            own["column"] = heads["column"]
-            past = layout.lengths(one.chunk, one.raw_past if raw else 0)
-            own["length"] = past[layout.head_group]
+        for number, (segment, table) in enumerate(zip(segments, tables, strict=True)):
+            addressed = pasts[:, number]
+            addressed["table"] = heads["table"] + table * self._tables.width
+            addressed["column"] = heads["column"]
+            past = layout.lengths(segment.chunk, segment.raw_past if raw else 0)
+            addressed["length"] = past[layout.head_group]
         return pasts
