@@ -29,6 +29,7 @@ from bench.serving.competitors import (
     Tangram,
     Vllm,
     choose_options,
+    choose_plugin_options,
     choose_vllm_options,
 )
 from bench.serving.speed_search import SpeedSearch
@@ -334,14 +335,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", choices=("tangram", "vllm"))
+    parser.add_argument(
+        "engine", choices=("tangram", "vllm", "plugin"), help="plugin is tangram-vllm"
+    )
     parser.add_argument(
         "--model",
         choices=sorted(path.name for path in MODELS.iterdir()),
         default=MODEL.name,
         help="a shape of bench/models, with random weights",
     )
-    parser.add_argument("--kv-retention", type=float, help="of tangram; 0.25")
+    parser.add_argument("--kv-retention", type=float, help="of tangram and the plugin; 0.25")
     parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of either engine"
@@ -412,16 +415,8 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
-    chosen = (
-        choose_vllm_options(
-            options.max_model_len,
-            options.max_num_seqs,
-            options.offload_gib,
-            options.ranks,
-            options.kv_cache_dtype,
-        )
-        if options.engine == "vllm"
-        else choose_options(
+    if options.engine == "tangram":
+        chosen = choose_options(
             _retention(options),
             512 if options.chunk_tokens is None else options.chunk_tokens,
             options.max_model_len,
@@ -430,21 +425,31 @@ def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
             options.kv_cache_dtype,
             options.ranks,
         )
-    )
+    else:
+        chosen = choose_vllm_options(
+            options.max_model_len,
+            options.max_num_seqs,
+            options.offload_gib,
+            options.ranks,
+            options.kv_cache_dtype,
+        )
+    if options.engine == "plugin":
+        chosen |= choose_plugin_options(_retention(options))
     if options.http:
         # Where it is not asked for, what it imports need not be there.
         from bench.serving.servers import HttpEngine
 
         log = options.output / f"{options.series}_{_name(options)}.log"
+        kind = "tangram" if options.engine == "tangram" else "vllm"
         engine = HttpEngine(
-            options.engine, options.model, chosen, log, options.clients, options.api_processes
+            kind, options.model, chosen, log, options.clients, options.api_processes
         )
         with closing(engine):
             yield engine
-    elif options.engine == "vllm":
-        yield Vllm(options.model, **chosen)
-    else:
+    elif options.engine == "tangram":
         yield Tangram(options.model, chosen)
+    else:
+        yield Vllm(options.model, **chosen)
 
 
 def _read_speeds(text: str) -> list[float]:
@@ -458,7 +463,7 @@ def _retention(options: argparse.Namespace) -> float:
 def _name(options: argparse.Namespace) -> str:
     """The engine's name in files of results."""
     variants = {
-        f"{_retention(options):g}": options.engine == "tangram",
+        f"{_retention(options):g}": options.engine != "vllm",
         options.kv_cache_dtype: options.kv_cache_dtype != "auto",
         f"chunk{options.chunk_tokens}": options.chunk_tokens is not None,
         "host": options.offload_gib > 0,

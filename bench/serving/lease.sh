@@ -2,8 +2,8 @@
 # Loads of docs/serving.md with all engines in one lease of one GPU, inside the process and over HTTP:
 #   GIT_COMMIT=$(git rev-parse --short=8 HEAD) bash bench/serving/lease.sh FOLDER vllm 0.5 0.25 1
 #   PLAN=short GIT_COMMIT=… bash bench/serving/lease.sh FOLDER http-vllm vllm http-0.5 0.5 http-0.25 0.25 http-1 1
-# ENGINE is vllm or a ρ, and http- before it means its server, asked by clients in processes of their
-# own. Behind it stand its variants: -fp8 (cache), -host (HOST_GIB of host memory, 64), -apiN (API
+# ENGINE is vllm, a ρ, or plugin and a ρ (vLLM with plugins/vllm, from PLUGIN_SITE), and http- before it
+# means its server, asked by clients in processes of their own. Behind it stand its variants: -fp8 (cache), -host (HOST_GIB of host memory, 64), -apiN (API
 # processes), as in http-vllm-fp8-host. Each starts once and is measured case by case. What is measured is
 # kept in FOLDER as it comes, so a lease that ends early loses one case. Afterwards copy its JSON files to
 # bench/results and run `python -m bench.render`. PLAN says which loads, SEATS how many rows a step has at most:
@@ -44,6 +44,7 @@ for engine in "$@"; do
   case $name in
     vllm) site=${VLLM_SITE:-} options+=(vllm) ;;
     # 96 conversations do not fit uncompressed
+    plugin*) site=${PLUGIN_SITE:-} options+=(plugin --kv-retention "${name#plugin}") ;;
     1 | 1.0) site=${TANGRAM_SITE:-} options+=(tangram --kv-retention 1) run=${CASES:-${cases/sessions-96,/}} ;;
     *) site=${TANGRAM_SITE:-} options+=(tangram --kv-retention "$name") ;;
   esac

@@ -108,8 +108,11 @@ def spell_options(options: Mapping[str, Any]) -> list[str]:
     """Options of an engine as those of its command; what is None is left out."""
     spelled = []
     for name, value in options.items():
-        if value is not None:
-            spelled += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        word = name.replace("_", "-")
+        if isinstance(value, bool):
+            spelled.append(f"--{word}" if value else f"--no-{word}")
+        elif value is not None:
+            spelled += [f"--{word}", str(value)]
     return spelled
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
 
-from bench.serving.competitors import choose_vllm_options
+from bench.serving.competitors import choose_plugin_options, choose_vllm_options
 from bench.serving.servers import (
     KINDS,
     describe_costs,
@@ -17,6 +18,7 @@ from bench.serving.servers import (
     time_answer,
 )
 from bench.serving.streams import ClientCost, StreamedAnswer, read_completion, read_events
+from tangram.compress.library import find_shipped_profiles
 from tangram_lab.load.asks import Ask
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -130,8 +132,22 @@ def test_the_processors_time_is_divided_by_tokens_and_by_chunks() -> None:
 
 
 def test_options_are_spelled_as_the_command_has_them() -> None:
-    given = {"max_num_seqs": 4, "enable_prefix_caching": True, "kv_offloading_size": None}
-    assert spell_options(given) == ["--max-num-seqs", "4", "--enable-prefix-caching"]
+    given = {"max_num_seqs": 4, "async_scheduling": False, "kv_offloading_size": None}
+    assert spell_options(given) == ["--max-num-seqs", "4", "--no-async-scheduling"]
+    assert spell_options({"enable_prefix_caching": True}) == ["--enable-prefix-caching"]
+
+
+def test_the_plugin_is_started_with_budgets_that_ship(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TANGRAM_VLLM", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "")
+    options = choose_vllm_options(40960) | choose_plugin_options(0.5)
+    command = " ".join(spell_options(options))
+    for option in ("--attention-backend CUSTOM", "--block-size 512", "--no-async-scheduling"):
+        assert option in command
+    wanted = json.loads(os.environ["TANGRAM_VLLM"])
+    assert (find_shipped_profiles() / wanted["profile"]).is_file()
+    choose_plugin_options(1.0)
+    assert json.loads(os.environ["TANGRAM_VLLM"]) == {}
 
 
 def test_the_servers_of_vllm_are_started_with_the_options_of_its_variants() -> None:
