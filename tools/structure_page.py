@@ -15,6 +15,11 @@ _HEAD = "| | |\n|---|---|\n"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 # What stands before a colon is enough if it has so many words.
 _CLAUSE_WORDS = 3
+# So is what stands before a comma, behind which the sentence only says more of it.
+_SAYS_MORE = re.compile(
+    r", (?=(?:as|but|by|for|found|from|how|in|inside|made|not|of|on|or|read|rendered|so|that|until|"
+    r"what|when|where|which|whose|with|without) )"
+)
 
 
 def render(package: Path = PACKAGE, lab: Path = LAB) -> str:
@@ -25,7 +30,7 @@ def render(package: Path = PACKAGE, lab: Path = LAB) -> str:
 
 
 def first_words(path: Path) -> str:
-    """The first sentence of a module's docstring, or what stands before its colon.
+    """The first sentence of a module's docstring, or what stands before its colon or a clause.
 
     Raises `ValueError` if there is no docstring.
     """
@@ -33,8 +38,10 @@ def first_words(path: Path) -> str:
     if not text:
         raise ValueError(f"{path} has no docstring, whose first words docs/structure.md shows")
     sentence, *_ = _SENTENCE_END.split(" ".join(text.split("\n\n")[0].split()))
-    clause, *rest = sentence.split(": ", 1)
-    return f"{clause}." if rest and len(clause.split()) >= _CLAUSE_WORDS else sentence
+    for clause, *rest in (sentence.split(": ", 1), _SAYS_MORE.split(sentence, maxsplit=1)):
+        if rest and len(clause.split()) >= _CLAUSE_WORDS:
+            return f"{clause}."
+    return sentence
 
 
 def replace_list(text: str) -> str:
