@@ -12,6 +12,7 @@ PAGE = ROOT / "docs" / "structure.md"
 PACKAGE, LAB = ROOT / "tangram", ROOT / "lab" / "tangram_lab"
 HEADING = "## Every module\n"
 _HEAD = "| | |\n|---|---|\n"
+_REMARK = re.compile(r" \([^()]*\)")  # a paper, or what a word stands for
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 # What stands before a colon is enough if it has so many words.
 _CLAUSE_WORDS = 3
@@ -32,12 +33,13 @@ def render(package: Path = PACKAGE, lab: Path = LAB) -> str:
 def first_words(path: Path) -> str:
     """The first sentence of a module's docstring, or what stands before its colon or a clause.
 
-    Raises `ValueError` if there is no docstring.
+    What is in brackets is left out. Raises `ValueError` if there is no docstring.
     """
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not text:
         raise ValueError(f"{path} has no docstring, whose first words docs/structure.md shows")
-    sentence, *_ = _SENTENCE_END.split(" ".join(text.split("\n\n")[0].split()))
+    first = _REMARK.sub("", " ".join(text.split("\n\n")[0].split()))
+    sentence, *_ = _SENTENCE_END.split(first)
     for clause, *rest in (sentence.split(": ", 1), _SAYS_MORE.split(sentence, maxsplit=1)):
         if rest and len(clause.split()) >= _CLAUSE_WORDS:
             return f"{clause}."
