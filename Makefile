@@ -146,11 +146,12 @@ overload: $(DEV_READY)
 soak: $(DEV_READY)
 	$(BIN)/python -m bench.stress.soak
 
-# The load generator has other dependencies, so it has its own environment.
+# Programs that measure a server, the load generator and lm-evaluation-harness, have other dependencies: an
+# environment of their own.
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
 	$(call install_torch,build/load-venv/bin)
-	build/load-venv/bin/pip install $(TORCH) guidellm==0.8.1
+	build/load-venv/bin/pip install $(TORCH) guidellm==0.8.1 'lm_eval[api,ruler]==0.4.13'
 	touch $(LOAD_READY)
 
 # Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build; the packages for

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import CHAT
+from tangram.model.load import resolve_source
+
+from .conftest import CHAT, COMPLETIONS
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS, ENVIRONMENT, NODE = (
@@ -23,6 +25,7 @@ SCRIPTS, ENVIRONMENT, NODE = (
     ROOT / "build/clients-venv",
     ROOT / "build/clients-node",
 )
+LM_EVAL = ROOT / "build/load-venv/bin/lm_eval"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 with_node = pytest.mark.skipif(
     not (shutil.which("node") and (NODE / ".ready").exists()),
@@ -152,6 +155,30 @@ def test_llm_answers_goes_on_and_follows_a_schema(llm: Callable[..., str]) -> No
         "additionalProperties": False,
     }
     assert 0 <= json.loads(llm("A dog", "--schema", json.dumps(schema)))["age"] <= 99
+
+
+@pytest.mark.skipif(not LM_EVAL.exists(), reason="make load brings lm-evaluation-harness")
+def test_lm_evaluation_harness_scores_a_task_of_its_own(server_url: str, tmp_path: Path) -> None:
+    """Its prompts are token ids, two at a time; each is answered as when it is asked alone."""
+    # What needles in essays need. These hide in noise, but it would be fetched all the same.
+    (tmp_path / "nltk/tokenizers/punkt_tab").mkdir(parents=True)
+    url = server_url + COMPLETIONS
+    server = f"base_url={url},model=smollm2,tokenizer={resolve_source('smollm2')},num_concurrent=2"
+    command: list[str | Path] = [LM_EVAL, "run", "--model", "local-completions"]
+    command += ["--model_args", server, "--tasks", "niah_single_1"]
+    command += ["--metadata", '{"max_seq_lengths": [1024]}']
+    command += ["--limit", "2", "--log_samples", "--output_path", tmp_path]
+    run(*command, HF_HUB_OFFLINE="1", NLTK_DATA=str(tmp_path / "nltk"))
+    (results,) = tmp_path.rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["niah_single_1"]["1024,none"] > 0
+    (samples,) = tmp_path.rglob("samples_*.jsonl")
+    lines = samples.read_text().splitlines()
+    assert len(lines) == 2
+    for sample in map(json.loads, lines):
+        prompt = sample["arguments"]["gen_args_0"]["arg_0"]
+        body = {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 128}
+        alone = httpx.post(url, json=body, timeout=120).json()
+        assert sample["resps"] == [[alone["choices"][0]["text"]]]
 
 
 # Open WebUI asks as in open-webui/open-webui, backend/open_webui/routers/openai.py
