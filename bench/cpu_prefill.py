@@ -42,7 +42,7 @@ def attentions(
 
     def run_torch() -> torch.Tensor:
         return reference.prefill(
-            q, k, v, pool, tables, *address[0].T, AttentionRule(SCALING), past_tokens=past
+            q, k, v, pool, tables, (*address[0].T,), AttentionRule(SCALING), past_tokens=past
         )
 
     return {"torch": run_torch, "compiled": run_compiled}

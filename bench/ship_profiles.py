@@ -28,7 +28,7 @@ from torch import Tensor
 from tangram.calibrate.measure import Magnitudes, calibrate
 from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.calibrate.texts import QUICK_SAMPLES, list_kinds, make_texts
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tangram.compress.scorers import ChunkView, Scorer, make_scorer
 from tangram.config import EngineConfig
 from tangram.engine.setup.observe import chunk_source
@@ -143,12 +143,11 @@ def _derive(
     profiles = calibrate(
         partial(table.source, scorer.name, tokens),
         samples,
-        geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint,
-        scorer=scorer_spec(scorer),
-        scope="model",
-        retentions=RETENTIONS,
-        chunk_tokens=tokens,
+        ProfileOptions(
+            loaded.fingerprint, loaded.geometry.full_layers, scorer_spec(scorer), "model", tokens
+        ),
+        RETENTIONS,
+        max_positions=loaded.geometry.max_positions,
         source=f"built-in calibration texts, {len(samples)} samples, seed 0",
         observe=shares.append,
         magnitudes=table.magnitudes,

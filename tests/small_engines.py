@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tangram.calibrate.measure import Magnitudes, calibrate
-from tangram.compress.profile import SINK_TOKENS
+from tangram.compress.profile import SINK_TOKENS, ProfileOptions
 from tangram.compress.scorers import make_scorer
 from tangram.config import EngineConfig, Scope
 from tangram.engine.loop import Engine
@@ -179,20 +179,24 @@ def profile_file(
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
     magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None  # no scales of latents
+    options = ProfileOptions(
+        loaded.fingerprint,
+        loaded.geometry.full_layers,
+        scorer_spec(method),
+        scope,
+        chunk_tokens,
+        8,
+        heads_per_page,
+        sink_tokens=sink_tokens,
+        window_tokens=2,
+    )
     profile = calibrate(
         score_source(loaded, method, chunk_tokens=chunk_tokens, magnitudes=magnitudes),
         samples,
-        geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint,
-        scorer=scorer_spec(method),
-        scope=scope,
-        retentions=[retention],
-        chunk_tokens=chunk_tokens,
+        options,
+        [retention],
+        max_positions=loaded.geometry.max_positions,
         source="random tokens",
-        page_tokens=8,
-        heads_per_page=heads_per_page,
-        sink_tokens=sink_tokens,
-        window_tokens=2,
         magnitudes=magnitudes,
     )[0]
     path = folder / f"{scorer}.{scope}.{retention}.json"

@@ -28,6 +28,7 @@ from tangram.plan.cost import CostModel
 from tangram.plan.forest import build_forest
 from tangram.plan.form import DecodeRows
 from tangram.plan.packing import plan_packing
+from tangram.plan.workqueue import Grain
 from tangram.sizing.cache_size import fit, kv_size
 from tangram.sizing.kv_shape import KVShape, read_shape
 from tangram.sizing.weight_size import Weights
@@ -572,7 +573,7 @@ def count_packed_entries(tree: Tree, cost: CostModel, rule: str) -> int:
         lengths,
         forest,
         np.array([[KEPT]]),
-        cost.workers,
+        Grain(cost.workers),
         group=GROUP,
         cost=cost,
         rule=ALL_PACKING_RULES[rule],

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.accuracy.evidence_file import METHODS, MethodRecall, RecallFile, ScorerRecall
 from bench.accuracy.grid import EMBEDDED, SCORERS
+from tangram.compress.scorers import default_scope
 from tangram.config import EngineConfig
 from tangram.errors import TangramError
 from tangram.model.load import LoadedModel, load_model
@@ -66,7 +67,9 @@ def measure(options: argparse.Namespace, command: str) -> RecallFile:
     )
     loaded = load_model(options.model, device=options.device)
     whole = bench_of(
-        options, loaded, Grid(METHODS, scorers, retentions).methods(options.context_tokens)
+        options,
+        loaded,
+        Grid(METHODS, scorers, retentions).methods(options.context_tokens, default_scope),
     )
     asked = Questions(SUITE, None, options.samples, options.context_tokens, path=options.locomo)
     prompts = asked.prompts(
@@ -76,7 +79,9 @@ def measure(options: argparse.Namespace, command: str) -> RecallFile:
     print(f"{evidence.questions} questions on {evidence.contexts} contexts", flush=True)
     for scorer in scorers:
         if missing := evidence.lacks(scorer, retentions):
-            methods = Grid(METHODS, [scorer], missing).methods(options.context_tokens)
+            methods = Grid(METHODS, [scorer], missing).methods(
+                options.context_tokens, default_scope
+            )
             evidence.passes.append(
                 measure_recall(
                     bench_of(options, loaded, methods), methods, prompts, scorer, command

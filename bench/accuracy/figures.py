@@ -13,7 +13,8 @@ from typing import Any
 
 from bench.accuracy.kvpress_file import Control
 from bench.accuracy.thin import Thin
-from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
+from tangram.compress.profile import ALPHA, SINK_TOKENS
+from tangram.compress.scorers import default_scope
 from tangram.config import EngineConfig
 from tangram_lab.accuracy.methods import WITH_PROFILE, Method, MethodName
 from tangram_lab.accuracy.results import AnyCell, Cell, Score, Setting

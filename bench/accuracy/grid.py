@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from tangram.compress.profile import default_scope
+from tangram.compress.scorers import default_scope
 
 EMBEDDED = "smollm2"
 SLOW = ("kvzip",)  # a second pass over every chunk: one process for each ρ and chunk size

@@ -29,8 +29,9 @@ from tangram.kernels.interface import AttentionRule
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
 from tangram.plan.form import DecodeRows
-from tangram.plan.schedule import Decoding, Schedule
+from tangram.plan.schedule import Decoding
 from tangram.types import Int32
+from tangram_lab.baselines.compared_schedules import parse_schedule
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.timing import (
     LARGEST_ERROR,
@@ -114,9 +115,9 @@ class LongRows:
     def decoder(self, text: str, multiprocessors: int) -> Any:
         """The kernels with a plan of the schedule `text`, and how many tasks a layer has."""
         from tangram.kernels.triton.decode_launch import GpuDecode
-        from tangram.kernels.triton.packed import DecodeOptions
+        from tangram.kernels.triton.stored import StoredPool
 
-        load, schedule = self._load, Schedule.parse(text)
+        load, schedule = self._load, parse_schedule(text)
         batch = Decoding(
             self._rows,
             self._lengths,
@@ -128,12 +129,11 @@ class LongRows:
         )
         plan = schedule.plan(batch, multiprocessors, CostModel())
         decoder = GpuDecode(
-            [plan],
-            group=load.group,
-            head_dim=load.head_dim,
-            pool=self._pool,
+            plan,
+            StoredPool.of(self._pool),
+            load.group,
             lengths=self._lengths,
-            options=DecodeOptions.of(schedule),
+            options=schedule.options(),
             queries=load.queries,
         )
         return decoder, len(plan.task_layer) // load.layers

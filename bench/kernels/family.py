@@ -71,7 +71,10 @@ def parser(
     )
     comma: Callable[[str], list[str]] = lambda text: [part for part in text.split(",") if part]  # noqa: E731
     made.add_argument(
-        "--planners", type=comma, default=list(planners), help="see tangram/plan/schedule.py"
+        "--planners",
+        type=comma,
+        default=list(planners),
+        help="see baselines/compared_schedules.py of the lab",
     )
     made.add_argument("--peers", type=comma, default=list(peers), help=f"of {', '.join(PEERS)}")
     made.add_argument("--page-tokens", type=int, default=page_tokens)

@@ -49,8 +49,9 @@ def count_reclaimed(
     layers = range(len(budgets))
     per_page = budgets.shape[1] if grouping == "monolithic" else heads_per_page
     across = "model" if grouping == "across layers" else "layer"
-    ordered = grouping in ("across layers", "within layer")
-    groups = cluster(budgets, layers, per_page, across, ordered=ordered)  # type: ignore[arg-type]
+    sorts = grouping in ("across layers", "within layer")  # heads of equal budgets stay neighbours
+    sorted_by = budgets if sorts else np.ones_like(budgets)
+    groups = cluster(sorted_by, layers, per_page, across)  # type: ignore[arg-type]
     depth = (
         np.ceil(group_budgets(budgets, layers, groups) * chunk_tokens / page_tokens) * page_tokens
     )

@@ -42,7 +42,7 @@ from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.split import plan_plain
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
 from tangram.types import Int32, Int64
 from tangram_lab.baselines.uniform import plan_uniform_splits
 from tangram_lab.environment import environment
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         "aot": partial(plan_aot, batch.rows, WORKERS),
         "workqueue": partial(plan_workqueue, batch.rows, batch.lengths, WORKERS),
         "workqueue, layer by layer": lambda: [
-            plan_workqueue(batch.rows.layer(layer), batch.lengths, WORKERS)
+            plan_workqueue(batch.rows.layer(layer), batch.lengths, Grain(WORKERS))
             for layer in range(options.layers)
         ],
         "uniform splits": partial(plan_uniform_splits, batch.rows, batch.lengths, WORKERS),

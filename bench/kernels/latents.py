@@ -37,9 +37,10 @@ from tangram.kernels.triton import expanded
 from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.card_cost import count_programs
 from tangram.kernels.triton.packed import rehearse_packing
+from tangram.kernels.triton.stored import StoredPool
 from tangram.kernels.triton.tiling import Tile
 from tangram.plan.records import PAST, SPAN
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.case import BatchGeometry, Case, own_case
 from tangram_lab.kernel_benchmarks.timing import Ceilings, ColdCache, Measurement, measure
@@ -141,18 +142,14 @@ class Decode:
 
         case = work.case
         self.name = f"{text} × {programs}"
-        plan = plan_workqueue(case.rows, case.lengths, programs * card.processors, finer=True)
+        plan = plan_workqueue(
+            case.rows, case.lengths, Grain(programs * card.processors, finer=True)
+        )
         self.tasks = len(plan.tasks)
         scales = torch.ones(1, 1, 2, device=work.pool.device) if work.pool.itemsize == 1 else None
         self._work, self._plan = work, plan
         self._decoder = Tiled(
-            [plan],
-            group=case.geometry.group,
-            head_dim=RANK + ROTARY,
-            pool=work.pool,
-            lengths=case.lengths,
-            scales=scales,
-            card=card,
+            plan, StoredPool.of(work.pool, scales, card), case.geometry.group, lengths=case.lengths
         )
 
     def plan(self) -> None:
@@ -297,18 +294,10 @@ class TimedPass:
 
         def by_kernel(tile: Tile | None) -> Tensor:
             out = self.q.new_empty((*self.q.shape[:2], VALUE))
-            rows = expanded.LatentRows(self.spans, self.address)
+            rows = expanded.LatentRows(self.spans, self.address, self.tables)
+            pool = StoredPool.of(self.pool, card=self.card)
             expanded.attend(
-                self.q,
-                self.new,
-                self.pool,
-                self.tables,
-                rows,
-                self,
-                out,
-                scaling=self.scaling,
-                card=self.card,
-                tile=tile,
+                self.q, self.new, pool, rows, self, out, scaling=self.scaling, tile=tile
             )
             return out
 

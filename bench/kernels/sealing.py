@@ -26,6 +26,8 @@ from tangram.compress.scorers.base import ChunkView
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.compress.select import keep, protect
 from tangram.kernels.interface import AttentionRule
+from tangram.kernels.triton.stored import LayerRows, StoredPool
+from tangram.model.sealing import ChunkRanking
 from tangram_lab.environment import environment
 from tangram_lab.kernel_benchmarks.timing import ColdCache
 
@@ -87,24 +89,14 @@ class Layer:
         self.spans = torch.tensor([[0, chunk, 0, chunk, past]], dtype=torch.int32, device=device)
         self.order = torch.arange(HEADS, dtype=torch.int32, device=device)
         self.window = chunk // 64
+        self.stored = StoredPool.of(self.pool)
+        self.rows = LayerRows(0, self.tables, self.address[None], self.spans, chunk, chunk)
 
     def attend(self) -> Tensor:
         from tangram.kernels.triton import prefill
 
-        return prefill.prefill(
-            self.q,
-            self.k,
-            self.v,
-            self.pool,
-            self.tables,
-            self.address[None],
-            self.spans,
-            self.order,
-            AttentionRule(DIM**-0.5),
-            layer=0,
-            shortest=self.chunk,
-            longest=self.chunk,
-        )
+        rule = AttentionRule(DIM**-0.5)
+        return prefill.prefill(self.q, self.k, self.v, self.stored, self.rows, self.order, rule)
 
     def multiply(self) -> Tensor:
         qkv, out, up, down = self.weights
@@ -120,19 +112,8 @@ class Layer:
     def seal(self, scores: Tensor) -> None:
         from tangram.kernels.triton import store
 
-        store.seal(
-            scores,
-            self.k,
-            self.v,
-            self.pool,
-            self.tables,
-            self.address[None],
-            self.spans,
-            self.kept[None],
-            layer=0,
-            sinks=SINKS,
-            window=self.window,
-        )
+        ranking = ChunkRanking(scores, SINKS, self.window)
+        store.seal(ranking, self.k, self.v, self.stored, self.rows, self.kept[None])
 
     def check(self) -> None:
         """Raise unless scores are the scorer's and sealing stores exactly what the specification

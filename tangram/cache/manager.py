@@ -35,10 +35,10 @@ class CacheManager:
     """The one owner of the pool's pages and of the `host_pages` behind them, if there are any.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
-    `Layout.group_offset`. `follower`, if set, is called with the places that are written in a row.
-    `lengths` is int32 [max_sequences, groups]: entries by group. `drafts` are the tables of what
-    drafts read, if a retention has a draft. `rounds_chunks` says whether sealing rounds entries.
-    `counted_owed_pages` is the sum of `SequenceCache.owed_pages`, which is kept.
+    `Layout.group_offset`. `lengths` is int32 [max_sequences, groups]: entries by group. `drafts`
+    are the tables of what drafts read, if a retention has a draft. `rounds_chunks` says whether
+    sealing rounds entries. `counted_owed_pages` is the sum of `SequenceCache.owed_pages`, which is
+    kept.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CacheManager:
         width = max(int(layout.group_offset[-1]) for layout in layouts)
         groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
-        self.follower: Callable[[int, Int64], None] | None = None
+        self._follower: Callable[[int, Int64], None] | None = None
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
         drafted = {entry: entry.draft.layout for entry in retentions if entry.draft is not None}
         self.drafts = PartTables(drafted, max_sequences) if drafted else None
@@ -307,6 +307,10 @@ class CacheManager:
             return None
         return seq.keys.after(filled, tokens)
 
+    def follow(self, follower: Callable[[int, Int64], None]) -> None:
+        """Tell `follower` the slot and the entries [n] of every later write to the block tables."""
+        self._follower = follower
+
     def note_changes(self) -> None:
         """From now on note which links of the prefix cache come and go."""
         self.prefix.changes = self.host.changes = []
@@ -367,8 +371,8 @@ class CacheManager:
         if self.host.total and not seq.arriving and self.host.arriving[pages].any():
             seq.arriving = True
             self._arriving.append(seq)
-        if self.follower is not None:
-            self.follower(seq.slot, entries)
+        if self._follower is not None:
+            self._follower(seq.slot, entries)
         if self.drafts is not None:
             self.drafts.enter(seq.slot, seq.keys.retention, seq.sealed_chunks, entries, pages)
 

@@ -21,7 +21,7 @@ class PartTables:
 
     `tables` is int32 [max_sequences, width], by the layouts of `parts`, and follows the tables of
     the cache manager. `lengths` is int32 [max_sequences, groups]: the entries that the next pass
-    reads (`set_positions`). `follower` is as in `CacheManager`.
+    reads (`set_positions`).
     """
 
     def __init__(self, parts: Mapping[Retention, Layout], max_sequences: int) -> None:
@@ -33,7 +33,7 @@ class PartTables:
         groups = max(len(layout.groups) for layout in layouts)
         self.tables: Int32 = np.zeros((max_sequences, width), np.int32)
         self.lengths: Int32 = np.zeros((max_sequences, groups), np.int32)
-        self.follower: Callable[[int, Int64], None] | None = None
+        self._follower: Callable[[int, Int64], None] | None = None
         self._places = {whole: _Places.of(whole.layout, part) for whole, part in parts.items()}
 
     def enter(
@@ -48,8 +48,12 @@ class PartTables:
             return
         written, read = places.find(entries, sealed_chunks)
         self.tables[slot, written] = pages[read]
-        if self.follower is not None:
-            self.follower(slot, written)
+        if self._follower is not None:
+            self._follower(slot, written)
+
+    def follow(self, follower: Callable[[int, Int64], None]) -> None:
+        """See `CacheManager`."""
+        self._follower = follower
 
     def copy(self, writes: Sequence[TableWrite]) -> None:
         """Enter what a `WriteLog` has taken."""

@@ -12,7 +12,7 @@ class WriteLog:
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache, self._writes = cache, list[TableWrite]()
-        cache.follower = self._note
+        cache.follow(self._note)
 
     def _note(self, slot: int, entries: Int64) -> None:
         seq, pages = self._cache.sequences[slot], self._cache.tables[slot, entries]

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from tangram.calibrate.agreement import rank_stability
 from tangram.compress.entry_scales import choose_scales
-from tangram.compress.groups import Grouping
-from tangram.compress.profile import ALPHA, SINK_TOKENS, Profile
-from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
+from tangram.compress.profile import Profile, ProfileOptions
+from tangram.compress.provenance import Calibration
 from tangram.compress.select import dynamic_fractions
 from tangram.config import Scope
 from tangram.errors import ConfigError, ProfileError
-from tangram.types import Float64, Geometry, HeadScales
+from tangram.types import Float64, HeadScales
 
 Scores = npt.NDArray[np.float32]
 # One sample's token ids in; the scores [L, H, C] of each of its full chunks out, in order, higher =
@@ -55,63 +54,42 @@ class Magnitudes:
 def calibrate(
     score_source: ScoreSource,
     samples: Sequence[Sequence[int]],
-    *,
-    geometry: Geometry,
-    fingerprint: ModelFingerprint,
-    scorer: ScorerSpec,
-    scope: Scope,
+    options: ProfileOptions,
     retentions: Sequence[float],
-    chunk_tokens: int,
+    *,
+    max_positions: int,
     source: str,
-    page_tokens: int = 16,
-    heads_per_page: int = 4,
-    grouping: Grouping = "model",
-    alpha: float = ALPHA,
-    sink_tokens: int = SINK_TOKENS,
-    window_tokens: int | None = None,
     track: Tracker = iter,
     observe: Observer | None = None,
     magnitudes: Magnitudes | None = None,
 ) -> list[Profile]:
     """One profile for each ρ of `retentions`, from the scores of `samples` (token ids).
 
-    Only full chunks within the model's context are used. L counts the model's full-attention
-    layers, the only ones that are compressed. `source` says in words where the samples are from.
-    `track` wraps the samples, `observe` gets each sample's kept fractions. `score_source` fills
-    `magnitudes`. Raises `ConfigError`, before any scoring, if a sample is shorter than a chunk or a
-    ρ cannot be met, and `ProfileError` if scores have the wrong shape or hold NaN.
+    Only full chunks within the model's `max_positions` are used. L counts the `layers` of
+    `options`. `source` says in words where the samples are from. `track` wraps the samples,
+    `observe` gets each sample's kept fractions. `score_source` fills `magnitudes`. Raises
+    `ConfigError`, before any scoring, if a sample is shorter than a chunk or a ρ cannot be met, and
+    `ProfileError` if scores have the wrong shape or hold NaN.
     """
-    window = chunk_tokens // 64 if window_tokens is None else window_tokens
-    derive = partial(
-        Profile.from_statistics,
-        model=fingerprint,
-        layers=geometry.full_layers,
-        scorer=scorer,
-        scope=scope,
-        chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens,
-        heads_per_page=heads_per_page,
-        grouping=grouping,
-        alpha=alpha,
-        sink_tokens=sink_tokens,
-        window_tokens=window,
-    )
-    nothing = np.zeros((len(geometry.full_layers), geometry.kv_heads))
+    nothing = np.zeros((len(options.layers), options.model.kv_heads))
     for retention in retentions:  # scoring takes minutes: check first that each ρ can be met
-        derive(nothing, nothing, kv_retention=retention, calibration=Calibration(1, source))
-    samples = [sample[: geometry.max_positions] for sample in samples]
+        Profile.from_statistics(nothing, nothing, options, retention, Calibration(1, source))
+    samples, chunk_tokens = [sample[:max_positions] for sample in samples], options.chunk_tokens
     check_lengths(samples, chunk_tokens)
-    measure = partial(
-        _chunk_fractions,
-        shape=(*nothing.shape, chunk_tokens),
-        retentions=retentions,
-        scope=scope,
-        sink_tokens=sink_tokens,
-        window_tokens=window,
-    )
+    measure = partial(_chunk_fractions, options=options, retentions=retentions)
     kept = _measure_samples(score_source, track(samples), chunk_tokens, measure, observe)
     tokens = sum(len(sample) // chunk_tokens * chunk_tokens for sample in samples)
-    return _derive_profiles(derive, retentions, kept, source, tokens, magnitudes)
+    scales = None if magnitudes is None else magnitudes.scales()
+    return [
+        Profile.from_statistics(
+            of_samples.mean(axis=0),
+            of_samples.std(axis=0),
+            options,
+            retention,
+            Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
+        ).with_scales(scales)
+        for retention, of_samples in zip(retentions, kept, strict=True)
+    ]
 
 
 def measure_kept_fractions(
@@ -181,16 +159,9 @@ def _sample_fractions(
 
 
 def _chunk_fractions(
-    scores: Scores,
-    place: str,
-    chunk: int,
-    *,
-    shape: tuple[int, int, int],
-    retentions: Sequence[float],
-    scope: Scope,
-    sink_tokens: int,
-    window_tokens: int,
+    scores: Scores, place: str, chunk: int, *, options: ProfileOptions, retentions: Sequence[float]
 ) -> Float64:
+    shape = len(options.layers), options.model.kv_heads, options.chunk_tokens
     if scores.shape != shape:
         raise ProfileError(
             f"the scores of {place} have shape {scores.shape}, they must be {shape} [L, H, C]"
@@ -201,28 +172,7 @@ def _chunk_fractions(
             f"the scores of {place} hold NaN, first at layer row {layer}, head {head}, token "
             f"{token}"
         )
-    sinks = sink_tokens if chunk == 0 else 0
+    sinks = options.sink_tokens if chunk == 0 else 0
     return measure_kept_fractions(
-        scores, retentions, scope, sink_tokens=sinks, window_tokens=window_tokens
+        scores, retentions, options.scope, sink_tokens=sinks, window_tokens=options.window
     )
-
-
-def _derive_profiles(
-    derive: Callable[..., Profile],
-    retentions: Sequence[float],
-    kept: Float64,
-    source: str,
-    tokens: int,
-    magnitudes: Magnitudes | None,
-) -> list[Profile]:
-    """A profile for each ρ from the kept fractions [ρ, samples, L, H]."""
-    scales = None if magnitudes is None else magnitudes.scales()
-    return [
-        derive(
-            of_samples.mean(axis=0),
-            of_samples.std(axis=0),
-            kv_retention=retention,
-            calibration=Calibration(len(of_samples), source, tokens, rank_stability(of_samples)),
-        ).with_scales(scales)
-        for retention, of_samples in zip(retentions, kept, strict=True)
-    ]

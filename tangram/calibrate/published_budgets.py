@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.compress.profile import PAPER_ALPHA, Profile
+from tangram.compress.profile import PAPER_ALPHA, Profile, ProfileOptions
 from tangram.compress.provenance import Calibration, ModelFingerprint, ScorerSpec
 from tangram.config import Scope
 from tangram.errors import ProfileError
@@ -73,20 +73,17 @@ def import_published(
             f"scorer is {scorer.name!r}, there are published budgets of {', '.join(SCORERS)}"
         )
     mean, std, layers = _arrays(path, f"{model}/{SCORERS[scorer.name]}/{scope}")
-    return Profile.from_statistics(
-        mean,
-        std,
-        model=MODELS[model],
-        layers=[int(layer) for layer in layers],
-        scorer=scorer,
-        scope=scope,
-        kv_retention=kv_retention,
-        chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens,
-        heads_per_page=heads_per_page,
+    options = ProfileOptions(
+        MODELS[model],
+        [int(layer) for layer in layers],
+        scorer,
+        scope,
+        chunk_tokens,
+        page_tokens,
+        heads_per_page,
         alpha=PAPER_ALPHA,
-        calibration=Calibration(SAMPLES, SOURCE),
     )
+    return Profile.from_statistics(mean, std, options, kv_retention, Calibration(SAMPLES, SOURCE))
 
 
 def _arrays(path: str | Path, prefix: str) -> list[npt.NDArray[np.generic]]:

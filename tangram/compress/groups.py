@@ -28,12 +28,7 @@ _SMALLEST_BUDGET = 1e-12
 
 
 def cluster(
-    budgets: npt.ArrayLike,
-    layers: Sequence[int],
-    heads_per_page: int,
-    across: Grouping,
-    *,
-    ordered: bool = True,
+    budgets: npt.ArrayLike, layers: Sequence[int], heads_per_page: int, across: Grouping
 ) -> list[tuple[Head, ...]]:
     """Cut the heads into groups of `Hp` with similar budgets; the last group of a run may be short.
 
@@ -42,10 +37,10 @@ def cluster(
             layers: the model's own index of each of the L rows.
             heads_per_page: Hp.
             across: "model" lets a group mix layers, "layer" does not.
-            ordered: False keeps the heads' natural order (adjacent grouping, the ablation).
 
     Returns (layer, head) pairs by group. Every head occurs exactly once, and a run begins with its
-    deepest group. Raises `ConfigError` if a shape or an option is out of range.
+    deepest group. Heads of equal budgets keep their order. Raises `ConfigError` if a shape or an
+    option is out of range.
     """
     table = _check_budgets(budgets, len(layers))
     if heads_per_page < 1:
@@ -57,7 +52,7 @@ def cluster(
         heads, table = [[head for layer in heads for head in layer]], table.reshape(1, -1)
     groups: list[tuple[Head, ...]] = []
     for members, values in zip(heads, table, strict=True):
-        order = np.argsort(-values, kind="stable") if ordered else np.arange(values.size)
+        order = np.argsort(-values, kind="stable")
         groups += _cut([members[index] for index in order], heads_per_page)
     return groups
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
@@ -46,9 +47,9 @@ __all__ = [
     "Calibration",
     "ModelFingerprint",
     "Profile",
+    "ProfileOptions",
     "RankStability",
     "ScorerSpec",
-    "default_scope",
 ]
 
 READABLE_VERSIONS = (1, 2)  # files of version 1 have no scales
@@ -58,32 +59,31 @@ SINK_TOKENS = 4
 ALPHA = 0.0
 PAPER_ALPHA = 2.0  # of Tangram's own budgets and of published ones
 _DIGITS = 5  # of the statistics: finer than calibrations agree, and files stay small
-_OPTIONS = (
-    "model",
-    "layers",
-    "scorer",
-    "scope",
-    "kv_retention",
-    "chunk_tokens",
-    "calibration",
-    "page_tokens",
-    "heads_per_page",
-    "grouping",
-    "alpha",
-    "sink_tokens",
-    "window_tokens",
-)
 
-# These rank the tokens of a layer once for all its heads: scores of different layers are not
-# comparable.
-_WITHIN_LAYERS = frozenset({"tova"})
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Scale = Annotated[float, Field(gt=0.0)]
 
 
-def default_scope(scorer: str) -> Scope:
-    """Which heads compete by the scores of `scorer` by default."""
-    return "layer" if scorer in _WITHIN_LAYERS else "model"
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What a profile is asked to be, but for its ρ; `Profile` has the meanings."""
+
+    model: ModelFingerprint
+    layers: Sequence[int]
+    scorer: ScorerSpec
+    scope: Scope
+    chunk_tokens: int
+    page_tokens: int = 16
+    heads_per_page: int = 4
+    grouping: Grouping = "model"
+    alpha: float = ALPHA
+    sink_tokens: int = SINK_TOKENS
+    window_tokens: int | None = None  # C / 64
+
+    @property
+    def window(self) -> int:
+        """The last tokens of each chunk that are always kept."""
+        return self.chunk_tokens // 64 if self.window_tokens is None else self.window_tokens
 
 
 class Profile(BaseModel):
@@ -126,57 +126,40 @@ class Profile(BaseModel):
         cls,
         mean: npt.ArrayLike,
         std: npt.ArrayLike,
-        *,
-        model: ModelFingerprint,
-        layers: Sequence[int],
-        scorer: ScorerSpec,
-        scope: Scope,
+        options: ProfileOptions,
         kv_retention: float,
-        chunk_tokens: int,
         calibration: Calibration,
-        page_tokens: int = 16,
-        heads_per_page: int = 4,
-        grouping: Grouping = "model",
-        alpha: float = ALPHA,
-        sink_tokens: int = SINK_TOKENS,
-        window_tokens: int | None = None,
     ) -> Profile:
         """The profile of measured kept fractions μ = `mean` and σ = `std`, float [L, H].
 
-        Budgets are B = min(1, μ + α·σ) (Tangram), of statistics rounded as in the file. Without
-        `window_tokens` it is C / 64. Raises `ConfigError` if ρ or an option is out of range.
+        Budgets are B = min(1, μ + α·σ) (Tangram), of statistics rounded as in the file. Raises
+        `ConfigError` if ρ or an option is out of range.
         """
         mu, sigma = _round_statistics(mean, std)
-        window = chunk_tokens // 64 if window_tokens is None else window_tokens
-        groups, pages, realised = _share_pages(
-            _budgets(mu, sigma, alpha),
-            layers,
-            grouping,
-            chunk_tokens=chunk_tokens,
-            page_tokens=page_tokens,
-            heads_per_page=heads_per_page,
+        budgets = _budgets(mu, sigma, options.alpha)
+        groups = cluster(budgets, options.layers, options.heads_per_page, options.grouping)
+        shape = {
+            "chunk_tokens": options.chunk_tokens,
+            "page_tokens": options.page_tokens,
+            "heads_per_page": options.heads_per_page,
+        }
+        pages = allot_pages(
+            group_budgets(budgets, options.layers, groups),
+            [len(group) for group in groups],
+            **shape,
             retention=kv_retention,
-            min_pages=fewest_pages(sink_tokens, window, page_tokens),
+            min_pages=fewest_pages(options.sink_tokens, options.window, options.page_tokens),
         )
         try:
             return cls(
-                model=model,
-                scorer=scorer,
-                scope=scope,
+                **vars(options)
+                | {"layers": tuple(options.layers), "window_tokens": options.window},
                 kv_retention=kv_retention,
-                alpha=alpha,
-                sink_tokens=sink_tokens,
-                window_tokens=window,
-                chunk_tokens=chunk_tokens,
-                page_tokens=page_tokens,
-                heads_per_page=heads_per_page,
-                grouping=grouping,
-                layers=tuple(layers),
                 mean=_rows(mu),
                 std=_rows(sigma),
                 groups=tuple(groups),
                 sealed_pages=tuple(pages),
-                realised_retention=realised,
+                realised_retention=compute_realised_retention(pages, budgets.size, **shape),
                 calibration=calibration,
                 scales=None,
             )
@@ -191,19 +174,35 @@ class Profile(BaseModel):
         pages = {"page_tokens": page_tokens, "heads_per_page": heads_per_page}
         return self.with_statistics(self.mean, self.std, **pages)
 
-    def with_statistics(self, mean: npt.ArrayLike, std: npt.ArrayLike, **changes: float) -> Profile:
-        """The profile of other statistics, float [L, H], and the same options but for `changes`.
+    def with_statistics(
+        self,
+        mean: npt.ArrayLike,
+        std: npt.ArrayLike,
+        kv_retention: float | None = None,
+        **changes: Any,
+    ) -> Profile:
+        """The profile of other statistics, float [L, H], with the same options but for `changes`.
 
-        These are options of `from_statistics`. Raises `ConfigError` if ρ cannot be met.
+        `kv_retention` None is its own. Raises `ConfigError` if ρ cannot be met.
         """
-        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        return Profile.from_statistics(mean, std, **(options | changes)).with_scales(self.scales)
+        return Profile.from_statistics(
+            mean,
+            std,
+            replace(self.options, **changes),
+            self.kv_retention if kv_retention is None else kv_retention,
+            self.calibration,
+        ).with_scales(self.scales)
+
+    @property
+    def options(self) -> ProfileOptions:
+        """What it was asked to be."""
+        names = [field.name for field in fields(ProfileOptions)]
+        return ProfileOptions(**{name: getattr(self, name) for name in names})
 
     def has_options_of(self, other: Profile) -> bool:
         """Whether it differs from `other` at most in ρ, in pages, and in what was measured."""
-        free = {"kv_retention", "calibration", "page_tokens", "heads_per_page"}
-        return all(
-            getattr(self, name) == getattr(other, name) for name in _OPTIONS if name not in free
+        return self.options == replace(
+            other.options, page_tokens=self.page_tokens, heads_per_page=self.heads_per_page
         )
 
     def with_scales(self, scales: HeadScales | None) -> Profile:
@@ -387,41 +386,6 @@ def _round_statistics(mean: npt.ArrayLike, std: npt.ArrayLike) -> tuple[Float64,
     if mu.shape != sigma.shape:
         raise ConfigError(f"mean has shape {mu.shape} and std {sigma.shape}, both must be [L, H]")
     return np.asarray(mu, np.float64), np.asarray(sigma, np.float64)
-
-
-def _share_pages(
-    budgets: Float64,
-    layers: Sequence[int],
-    grouping: Grouping,
-    *,
-    chunk_tokens: int,
-    page_tokens: int,
-    heads_per_page: int,
-    retention: float,
-    min_pages: int,
-) -> tuple[list[tuple[Head, ...]], list[int], float]:
-    """Group the heads of `budgets` [L, H] and allot pages: groups, their pages, realised retention.
-
-    See `cluster`, `allot_pages` and `compute_realised_retention`.
-    """
-    groups = cluster(budgets, layers, heads_per_page, grouping)
-    pages = allot_pages(
-        group_budgets(budgets, layers, groups),
-        [len(group) for group in groups],
-        chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens,
-        heads_per_page=heads_per_page,
-        retention=retention,
-        min_pages=min_pages,
-    )
-    realised = compute_realised_retention(
-        pages,
-        budgets.size,
-        chunk_tokens=chunk_tokens,
-        page_tokens=page_tokens,
-        heads_per_page=heads_per_page,
-    )
-    return groups, pages, realised
 
 
 def _budgets(mean: Float64, std: Float64, alpha: float) -> Float64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -34,9 +34,9 @@ _log = logging.getLogger("tangram")
 class Completion:
     """Number `index` of the `n` completions of `request`.
 
-    `begin` makes its sampler and its `stops` when the first token is sampled; a waiting completion
-    holds neither. `stops` looks for stop strings, and is None where there are none. `error` says
-    why nothing more can be written, and the field of the request that caused it, if one did.
+    `begin` makes its sampler, and what looks for its stop strings if there are any, when the first
+    token is sampled; a waiting completion holds neither. `error` says why nothing more can be
+    written, and the field of the request that caused it, if one did.
     """
 
     request: Request
@@ -44,7 +44,6 @@ class Completion:
     sequence: TokenSequence
     end_token_ids: frozenset[int]
     begin: Callable[[], tuple[SampleRow, TextStream | None]]
-    stops: TextStream | None = field(init=False)
     ended: bool = False
     error: tuple[str, str | None] | None = None
 
@@ -54,8 +53,12 @@ class Completion:
 
         The first token is then invalid.
         """
+        return self._begun[0]
+
+    @cached_property
+    def _begun(self) -> tuple[SampleRow, TextStream | None]:
         try:
-            sampler, self.stops = self.begin()
+            return self.begin()
         except Exception:
             request_id = self.request.request_id
             _log.exception(
@@ -65,10 +68,8 @@ class Completion:
                 "the engine could not begin to answer this request: the log has the reason",
                 None,
             )
-            return SampleRow(
-                SamplingParams(temperature=0.0), prompt_token_ids=(), vocab_size=1, seed=0
-            )
-        return sampler
+            greedy = SamplingParams(temperature=0.0)
+            return SampleRow(greedy, prompt_token_ids=(), vocab_size=1, seed=0), None
 
     @property
     def constrained(self) -> bool:
@@ -118,9 +119,9 @@ class Completion:
             return None
         if token.token_id in self.end_token_ids:
             return FinishReason.STOP
-        if self.stops is not None:
-            self.stops.push([token.token_id])
-            if self.stops.stopped:
+        if (stops := self._begun[1]) is not None:
+            stops.push([token.token_id])
+            if stops.stopped:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.sequence.complete else None
 
@@ -216,12 +217,17 @@ class Answers:
         ends = end_tokens(self._codec, sampling)
         prompt = np.asarray(request.prompt_token_ids, np.int64)
         limit = len(prompt) + max_tokens - 1
+        # A grammar's mask would have to follow the drafts.
+        speculative = request.grammar is None and request.speculative is not False
         first, *others = [
             Completion(
                 request,
                 index,
                 sequence_of(
-                    request_id, self._arrivals + index, retention, request.cache_salt, prompt, limit
+                    *(request_id, self._arrivals + index, retention, request.cache_salt),
+                    *(prompt, limit),
+                    speculative=speculative,
+                    sample_index=index,
                 ),
                 ends,
                 partial(self._begin, request, index, seed, ends),
@@ -229,11 +235,7 @@ class Answers:
             for index in range(sampling.n)
         ]
         for completion in (first, *others):
-            sequence = completion.sequence
-            # A grammar's mask would have to follow the drafts.
-            sequence.speculative = request.grammar is None and request.speculative is not False
-            sequence.sample_index = completion.index
-            self._by_sequence[sequence] = completion
+            self._by_sequence[completion.sequence] = completion
         self._arrivals += sampling.n
         self._by_request[request_id] = [first, *others]
         self._siblings[request_id] = others

@@ -76,7 +76,6 @@ class Engine:
         self._loaded, self.admission = parts.loaded, parts.admission
         self._scheduler, self._runner = parts.scheduler, parts.runner
         self._speculation = speculation = parts.speculation
-        self._scheduler.drafts = speculation
         loaded, device = self._loaded, self._loaded.device
         self._verifier = (
             None

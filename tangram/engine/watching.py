@@ -50,7 +50,7 @@ class Watching:
         self._tokenless: dict[TokenSequence, None] = {}
         self._ended: list[SequenceChange] = []
         self._drafts = 0, 0
-        self._scheduler.changes = []
+        self._scheduler.note_changes()
         self._scheduler.cache.note_changes()
 
     @property
@@ -136,7 +136,7 @@ class Watching:
 
     def _take_changes(self) -> Sequence[SequenceChange]:
         """In the order of a life: queued and admitted, a first token, the end."""
-        noted, self._scheduler.changes = self._scheduler.changes or [], []
+        noted = self._scheduler.take_changes()
         changes = [self._change(sequence, state) for sequence, state in noted]
         if self._records is not None:
             for change in changes:

@@ -8,11 +8,10 @@ from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KvPool, PoolKernels
 from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.offload.host_memory import HostMemory, PlainHostMemory
-from tangram.plan.schedule import Schedule
 
 
-def pool_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
-    """The fastest kernels for `pool`. `schedule` is that of every batch.
+def pool_kernels(pool: KvPool) -> PoolKernels:
+    """The fastest kernels for `pool`.
 
     Compiles the kernels that are known before the first step.
     """
@@ -20,8 +19,8 @@ def pool_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
         # Triton comes with torch where there is a GPU.
         from tangram.kernels.triton.triton_kernels import TritonKernels
 
-        return TritonKernels(pool, schedule)
-    return TorchKernels(pool, schedule)
+        return TritonKernels(pool)
+    return TorchKernels(pool)
 
 
 def host_memory(pool: Tensor, pages: int, form: HostForm | None = None) -> HostMemory:

@@ -269,7 +269,7 @@ class PoolKernels(Protocol):
 
     @property
     def fused_scores(self) -> Mapping[str, Callable[..., Tensor]]:
-        """Faster implementations of scorers, by name: their `kernel_inputs` → float32 [N, H, C]."""
+        """Kernels of scorers, by name: their `kernel_inputs` → float32 [N, H, C]."""
         ...
 
     def width(self, tokens: int, queries: int) -> int:

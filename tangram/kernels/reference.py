@@ -21,8 +21,7 @@ from tangram.errors import IntegrityError
 from tangram.kernels.interface import AttentionRule
 from tangram.kernels.narrow import as_entries, as_numbers
 from tangram.plan.form import WorkPlan
-from tangram.plan.records import RangeKind, Records
-from tangram.types import Int64
+from tangram.plan.records import RangeKind
 
 Indices = Tensor | npt.NDArray[np.integer]
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp), float32
@@ -236,29 +235,6 @@ def append(
     _write(k, v, pool, tables, offset, col, last)
 
 
-def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    plan: WorkPlan,
-    address: Records,
-    layer: int,
-    first_tokens: Int64,
-    rule: AttentionRule,
-) -> Tensor:
-    """`append`, then `decode`, for one layer: q [T, Q, D] → [T, Q, V].
-
-    `address` is that of `DecodeRows`; the tokens of each row begin at `first_tokens` [R + 1].
-    """
-    counts, heads = np.diff(first_tokens).astype(np.int32), address[layer]
-    pages = pool, tables, lengths
-    append(k, v, *pages, heads["table"], heads["column"], heads["length_index"], counts)
-    return decode(q, *pages, plan, layer, rule, counts=counts, value_dim=v.shape[-1])
-
-
 def store(
     k: Tensor | Sequence[Tensor],
     v: Tensor | Sequence[Tensor],
@@ -300,9 +276,7 @@ def prefill(
     v: Tensor,
     pool: Tensor,
     tables: Tensor,
-    table_off: Indices,
-    column: Indices,
-    past_lengths: Indices,
+    pasts: tuple[Indices, Indices, Indices],
     rule: AttentionRule,
     *,
     past_tokens: int,
@@ -310,16 +284,17 @@ def prefill(
     """Attention of n new tokens: q [n, Q, D], k, v [m, H, D] → [n, Q, D] in q's dtype.
 
     k and v are not yet in the pool. The queries belong to the last n of the m ≥ n new tokens.
-    `table_off`, `column` and `past_lengths` [H] locate each head's past entries. `past_tokens` is
-    the position of the first of the m. Past entries of a full layer are all visible (compression
-    keeps a subset of earlier positions). In a window layer entry i holds position i. The query at
-    position p sees positions (p - W, p], and pages that the first query no longer sees are not
-    read. The result depends on this request alone. Raises `IntegrityError` if the past lengths of a
+    `pasts` locate each head's past entries: table offsets, columns and lengths, each [H].
+    `past_tokens` is the position of the first of the m. Past entries of a full layer are all
+    visible (compression keeps a subset of earlier positions). In a window layer entry i holds
+    position i. The query at position p sees positions (p - W, p], and pages that the first query no
+    longer sees are not read. The result depends on this request alone. Raises `IntegrityError` if
+    the past lengths of a
     window layer differ from `past_tokens`.
     """
     heads = k.shape[1]
     queries = q.reshape(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [H, G, n, D]
-    address = [np.asarray(x).tolist() for x in (table_off, column, past_lengths)]
+    address = [np.asarray(x).tolist() for x in pasts]
     window, sinks = rule.window, rule.sinks
     if window is not None:
         refuse_other_pasts(address[2], past_tokens)

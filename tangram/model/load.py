@@ -158,11 +158,9 @@ def load_model(
     if name == EMBEDDED:
         tokenizer.chat_template = embedded.TEMPLATE
     mapped = target.type == "cpu" and not is_random
-    loaded = adopt(name, model, tokenizer, mapped=mapped)
+    loaded = adopt(name, model, tokenizer, mapped=mapped, rounded=quantization)
     ends = {*loaded.eos_token_ids, *defaults.eos_token_ids}
-    loaded = replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
-    prepare(model, Wanted(target, chosen, rounded=quantization), Stage.ROUND)
-    return loaded
+    return replace(loaded, eos_token_ids=tuple(sorted(ends)), defaults=defaults)
 
 
 def outline_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
@@ -259,17 +257,23 @@ def _weights(
 
 @without_advice()
 def adopt(
-    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mapped: bool = False
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    mapped: bool = False,
+    rounded: str | None = None,
 ) -> LoadedModel:
     """Use a model that is already in memory, made with `attn_implementation="tangram"`, as `name`.
 
-    Weights that are `mapped` from files are copied. Raises `ModelError` if it would be served
-    wrongly.
+    Weights that are `mapped` from files are copied, then `rounded` as `Wanted` says. Raises
+    `ModelError` if it would be served wrongly.
     """
     refuse_unsupported(model.config)
-    prepare(model, Wanted(model.device, model.dtype, mapped=mapped), Stage.LOAD)
+    wanted = Wanted(model.device, model.dtype, mapped=mapped, rounded=rounded)
+    prepare(model, wanted, Stage.LOAD)
     geometry = probe_geometry(model)
-    return LoadedModel(
+    loaded = LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
@@ -278,6 +282,8 @@ def adopt(
         eos_token_ids=_eos_ids(model, tokenizer),
         weights_digest=digest_weights(model),
     )
+    prepare(model, wanted, Stage.ROUND)
+    return loaded
 
 
 def fingerprint(model: PreTrainedModel, geometry: Geometry, name: str) -> ModelFingerprint:

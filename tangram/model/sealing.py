@@ -53,8 +53,9 @@ def score_by_kernel(
 
 def find_group_scores(scorer: Scorer, kernels: PoolKernels) -> GroupScores | None:
     """The fastest way to score several chunks together; None if each must be by itself."""
-    if scorer.name in kernels.fused_scores:
-        return partial(score_by_kernel, kernels.fused_scores[scorer.name], scorer)
+    kernel = None if scorer.kernel is None else kernels.fused_scores.get(scorer.kernel)
+    if kernel is not None:
+        return partial(score_by_kernel, kernel, scorer)
     return partial(score_by_token, scorer) if scorer.by_token else None
 
 

@@ -28,7 +28,7 @@ from tangram.plan.form import Bool, DecodeRows, WorkPlan
 from tangram.plan.loops import bound_cells, gather_lengths
 from tangram.plan.profit import PackingRule, Prefixes, pack_thrifty
 from tangram.plan.split import Sources
-from tangram.plan.workqueue import Grain, cut, cut_tails
+from tangram.plan.workqueue import Grain, cut, plan_workqueue
 from tangram.types import Int32, Int64
 
 MAX_QUERY_ROWS = 64
@@ -39,37 +39,32 @@ def plan_packing(
     lengths: Int32,
     forest: Forest,
     kept_tokens: Int32 | Int64,
-    workers: int,
+    grain: Grain,
     *,
     group: int,
     cost: CostModel,
     rule: PackingRule = pack_thrifty,
     max_query_rows: int = MAX_QUERY_ROWS,
-    tile_tokens: int = 64,
-    min_tokens: int = 128,
-    tasks_per_worker: int = 1,
-    finer: bool = False,
 ) -> WorkPlan:
     """Pack the shared prefixes that pay by `rule` (see `plan/profit.py`).
 
     A task serves at most `max_query_rows` query heads of one KV head. `lengths` is the flat int32
     array. `kept_tokens` [L, H] (or [R, L, H], where rows have different profiles) is what each head
     keeps of a sealed chunk, and `group` is G. Sliding-window layers are never shared. Tasks are cut
-    as by `plan_workqueue`. An entry that serves many rows counts by its cost in `cost`. Raises
+    by `grain`. An entry that serves many rows counts by its cost in `cost`. Raises
     `ConfigError` naming the argument that is out of range.
     """
-    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens, finer)
     if not 1 <= group <= max_query_rows:
         raise ConfigError(f"group is {group}, it must lie in 1 to max_query_rows, {max_query_rows}")
     if not forest.nodes or rows.windowed.all():
-        return cut_tails(rows, lengths, grain)
+        return plan_workqueue(rows, lengths, grain)
     kept = np.ascontiguousarray(np.broadcast_to(kept_tokens, rows.shape), np.int64)
     prefixes = Prefixes.of(forest, lengths[rows.length_index], kept, rows)
     most_rows = max_query_rows // group
     packed = rule(forest, prefixes, cost, group, most_rows)
     node, sources = _pack(forest, packed.edge, packed.tail, most_rows)
     if not len(node):
-        return cut_tails(rows, lengths, grain)
+        return plan_workqueue(rows, lengths, grain)
     shape = rows.shape[1], len(sources.owner), rows.shape[2]
     begin, end = (np.empty(shape, np.int32) for _ in range(2))
     first = np.concatenate([packed.begin[node], packed.tail_begin])

@@ -16,7 +16,7 @@ The lab has more, for comparison (`tangram_lab/baselines/packing_rules.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +98,6 @@ def pack_thrifty(
     if _measure_spared(forest, prefixes, alone, most_rows) < THRIFT:
         return pack_nothing(forest)
     return pack_nodes(forest, alone)
-
-
-PACKING_RULES: Mapping[str, PackingRule] = {"thrifty": pack_thrifty}
 
 
 def pack_nothing(forest: Forest) -> Packing:

@@ -11,6 +11,7 @@ from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
 from tangram.plan.packing import plan_packing
 from tangram.plan.records import ADDRESS
+from tangram.plan.workqueue import Grain
 from tangram.types import Int32
 
 SHARED_TOKENS = 1 << 14
@@ -27,4 +28,4 @@ def rehearse_planning() -> tuple[WorkPlan, Int32]:
     lengths = np.full(2, 2 * SHARED_TOKENS, np.int32)
     forest = build_forest(np.ones((2, 1), np.int64), np.ones(2, np.int64), np.ones(2, np.int64))
     kept = np.full((1, 1), SHARED_TOKENS, np.int32)
-    return plan_packing(batch, lengths, forest, kept, 4, group=1, cost=CostModel()), lengths
+    return plan_packing(batch, lengths, forest, kept, Grain(4), group=1, cost=CostModel()), lengths

@@ -43,14 +43,15 @@ FINER = 8 / 3
 class Grain:
     """How finely a layer is cut: about `workers * tasks_per_worker` tasks of whole tiles.
 
-    A task has at least `min_tokens`. With `finer` there are more tasks where all of them are long
-    (`LONG_TOKENS`). Raises `ConfigError` naming the field that is out of range.
+    A task has at least `min_tokens`: below that its start costs more than its entries. With `finer`
+    there are more tasks where all of them are long (`LONG_TOKENS`). Raises `ConfigError` naming the
+    field that is out of range.
     """
 
     workers: int
-    tasks_per_worker: int
-    tile_tokens: int
-    min_tokens: int
+    tasks_per_worker: int = 1
+    tile_tokens: int = 64
+    min_tokens: int = 128
     finer: bool = False
 
     def __post_init__(self) -> None:
@@ -62,28 +63,11 @@ class Grain:
         )
 
 
-def plan_workqueue(
-    rows: DecodeRows,
-    lengths: Int32,
-    workers: int,
-    *,
-    tile_tokens: int = 64,
-    min_tokens: int = 128,
-    tasks_per_worker: int = 1,
-    finer: bool = False,
-) -> WorkPlan:
+def plan_workqueue(rows: DecodeRows, lengths: Int32, grain: Grain) -> WorkPlan:
     """Cut every (row, layer, KV head) by its true length.
 
-    `lengths` is int32 [slots · groups], before later growth. A task reads at least `min_tokens`:
-    below that its start costs more than its entries. `finer` is that of `Grain`. Raises
-    `ConfigError` naming the argument that is out of range.
+    `lengths` is int32 [slots · groups], before later growth.
     """
-    grain = Grain(workers, tasks_per_worker, tile_tokens, min_tokens, finer)
-    return cut_tails(rows, lengths, grain)
-
-
-def cut_tails(rows: DecodeRows, lengths: Int32, grain: Grain) -> WorkPlan:
-    """Cut every (row, layer, KV head) from its first entry on."""
     count, layers, heads = rows.shape
     end = np.empty((layers, count, heads), np.int32)
     gather_lengths(rows.address, lengths, end)

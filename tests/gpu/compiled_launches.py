@@ -29,7 +29,7 @@ from tangram.compress.scorers.gate import NORM_EPSILON, GateShape
 from tangram.kernels.offload.host_memory import words
 from tangram.kernels.triton import gate, gathered, page_copies
 from tangram.kernels.triton.card import Card
-from tangram.kernels.triton.triton_kernels import TritonKernels
+from tangram.kernels.triton.triton_kernels import SERVED, TritonKernels
 from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.gpu.cards import CARDS
 from tests.small_engines import LATENT, profile_file, small_engine, tiny_model
@@ -192,7 +192,7 @@ def record_launches(capability: int, variant: Variant, folder: Path) -> list[Rec
 
 def _rehearse(card: Card, variant: Variant, folder: Path) -> None:
     cpu, tokenizer = torch.device("cpu"), load_tokenizer("smollm2")
-    schedule = parse_schedule(variant.schedule) if variant.schedule else None
+    schedule = parse_schedule(variant.schedule) if variant.schedule else SERVED
     loaded = tiny_model(variant.config(), tokenizer, cpu, getattr(torch, variant.dtype))
     profile = profile_file(loaded, folder, chunk_tokens=CHUNK)
     drafts = {"method": "ngram", "num_speculative_tokens": variant.drafts}

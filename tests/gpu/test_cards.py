@@ -20,7 +20,7 @@ from tangram.errors import ConfigError
 from tangram.kernels.interface import KvPool
 from tangram.kernels.triton import e4m3
 from tangram.kernels.triton.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
-from tangram.plan.schedule import Schedule
+from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.gpu.cards import CARDS, REGISTERS, REGISTERS_A_THREAD
 from tests.gpu.test_engine import LLAMA, PROMPTS, both, log_probabilities, options_of, submit_all
 from tests.gpu.test_engine import pytestmark as pytestmark
@@ -220,7 +220,7 @@ def test_an_engine_on_an_older_card_answers_what_torch_answers(
     from tangram.kernels.triton.triton_kernels import TritonKernels
 
     def on_ampere(pool: KvPool) -> TritonKernels:
-        schedule = Schedule.parse("aot+ctas=16+tile=16+min=16")
+        schedule = parse_schedule("aot+ctas=16+tile=16+min=16")
         return TritonKernels(pool, schedule, CARDS[86])
 
     loaded = tiny_model(LLAMA, load_tokenizer("smollm2"), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tangram.kernels.interface import AttentionRule
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.split import plan_plain
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
 from tangram_lab.baselines.uniform import plan_uniform_splits
 from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tests.interpreter import interpreter_few
@@ -30,7 +31,7 @@ PLANNERS: dict[str, Callable[[Batch], WorkPlan]] = {
     "aot": lambda batch: plan_aot(batch.rows, 16, tile_tokens=64),
     "aot, empty shares": lambda batch: plan_aot(batch.rows, 40, tile_tokens=256),
     "work queue": lambda batch: plan_workqueue(
-        batch.rows, batch.lengths.numpy(), 8, tile_tokens=64, min_tokens=64
+        batch.rows, batch.lengths.numpy(), Grain(8, tile_tokens=64, min_tokens=64)
     ),
     "uniform": lambda batch: plan_uniform_splits(batch.rows, batch.lengths.numpy(), 64),
 }
@@ -42,6 +43,8 @@ def run(
     """Append the new entries, then attend, as a decode step does."""
     from tangram.kernels.triton import store
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.packed import Capacity, DecodeOptions
+    from tangram.kernels.triton.stored import StoredPool
 
     pool, q, k, v, tables, lengths = (
         x.to(device)
@@ -57,20 +60,25 @@ def run(
     scales = None
     if pool.dtype.itemsize == 1:
         scales = torch.ones(*rows.table.shape[1:], 2, device=device)
-    store.append(k, v, pool, tables, lengths, place, layer, scales, first, queries)
+    stored = StoredPool.of(pool, scales)
+    store.append(k, v, stored, tables, lengths, place, layer, first, queries)
     settings = {
         name: options.pop(name) for name in ("options", "plans", "planned_at") if name in options
     }
     planned_at: Any = settings.get("planned_at", batch.lengths.numpy())
+    chosen: Any = settings.get("options", DecodeOptions())
+    plans: Any = settings.get("plans", [plan])
+    group = q.shape[1] // k.shape[1]
+    asked = group * queries, chosen.of_rows(queries), planned_at
+    needed = (Capacity.for_plan(each, *asked) for each in plans)
     decoder = GpuDecode(
-        settings.get("plans", [plan]),
-        group=q.shape[1] // k.shape[1],
-        head_dim=q.shape[2],
-        pool=pool,  # type: ignore[arg-type]
+        plans[0],
+        stored,
+        group,
         lengths=planned_at,
-        options=settings.get("options"),  # type: ignore[arg-type]
+        options=chosen,
+        capacity=reduce(Capacity.join, needed),
         queries=queries,
-        scales=scales,
     )
     decoder.load(plan, planned_at)
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=device)
@@ -165,7 +173,7 @@ def test_a_plan_serves_rows_whose_drafts_were_refused(
     nowhere = batch.tables.new_full((refused,), len(batch.pool) - 1)  # where no row has a page
     batch.tables = torch.cat([batch.tables, nowhere])
     drafted = batch.lengths.numpy() + refused
-    plan = plan_workqueue(batch.rows, drafted, 8, tile_tokens=16, min_tokens=16)
+    plan = plan_workqueue(batch.rows, drafted, Grain(8, tile_tokens=16, min_tokens=16))
     out = run(batch, plan, 0, device, planned_at=drafted, options=options(merge))
     assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
 
@@ -396,18 +404,21 @@ def test_a_short_tail_finishes_its_row() -> None:
 
 def test_buffers_with_slack_take_plans_that_differ_a_little(device: torch.device) -> None:
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.packed import Capacity, DecodeOptions
+    from tangram.kernels.triton.stored import StoredPool
 
     batch = make_batch(3, 2, 4, 64, longest=2000)
-    pool = batch.pool.to(device)
+    pool = StoredPool.of(batch.pool.to(device))
     small, like_it, large = (
         plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 15, 90)
     )
-    decoder = GpuDecode([small], group=4, head_dim=64, pool=pool, slack=True)
+    needed = [Capacity.for_plan(plan, 4, DecodeOptions(), None) for plan in (small, large)]
+    decoder = GpuDecode(small, pool, 4, capacity=needed[0].with_slack(None))
     assert decoder.takes(like_it)
     assert not decoder.takes(large)
     with pytest.raises(ConfigError, match="in tasks, the buffers hold"):
         decoder.load(large)
-    larger = GpuDecode([large], group=4, head_dim=64, pool=pool, slack=True, least=decoder.capacity)
+    larger = GpuDecode(large, pool, 4, capacity=needed[1].with_slack(decoder.capacity))
     assert larger.takes(small) and larger.takes(like_it) and larger.takes(large)
 
 
@@ -416,13 +427,14 @@ def test_equal_plans_give_equal_bits_and_counters_return_to_zero(
     merge: str, device: torch.device
 ) -> None:
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.stored import StoredPool
 
     batch = make_batch(3, 2, 4, 64, longest=200)
     plan = PLANNERS["aot"](batch)
     pool, q, tables, lengths = (
         x.to(device) for x in (batch.pool.nan_to_num(0.5), batch.q, batch.tables, batch.lengths)
     )
-    decoder = GpuDecode([plan], group=4, head_dim=64, pool=pool, options=options(merge))
+    decoder = GpuDecode(plan, StoredPool.of(pool), 4, options=options(merge))
     first, again = (decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)) for _ in range(2))
     assert torch.equal(first, again)
 
@@ -437,6 +449,7 @@ def test_decoders_that_share_buffers_answer_as_alone(
 ) -> None:
     """Each has its plan loaded again before it attends, as an engine does between widths."""
     from tangram.kernels.triton.decode_launch import GpuDecode, PlanBuffers
+    from tangram.kernels.triton.stored import StoredPool
 
     batch = make_batch(rows, 2, 4, 64, longest=longest)
     pool, q, tables, lengths = (
@@ -444,10 +457,10 @@ def test_decoders_that_share_buffers_answer_as_alone(
     )
     plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (workers, 3)]
     shared = PlanBuffers(device)
-    settings: Any = {"group": 4, "head_dim": 64, "pool": pool, "options": options(merge)}
+    settings: Any = {"group": 4, "pool": StoredPool.of(pool), "options": options(merge)}
     settings["lengths"] = batch.lengths.numpy()
     alone, sharing = (
-        [GpuDecode([plan], **settings, buffers=buffers) for plan in plans]
+        [GpuDecode(plan, **settings, buffers=buffers) for plan in plans]
         for buffers in (None, shared)
     )
 
@@ -464,12 +477,13 @@ def test_a_plan_that_lies_in_shared_buffers_is_not_uploaded_again(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tangram.kernels.triton.decode_launch import GpuDecode, PlanBuffers
+    from tangram.kernels.triton.stored import StoredPool
 
     batch, uploads = make_batch(2, 2, 4, 64, longest=100), list[object]()
     plans = [plan_aot(batch.rows, most, tile_tokens=16) for most in (12, 3)]
     shared = PlanBuffers(device)
-    settings: Any = {"group": 4, "head_dim": 64, "pool": batch.pool.to(device), "buffers": shared}
-    decoders = [GpuDecode([plans[0]], **settings) for _ in range(2)]
+    pool = StoredPool.of(batch.pool.to(device))
+    decoders = [GpuDecode(plans[0], pool, 4, buffers=shared) for _ in range(2)]
     upload = GpuDecode._upload
 
     def count(decoder: GpuDecode, *arrays: Any) -> None:
@@ -498,15 +512,16 @@ def test_shared_buffers_are_one_memory_until_one_needs_more(device: torch.device
 
 def test_a_first_plan_leaves_space_for_twice_as_many_tasks(device: torch.device) -> None:
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.packed import Capacity, DecodeOptions
+    from tangram.kernels.triton.stored import StoredPool
 
     batch = make_batch(3, 2, 4, 64, longest=2000)
     first, next_one = (plan_aot(batch.rows, workers, tile_tokens=16) for workers in (14, 26))
-    settings: Any = {"group": 4, "head_dim": 64, "pool": batch.pool.to(device)}
-    tight = GpuDecode([first], **settings)
-    assert not tight.takes(next_one)
-    assert GpuDecode([first], **settings, slack=True).takes(next_one)
-    twice = GpuDecode([first], **settings, slack=True, least=tight.capacity)
-    sizes = [GpuDecode([first], **settings, slack=True).capacity.sizes, twice.capacity.sizes]
+    tight = Capacity.for_plan(first, 4, DecodeOptions(), None)
+    pool, roomy = StoredPool.of(batch.pool.to(device)), tight.with_slack(None)
+    assert not GpuDecode(first, pool, 4).takes(next_one)
+    assert GpuDecode(first, pool, 4, capacity=roomy).takes(next_one)
+    sizes = [roomy.sizes, tight.with_slack(tight).sizes]
     grows = {"tasks", "entries", "segments"}
     assert all(size == (1 + (name in grows)) * sizes[1][name] for name, size in sizes[0].items())
 
@@ -531,7 +546,7 @@ def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device)
     batch = make_batch(3, 2, 4, 64, longest=200)
     large, small = (
         PLANNERS["work queue"](batch),
-        plan_workqueue(batch.rows, batch.lengths.numpy(), 1, tile_tokens=64),
+        plan_workqueue(batch.rows, batch.lengths.numpy(), Grain(1, tile_tokens=64)),
     )
     out = run(batch, small, 0, device, plans=[large, small])
     assert_close(out, dense_decode(batch, 0, softcap=None, sinks=None))
@@ -545,6 +560,8 @@ def test_buffers_take_any_plan_that_fits_and_refuse_others(device: torch.device)
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch.device) -> None:
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.packed import Capacity
+    from tangram.kernels.triton.stored import StoredPool
 
     batch = make_batch(6, 2, 4, 128, longest=3000, dtype=torch.bfloat16)
     made = [
@@ -552,7 +569,7 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
         plan_aot(batch.rows, 132, tile_tokens=16),
         plan_aot(batch.rows, 7, tile_tokens=16),
     ]
-    pool = batch.pool.to(device)
+    pool = StoredPool.of(batch.pool.to(device))
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
     from tangram.kernels.triton import store
 
@@ -569,7 +586,9 @@ def test_a_captured_graph_replays_under_changing_plans(merge: str, device: torch
         address.to(device, torch.int32),
         0,
     )
-    decoder = GpuDecode(made, group=4, head_dim=128, pool=pool, options=options(merge))
+    needed = (Capacity.for_plan(plan, 4, options(merge), None) for plan in made)
+    capacity = reduce(Capacity.join, needed)
+    decoder = GpuDecode(made[0], pool, 4, options=options(merge), capacity=capacity)
     decoder.attend(0, q, tables, lengths, AttentionRule(SCALING))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

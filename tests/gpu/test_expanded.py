@@ -53,7 +53,7 @@ def test_rows_of_several_sequences_answer_as_alone(
     """
     from tangram.kernels import latents
     from tangram.kernels.triton import expanded
-    from tangram.kernels.triton.card import Card
+    from tangram.kernels.triton.stored import StoredPool
 
     torch.manual_seed(5)
     heads = Heads((torch.randn(3, plain + value, RANK) / RANK**0.5).to(device, dtype), value)
@@ -68,13 +68,11 @@ def test_rows_of_several_sequences_answer_as_alone(
     expanded.attend(
         q,
         new,
-        pool,
-        tables,
-        expanded.LatentRows(spans.view(SPAN)[:, 0], past.view(PAST)[:, 0]),
+        StoredPool.of(pool),
+        expanded.LatentRows(spans.view(SPAN)[:, 0], past.view(PAST)[:, 0], tables),
         heads,
         out,
         scaling=0.2,
-        card=Card.of(device),
         most_bytes=1 << 29 if whole else 64 * heads.up[:, :, 0].numel() * dtype.itemsize,
     )
     exact = Heads(heads.up.double(), value)
@@ -94,7 +92,7 @@ def test_rows_of_several_sequences_answer_as_alone(
 def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) -> None:
     """Behind nothing, behind pasts that are cut once and twice, and beside a past that is not."""
     from tangram.kernels.triton import expanded
-    from tangram.kernels.triton.card import Card
+    from tangram.kernels.triton.stored import StoredPool
 
     torch.manual_seed(6)
     heads = Heads((torch.randn(2, 32, RANK) / RANK**0.5).to(device, torch.float16), 16)
@@ -111,13 +109,11 @@ def test_a_row_has_the_same_bits_beside_others_as_alone(device: torch.device) ->
         expanded.attend(
             q,
             new,
-            pool,
-            tables,
-            expanded.LatentRows(spans.view(SPAN)[rows, 0], past.view(PAST)[rows, 0]),
+            StoredPool.of(pool),
+            expanded.LatentRows(spans.view(SPAN)[rows, 0], past.view(PAST)[rows, 0], tables),
             heads,
             out,
             scaling=0.2,
-            card=Card.of(device),
             most_bytes=64 * heads.up[:, :, 0].numel() * 2,
         )
         return out
@@ -133,7 +129,7 @@ def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
     from tangram.kernels.triton import expanded
 
     lengths = [(0, 0, 0), (10, 0, 500), (20, 0, 30), (30, 0, 30), (40, 0, 70)]
-    rows = expanded.LatentRows(np.zeros(5, SPAN), np.array(lengths, PAST))
+    rows = expanded.LatentRows(np.zeros(5, SPAN), np.array(lengths, PAST), torch.zeros(0))
     lots = [range(5)[lot] for lot in expanded._lots(rows, 128)]
     assert [list(lot) for lot in lots] == [[0], [1], [2, 3], [4]]
 
@@ -142,8 +138,10 @@ def test_no_more_than_allowed_is_expanded_behind_a_row_without_a_past() -> None:
 def test_latents_are_attended_so_where_a_tile_fits(card: int) -> None:
     """DeepSeek's keys and values on every card since Hopper, GLM-4.7-Flash's not in 99 KiB."""
     from tangram.kernels.triton import expanded
+    from tangram.kernels.triton.stored import StoredPool
 
     pool = torch.empty(1, 1, 1, 16, 576, dtype=torch.bfloat16)
     deepseek, glm = (Heads(torch.empty(1, p + v, 512), v) for p, v in ((128, 128), (192, 256)))
-    served = [expanded.serves(pool, pool.dtype, heads, CARDS[card]) for heads in (deepseek, glm)]
+    stored = StoredPool.of(pool, card=CARDS[card])
+    served = [expanded.serves(stored, pool.dtype, heads) for heads in (deepseek, glm)]
     assert served == [card >= 90, card in (90, 100)]

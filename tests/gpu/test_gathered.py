@@ -75,9 +75,7 @@ class AskingRows:
             self.v[first:last],
             self.pool,
             self.tables,
-            table,
-            column,
-            past,
+            (table, column, past),
             AttentionRule(DIM**-0.5),
             past_tokens=int(past.max()),
         )
@@ -91,12 +89,14 @@ def attend_rows(
 ) -> Tensor:
     """What the gathered parts leave of an output full of NaN."""
     from tangram.kernels.triton import gathered
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     rows = asked.rows(asking or slice(0, len(asked.spans)))
     cells = gathered.PrefillOrder.of(rows, 2 * DIM * 2, gathers=True)
     q, k, v, pool, tables = (
         x.to(device) for x in (asked.q, asked.k, asked.v, asked.pool, asked.tables)
     )
+    stored = StoredPool.of(pool, scales)
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=device)
 
     def there(array: Int32) -> Tensor:
@@ -109,24 +109,15 @@ def attend_rows(
             )
             for _ in range(2)
         ]
-        gathered.attend(
-            q,
-            k,
-            v,
-            pool,
-            tables,
-            there(asked.address),
-            there(asked.spans),
+        on_device = gathered.GatheredCells(
+            part,
             there(cells.order[0, part.cells]),
             there(cells.offsets[0]),
             there(cells.sources[part.sources]),
             copies,
-            part,
-            out,
-            layer=0,
-            scaling=DIM**-0.5,
-            scales=scales,
         )
+        where = LayerRows(0, tables, there(asked.address), there(asked.spans), 0, 0)
+        gathered.attend(q, k, v, stored, where, on_device, out, scaling=DIM**-0.5)
     return out.cpu()
 
 
@@ -260,7 +251,9 @@ def test_buffers_that_graphs_contain_stay_when_a_longer_row_needs_more(
     sizes = list[tuple[int, int]]()
 
     def note(*arguments: Any, **options: Any) -> None:
-        copies = next(argument for argument in arguments if isinstance(argument, list))
+        copies = next(
+            each for each in arguments if isinstance(each, gathered.GatheredCells)
+        ).buffers
         sizes.append((len(copies[0]), copies[0].data_ptr()))
 
     monkeypatch.setattr(gathered, "attend", note)

@@ -17,6 +17,7 @@ from tangram.model.gpu_weights import (
     multiply_tiles,
     pack_tiles,
 )
+from tangram.model.quantized import _round_by_torchao
 from tangram.model.rounding import GROUP, round_to_8_bits
 from tangram.types import SamplingParams
 
@@ -39,6 +40,11 @@ def round_weights(form: str, sizes: tuple[int, int], device: torch.device) -> nn
     source = nn.Linear(*sizes, dtype=torch.bfloat16, device=device).requires_grad_(False)
     if form == "int8":
         return Int8GpuLinear(source, "map")
+    if form == "fp8":
+        pytest.importorskip("torchao")
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            pytest.skip("this GPU has no products of FP8")
+        return _round_by_torchao(source)
     return Int4GpuLinear(source, find_layout(pack_tiles, device))
 
 
@@ -127,10 +133,11 @@ def test_a_row_alone_is_that_among_others(
         assert torch.equal(part(x[begin:end]), whole[begin:end])
 
 
-@pytest.mark.parametrize(("form", "sizes"), CASES)
+@pytest.mark.parametrize(("form", "sizes"), [*CASES, ("fp8", (1152, 640))])
 def test_what_the_rows_beside_it_hold_changes_no_row(
     form: str, sizes: tuple[int, int], device: torch.device
 ) -> None:
+    """Also in torchao's products, which round each row of activations by itself."""
     part = round_weights(form, sizes, device)
     x = some_rows(300, sizes[0], device)
     other = x.clone()

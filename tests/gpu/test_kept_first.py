@@ -15,6 +15,7 @@ from bench.bare_tokenizer import load_tokenizer
 from tangram.compress.select import order, protect
 from tangram.kernels import reference
 from tangram.model.load import LoadedModel
+from tangram.model.sealing import ChunkRanking
 from tests.gpu import test_engine as whole
 from tests.gpu.test_prefill_and_store import SCORES, fp8_copy
 from tests.interpreter import interpreter_few
@@ -39,6 +40,7 @@ def test_sealing_stores_the_best_entries_first_and_the_others_behind_them(
     An FP8 pool holds them divided by their scales.
     """
     from tangram.kernels.triton import store
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(tokens + start)
@@ -72,18 +74,13 @@ def test_sealing_stores_the_best_entries_first_and_the_others_behind_them(
     dtype = torch.float8_e4m3fn if fp8 else torch.float32
     pool = torch.full(expected.shape, torch.nan).to(dtype).to(device)
     spans = torch.tensor([[0, 0, 0, 0, start] for start in starts], dtype=torch.int32)
+    rows = LayerRows(0, *(x.to(device) for x in (tables, address, spans)), tokens, tokens)
+    stored = StoredPool.of(pool, scales.to(device) if fp8 else None)
     store.seal(
-        *(x.to(device) for x in (scores, k, v)),
-        pool,
-        tables.to(device),
-        address.to(device),
-        spans.to(device),
+        ChunkRanking(scores.to(device), SINKS, WINDOW),
+        *(k.to(device), v.to(device), stored, rows),
         torch.tensor(first, dtype=torch.int32, device=device),
-        layer=0,
-        sinks=SINKS,
-        window=WINDOW,
         keeps_rest=True,
-        scales=scales.to(device) if fp8 else None,
     )
     torch.testing.assert_close(pool.float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
 

@@ -11,7 +11,9 @@ from bench.bare_tokenizer import load_tokenizer
 from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KernelChoice
 from tangram.kernels.triton import store
+from tangram.kernels.triton.stored import LayerRows, StoredPool
 from tangram.model.load import LoadedModel
+from tangram.model.sealing import ChunkRanking
 from tangram.types import SamplingParams
 from tangram.watch import KeptPositions
 from tests.core.cpu.test_kept_positions import Ends
@@ -45,18 +47,10 @@ def test_a_mask_tells_which_entries_are_chosen(rest: bool, device: torch.device)
     pool = torch.zeros(chunks * heads * pages, 1, 2, page, dim, device=device)
     whole_mask = torch.full((3, 2, heads, tokens), 7, dtype=torch.uint8, device=device)
     spans = torch.tensor([[0, 0, 0, 0, start] for start in (0, 512)], dtype=torch.int32)
+    rows = LayerRows(0, tables, address, spans.to(device), tokens, tokens)
     store.seal(
-        scores,
-        k,
-        k,
-        pool,
-        tables,
-        address,
-        spans.to(device),
-        kept,
-        layer=0,
-        sinks=2,
-        window=3,
+        ChunkRanking(scores, 2, 3),
+        *(k, k, StoredPool.of(pool), rows, kept),
         keeps_rest=rest,
         mask=whole_mask[1:, 1],
     )

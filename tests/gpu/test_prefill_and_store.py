@@ -18,6 +18,7 @@ from torch import Tensor
 from tangram.compress.select import keep, protect
 from tangram.kernels import reference
 from tangram.kernels.interface import AttentionRule
+from tangram.model.sealing import ChunkRanking
 from tests.gpu.test_decode import assert_close
 from tests.paged import SCALING, WINDOW, Batch, make_batch
 
@@ -75,6 +76,7 @@ def test_prefill_of_several_requests_equals_each_alone(
 ) -> None:
     """Split or whole, in launches of all cells or of three."""
     from tangram.kernels.triton import prefill
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     monkeypatch.setattr(prefill, "MOST_CELLS", 3)
     batch = make_batch(3, HEADS, GROUP, DIM, longest=130, dtype=dtype, seed=5)
@@ -93,15 +95,20 @@ def test_prefill_of_several_requests_equals_each_alone(
     places = [
         (begin, end, begin, end, int(past[row].max())) for row, (begin, end) in enumerate(spans)
     ]
-    out = prefill.prefill(
-        *(x.to(device) for x in (q, k, v, batch.pool, batch.tables)),
+    where = LayerRows(
+        layer,
+        batch.tables.to(device),
         torch.from_numpy(address).to(device, torch.int32),
         torch.tensor(places, dtype=torch.int32, device=device),
-        torch.randperm(len(sizes) * HEADS).int().to(device),
-        replace(rule, sinks=None if sinks is None else sinks.to(device)),
-        layer=layer,
         shortest=min(sizes),
         longest=max(sizes),
+    )
+    out = prefill.prefill(
+        *(x.to(device) for x in (q, k, v)),
+        StoredPool.of(batch.pool.to(device)),
+        where,
+        torch.randperm(len(sizes) * HEADS).int().to(device),
+        replace(rule, sinks=None if sinks is None else sinks.to(device)),
         split_entries=split_entries,
     ).cpu()
     for row, (begin, end) in enumerate(spans):
@@ -109,9 +116,7 @@ def test_prefill_of_several_requests_equals_each_alone(
             *(x[begin:end] for x in (q, k, v)),
             batch.pool,
             batch.tables,
-            rows.table[row, layer],
-            rows.column[row, layer],
-            past[row],
+            (rows.table[row, layer], rows.column[row, layer], past[row]),
             rule,
             past_tokens=int(past[row].max()),
         )
@@ -124,6 +129,7 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
 ) -> None:
     """More keys than queries, as when a chunk is repeated behind itself."""
     from tangram.kernels.triton import prefill
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     batch = make_batch(1, HEADS, GROUP, DIM, longest=100)
     q, k, v = (
@@ -133,15 +139,20 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
     )
     past = np.array([30, 17])
     address = np.stack([batch.rows.table[:, 0], batch.rows.column[:, 0], past[None]], axis=-1)
-    out = prefill.prefill(
-        *(x.to(device) for x in (q, k, v, batch.pool.nan_to_num(0.5), batch.tables)),
+    where = LayerRows(
+        0,
+        batch.tables.to(device),
         torch.from_numpy(address).to(device, torch.int32),
         torch.tensor([[0, 20, 0, 52, 30]], dtype=torch.int32, device=device),
-        torch.arange(HEADS, dtype=torch.int32, device=device),
-        AttentionRule(SCALING),
-        layer=0,
         shortest=20,
         longest=20,
+    )
+    out = prefill.prefill(
+        *(x.to(device) for x in (q, k, v)),
+        StoredPool.of(batch.pool.nan_to_num(0.5).to(device)),
+        where,
+        torch.arange(HEADS, dtype=torch.int32, device=device),
+        AttentionRule(SCALING),
         split_entries=split_entries,
     ).cpu()
     expected = reference.prefill(
@@ -150,9 +161,7 @@ def test_queries_of_a_second_pass_see_the_keys_before_them(
         v,
         batch.pool.nan_to_num(0.5),
         batch.tables,
-        batch.rows.table[0, 0],
-        batch.rows.column[0, 0],
-        past,
+        (batch.rows.table[0, 0], batch.rows.column[0, 0], past),
         AttentionRule(SCALING),
         past_tokens=30,
     )
@@ -164,6 +173,7 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
     split_entries: int, device: torch.device
 ) -> None:
     from tangram.kernels.triton import prefill
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     batch, sizes = make_batch(2, HEADS, GROUP, DIM, longest=40), [9, 150]
     q, k, v = (
@@ -184,15 +194,12 @@ def test_a_row_is_computed_alike_whatever_is_beside_it(
             q,
             k,
             v,
-            pool,
-            tables,
-            where[: len(order) // HEADS],
-            spans[: len(order) // HEADS],
+            StoredPool.of(pool),
+            LayerRows(
+                0, tables, where[: len(order) // HEADS], spans[: len(order) // HEADS], 9, longest
+            ),
             order,
             AttentionRule(SCALING),
-            layer=0,
-            shortest=9,
-            longest=longest,
             split_entries=split_entries,
         )
         for order, longest in zip(orders, (150, 9), strict=True)
@@ -208,6 +215,7 @@ def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(
     keys.
     """
     from tangram.kernels.triton import store
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     generator = np.random.default_rng(0)
     k, v = torch.randn(2, 70, HEADS, DIM).to(dtype)
@@ -223,15 +231,11 @@ def test_rows_are_stored_behind_their_pasts_where_all_of_them_is_kept(
         begin, end = spans[row, 2:4]
         at = address[row, head : head + 1].T
         reference.store(*(x[begin:end, head][None] for x in (k, v)), expected, tables, *at)
-    store.store(
-        k.to(device),
-        v.to(device),
-        pool,
-        tables.to(device),
-        *(torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)),
-        layer=0,
-        longest=45,
+    places, bounds, counts = (
+        torch.from_numpy(x).to(device, torch.int32) for x in (address, spans, kept)
     )
+    rows = LayerRows(0, tables.to(device), places, bounds, shortest=3, longest=45)
+    store.store(k.to(device), v.to(device), StoredPool.of(pool), rows, counts)
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -247,6 +251,7 @@ def test_sealing_keeps_what_the_specification_keeps(
     nothing else.
     """
     from tangram.kernels.triton import store
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, dim, page, sinks, window = 3, 16, 8, 4, 3
@@ -274,16 +279,11 @@ def test_sealing_keeps_what_the_specification_keeps(
         stored = ([x[at, head] for head, at in enumerate(best)] for x in own)
         reference.store(*stored, expected, tables, *address[chunk].numpy().T)
     spans = torch.tensor([[0, 0, 0, 0, start] for start in starts], dtype=torch.int32)
+    rows = LayerRows(0, *(x.to(device) for x in (tables, address, spans)), tokens, tokens)
     store.seal(
-        *(x.to(device) for x in (scores, k, v)),
-        pool,
-        tables.to(device),
-        address.to(device),
-        spans.to(device),
+        ChunkRanking(scores.to(device), sinks, window),
+        *(k.to(device), v.to(device), StoredPool.of(pool), rows),
         torch.tensor(kept, dtype=torch.int32, device=device),
-        layer=0,
-        sinks=sinks,
-        window=window,
     )
     torch.testing.assert_close(pool.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -318,6 +318,7 @@ def fill_fp8_pool(batch: Batch, scales: Tensor) -> tuple[Tensor, Tensor]:
 def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device) -> None:
     from tangram.kernels.triton import prefill, store
     from tangram.kernels.triton.decode_launch import GpuDecode
+    from tangram.kernels.triton.stored import LayerRows, StoredPool
     from tangram.plan.aot import plan_aot
 
     batch = make_batch(2, HEADS, 4, DIM, longest=90, dtype=torch.float16, seed=2)
@@ -333,16 +334,15 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     q, tables, lengths = (x.to(device) for x in (batch.q, batch.tables, batch.lengths))
     store.append(
         *(x.to(device) for x in (batch.k, batch.v)),
-        on_device,
+        StoredPool.of(on_device, scales.to(device)),
         tables,
         lengths,
         address.to(device, torch.int32),
         0,
-        scales=scales.to(device),
     )
     stored = on_device.cpu().view(torch.uint8)
     assert torch.equal(stored, pool.view(torch.uint8))  # as before
-    decoder = GpuDecode([plan], group=4, head_dim=DIM, pool=on_device, scales=scales.to(device))
+    decoder = GpuDecode(plan, StoredPool.of(on_device, scales.to(device)), 4)
     out = decoder.attend(0, q, tables, lengths, AttentionRule(SCALING)).cpu()
     rule = AttentionRule(SCALING)
     expected = reference.decode(batch.q, wide, batch.tables, batch.lengths, plan, 0, rule)
@@ -355,22 +355,16 @@ def test_an_fp8_pool_is_written_and_read_through_its_scales(device: torch.device
     spans = torch.tensor([[0, 10, 0, 10, past.max()]], dtype=torch.int32, device=device)
     out = prefill.prefill(
         *(x.to(device) for x in new),
-        on_device,
-        tables,
-        at,
-        spans,
+        StoredPool.of(on_device, scales.to(device)),
+        LayerRows(0, tables, at, spans, 10, 10),
         torch.arange(HEADS).int().to(device),
         AttentionRule(SCALING),
-        layer=0,
-        shortest=10,
-        longest=10,
-        scales=scales.to(device),
     ).cpu()
     expected = reference.prefill(
         *(x.float() for x in new),
         wide,
         batch.tables,
-        *(rows.table[0, 0], rows.column[0, 0], past[0]),
+        (rows.table[0, 0], rows.column[0, 0], past[0]),
         AttentionRule(SCALING),
         past_tokens=int(past.max()),
     )

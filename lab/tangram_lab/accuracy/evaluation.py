@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tangram.compress.scorers import make_scorer
-from tangram.compress.scorers.fastkvzip import FastKVzip
+from tangram.compress.scorers import default_scope, make_scorer, takes_gate
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.setup.option_checks import load_checked, longest_sequence
@@ -87,15 +86,17 @@ def compare(
 
 def _methods(grid: Grid, asked: Sequence[Questions | RealText]) -> list[Method]:
     return list(
-        dict.fromkeys(method for one in asked for method in grid.methods(one.context_tokens))
+        dict.fromkeys(
+            method for one in asked for method in grid.methods(one.context_tokens, default_scope)
+        )
     )
 
 
 def _check_scorers(base: EngineConfig, grid: Grid) -> None:
     """Raise `ConfigError` for a scorer that is unknown, or that no model can be compressed by."""
     for name in grid.scorers or ():
-        gate = Path(base.gate) if base.gate is not None and name == FastKVzip.name else None
-        if gate is None and name == FastKVzip.name:
+        gate = Path(base.gate) if base.gate is not None and takes_gate(name) else None
+        if gate is None and takes_gate(name):
             continue  # the gate that ships may fit the model
         for chunk_tokens in grid.chunk_tokens:
             make_scorer(name, gate=gate).check_tokens(chunk_tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from tangram.calibrate.measure import Magnitudes, ScoreSource, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts
 from tangram.compress.library import find_profile, find_shipped_profiles
-from tangram.compress.profile import ALPHA, Profile
+from tangram.compress.profile import ALPHA, Profile, ProfileOptions
 from tangram.compress.provenance import Calibration, ModelFingerprint, Parameter, ScorerSpec
 from tangram.config import Scope
 from tangram.errors import ProfileError
@@ -136,19 +136,24 @@ class Budgets:
         return Profile.from_statistics(
             np.asarray(mean),
             np.asarray(std),
-            model=self.fingerprint,
-            layers=self.geometry.full_layers,
-            scorer=self.scorers[wanted.scorer],
-            scope=wanted.scope,
-            kv_retention=method.kv_retention,
-            chunk_tokens=wanted.chunk_tokens,
-            calibration=calibration,
-            page_tokens=self.page_tokens,
-            heads_per_page=self.heads_per_page,
-            alpha=method.alpha or 0.0,
+            self._options(wanted, method.alpha or 0.0),
+            method.kv_retention,
+            calibration,
+        ).with_scales(scales)
+
+    def _options(self, wanted: Statistics, alpha: float) -> ProfileOptions:
+        return ProfileOptions(
+            self.fingerprint,
+            self.geometry.full_layers,
+            self.scorers[wanted.scorer],
+            wanted.scope,
+            wanted.chunk_tokens,
+            self.page_tokens,
+            self.heads_per_page,
+            alpha=alpha,
             sink_tokens=wanted.sink_tokens,
             window_tokens=wanted.window_tokens,
-        ).with_scales(scales)
+        )
 
     @property
     def _calibrations(self) -> Path:
@@ -220,18 +225,10 @@ class Budgets:
         return calibrate(
             self.source_of(wanted.scorer, wanted.chunk_tokens, magnitudes),
             [self.encode(text) for text in texts],
-            geometry=self.geometry,
-            fingerprint=self.fingerprint,
-            scorer=self.scorers[wanted.scorer],
-            scope=wanted.scope,
-            retentions=retentions,
-            chunk_tokens=wanted.chunk_tokens,
-            alpha=ALPHA,
+            self._options(wanted, ALPHA),
+            retentions,
+            max_positions=self.geometry.max_positions,
             source=f"built-in calibration texts, {samples} samples, seed 0",
-            page_tokens=self.page_tokens,
-            heads_per_page=self.heads_per_page,
-            sink_tokens=wanted.sink_tokens,
-            window_tokens=wanted.window_tokens,
             track=show_progress,
             magnitudes=magnitudes,
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-from tangram.compress.profile import ALPHA, SINK_TOKENS, default_scope
+from tangram.compress.profile import ALPHA, SINK_TOKENS
 from tangram.config import EngineConfig, Scope
 from tangram.errors import ConfigError
 from tangram.speculative_config import CompressedKv
@@ -172,33 +172,38 @@ class Grid:
         """The same grid, with `scorer` if it names none."""
         return self if self.scorers is not None else replace(self, scorers=(scorer,))
 
-    def methods(self, context_tokens: int) -> list[Method]:
+    def methods(self, context_tokens: int, scope_of: Callable[[str], Scope]) -> list[Method]:
         """All methods, each once, in the order of the names.
 
-        `context_tokens` is the chunk of one-shot. Raises `ValueError` where no scorer is named.
+        `context_tokens` is the chunk of one-shot, `scope_of` the scope that a scorer is served
+        with. Raises `ValueError` where no scorer is named.
         """
-        found = (method for name in self.names for method in self._of(name, context_tokens))
+        found = (
+            method for name in self.names for method in self._of(name, context_tokens, scope_of)
+        )
         return list(dict.fromkeys(found))
 
-    def _of(self, name: MethodName, context_tokens: int) -> Iterator[Method]:
+    def _of(
+        self, name: MethodName, context_tokens: int, scope_of: Callable[[str], Scope]
+    ) -> Iterator[Method]:
         if name == "full":
             yield Method("full")
             return
         if name == "lossless":
-            yield from self._lossless()
+            yield from self._lossless(scope_of)
             return
         chunks = (context_tokens,) if name == "one-shot" else self.chunk_tokens
         alphas = self.alphas if name == "static" else (None,)
         kept = (self.sink_tokens, self.window_tokens) if name in WITH_PROFILE else (None, None)
         for scorer, chunk in product(self._named_scorers, chunks):
-            scopes = (None,) if name == "uniform" else self.scopes or (default_scope(scorer),)
+            scopes = (None,) if name == "uniform" else self.scopes or (scope_of(scorer),)
             for scope, alpha, retention in product(scopes, alphas, self.retentions):
                 yield Method(name, retention, scorer, chunk, scope, alpha, *kept)
 
-    def _lossless(self) -> Iterator[Method]:
+    def _lossless(self, scope_of: Callable[[str], Scope]) -> Iterator[Method]:
         """One method a scorer and chunk: no answer depends on what drafts read."""
         for scorer, chunk in product(self._named_scorers, self.chunk_tokens):
-            served = (default_scope(scorer), ALPHA, SINK_TOKENS)
+            served = (scope_of(scorer), ALPHA, SINK_TOKENS)
             yield Method("lossless", 1.0, scorer, chunk, *served)
 
     @property

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tangram.cache.layout import Layout
 from tangram.calibrate.measure import Scores, ScoreSource
-from tangram.compress.profile import SINK_TOKENS, Profile, default_scope
+from tangram.compress.profile import SINK_TOKENS, Profile
+from tangram.compress.scorers import default_scope
 from tangram.compress.select import choose_entries, dynamic_choice, protect
 from tangram.types import Float64, Geometry
 from tangram_lab.accuracy.methods import Method

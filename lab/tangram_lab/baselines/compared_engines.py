@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from tangram.cache.retention import Retention
@@ -51,10 +50,9 @@ class Baseline:
         if self.decode_schedule is None:
             return pool_kernels
         try:
-            schedule = parse_schedule(self.decode_schedule)
+            return parse_schedule(self.decode_schedule).kernels
         except ConfigError as error:
             raise ConfigError(f"decode_schedule: {error}") from error
-        return partial(pool_kernels, schedule=schedule)
 
     def _regroup(self, blueprint: Blueprint) -> Blueprint:
         heads = blueprint.config.heads_per_page

@@ -9,7 +9,7 @@ import numpy as np
 from tangram.plan import profit
 from tangram.plan.cost import CostModel
 from tangram.plan.forest import Forest
-from tangram.plan.profit import PACKING_RULES, Packing, PackingRule, Prefixes
+from tangram.plan.profit import Packing, PackingRule, Prefixes, pack_thrifty
 
 
 def pack_nothing(
@@ -53,7 +53,7 @@ def pack_by_paper(
 
 
 ALL_PACKING_RULES: Mapping[str, PackingRule] = {
-    **PACKING_RULES,
+    "thrifty": pack_thrifty,
     "measured": pack_measured,
     "paper": pack_by_paper,
     "naive": pack_everything,

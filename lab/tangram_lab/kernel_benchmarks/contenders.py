@@ -71,16 +71,15 @@ class Ours:
 
     def _decoder(self, plan: WorkPlan) -> GpuDecode:
         from tangram.kernels.triton.decode_launch import GpuDecode
+        from tangram.kernels.triton.stored import StoredPool
 
         case = self._workload.case
         return GpuDecode(
-            [plan],
-            group=case.geometry.group,
-            head_dim=case.geometry.head_dim,
-            pool=self._workload.pool,
+            plan,
+            StoredPool.of(self._workload.pool, self._scales()),
+            case.geometry.group,
             lengths=case.lengths,
             options=self._variant.options(),
-            scales=self._scales(),
         )
 
     def _scales(self) -> Tensor | None:

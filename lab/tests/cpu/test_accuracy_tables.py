@@ -19,6 +19,7 @@ from bench.accuracy.thin import Thin
 from bench.render import __main__ as render
 from bench.render.page import DOCS, Page
 from tangram.compress.profile import ALPHA
+from tangram.compress.scorers import default_scope
 from tangram_lab.accuracy.methods import Grid, Method, choose_alignment
 from tangram_lab.accuracy.results import (
     AnsweredSample,
@@ -247,7 +248,11 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(
         **_: object,
     ) -> list[AnyCell]:
         asked.append(
-            (grid, asked_of, choose_alignment(grid.methods(4096), align=align, unit=align_tokens))
+            (
+                grid,
+                asked_of,
+                choose_alignment(grid.methods(4096, default_scope), align=align, unit=align_tokens),
+            )
         )
         return []
 
@@ -260,7 +265,9 @@ def test_every_task_of_the_grid_is_one_that_tangram_eval_takes(
         assert result.exit_code == 0, result.output
     assert len(asked) == len(tasks) == len({task.name for task in tasks})
     for task, (own, questions, unit) in zip(tasks, asked, strict=True):
-        assert own.methods(4096) and all(one.context_tokens == 4096 for one in questions)
+        assert own.methods(4096, default_scope) and all(
+            one.context_tokens == 4096 for one in questions
+        )
         if not task.name.startswith("alphas."):
             assert list(own.alphas) == [ALPHA], "what the tables call static is the α of profiles"
         if task.name.split(".")[0] not in ("fidelity", "raw-end"):

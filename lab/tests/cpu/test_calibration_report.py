@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from tangram.calibrate.measure import Scores, calibrate
 from tangram.calibrate.observations import Observations, reserved_fractions
 from tangram.cli import app
-from tangram.compress.profile import ModelFingerprint, ScorerSpec
+from tangram.compress.profile import ModelFingerprint, ProfileOptions, ScorerSpec
 from tangram.errors import ConfigError
-from tangram.types import Geometry
 from tangram_lab.calibration.calibration_report import markdown, report
 from tangram_lab.calibration.enough import samples_needed
 from tangram_lab.calibration.kinds import correlate_kinds, measure_agreement
@@ -45,7 +44,6 @@ def calibrate_samples(
     ρ of each chunk.
     """
     layers, heads = needs[0].shape[1:]
-    geometry = Geometry(layers, heads, heads, 16, 100, 10_000, (None,) * layers)
 
     def source(sample: Sequence[int]) -> Iterator[Scores]:
         for needed in needs[sample[0]]:
@@ -55,18 +53,20 @@ def calibrate_samples(
     profiles = calibrate(
         source,
         [[number] * (CHUNK * len(chunks)) for number, chunks in enumerate(needs)],
-        geometry=geometry,
-        fingerprint=ModelFingerprint("acme/tiny", "llama", layers, heads, heads, 16),
-        scorer=ScorerSpec("keydiff"),
-        scope="model",
-        retentions=retentions,
-        chunk_tokens=CHUNK,
+        ProfileOptions(
+            ModelFingerprint("acme/tiny", "llama", layers, heads, heads, 16),
+            range(layers),
+            ScorerSpec("keydiff"),
+            "model",
+            CHUNK,
+            page_tokens,
+            heads_per_page=1,
+            sink_tokens=0,
+            window_tokens=0,
+        ),
+        retentions,
+        max_positions=10_000,
         source="known needs",
-        page_tokens=page_tokens,
-        heads_per_page=1,
-        alpha=0.0,
-        sink_tokens=0,
-        window_tokens=0,
         observe=shares.append,
     )
     return Observations.gather(profiles, shares, kinds)

@@ -15,6 +15,7 @@ from bench.accuracy.kvpress_file import Control
 from bench.render.page import Page
 from lab.tests.host.test_eval_run import SUITES, StubBench, measure
 from tangram.compress.profile import ALPHA, SINK_TOKENS
+from tangram.compress.scorers import default_scope
 from tangram.config import EngineConfig
 from tangram_lab.accuracy.methods import Method, MethodName
 from tangram_lab.accuracy.results import AnyCell, Fidelity, FidelityCell, Score
@@ -32,7 +33,10 @@ def test_every_number_has_bounds_that_it_can_leave() -> None:
     asked: dict[str, set[str]] = {}
     for grid, suites, _ in eval_quick.ASKED:
         for one in suites:
-            names = {eval_quick.name_method(method) for method in grid.methods(one.context_tokens)}
+            names = {
+                eval_quick.name_method(method)
+                for method in grid.methods(one.context_tokens, default_scope)
+            }
             asked[one.suite] = asked.get(one.suite, set()) | names
     assert {suite: set(own) for suite, own in bounds.items()} == asked
     for numbers in (numbers for own in bounds.values() for numbers in own.values()):

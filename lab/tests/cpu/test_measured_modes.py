@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, PretrainedConfig
 
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tangram.compress.provenance import Calibration
 from tangram.compress.scorers import make_scorer
 from tangram.engine.loop import Engine
@@ -51,16 +51,18 @@ def uneven_profile(loaded: LoadedModel, folder: Path, scorer: str = "keydiff") -
     profile = Profile.from_statistics(
         need.reshape(len(layers), -1),
         np.zeros((len(layers), loaded.geometry.kv_heads)),
-        model=loaded.fingerprint,
-        layers=layers,
-        scorer=scorer_spec(make_scorer(scorer)),
-        scope="model",
-        kv_retention=0.5,
-        chunk_tokens=32,
-        page_tokens=4,
-        heads_per_page=2,
-        window_tokens=2,
-        calibration=Calibration(source="made up", samples=1, tokens=1),
+        ProfileOptions(
+            loaded.fingerprint,
+            layers,
+            scorer_spec(make_scorer(scorer)),
+            "model",
+            32,
+            page_tokens=4,
+            heads_per_page=2,
+            window_tokens=2,
+        ),
+        0.5,
+        Calibration(source="made up", samples=1, tokens=1),
     )
     profile.save(folder / f"{scorer}.json")
     return str(folder / f"{scorer}.json")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tangram.config import EngineConfig
+from tangram.config import EngineConfig, Scope
 from tangram.errors import ConfigError
 from tangram.speculative_config import CompressedKv
 from tangram_lab.accuracy.methods import NAMES, Grid, Method, choose_alignment
@@ -23,8 +23,13 @@ def grid(**changes: Any) -> Grid:
     return Grid(**(options | changes))
 
 
+def scope_of(scorer: str) -> Scope:
+    """Every scorer is served alike."""
+    return "model"
+
+
 def test_what_makes_no_difference_is_measured_once() -> None:
-    methods = grid(alphas=[0, 2], scopes=["model", "layer"]).methods(4096)
+    methods = grid(alphas=[0, 2], scopes=["model", "layer"]).methods(4096, scope_of)
     counts = {name: sum(method.name == name for method in methods) for name in NAMES}
     assert counts == {
         "full": 1,
@@ -40,7 +45,7 @@ def test_what_makes_no_difference_is_measured_once() -> None:
 def test_one_shot_takes_the_context_in_one_piece_and_no_engine_follows_it() -> None:
     dynamic, one_shot = grid(
         names=["dynamic", "one-shot"], scorers=["keydiff"], retentions=[0.3]
-    ).methods(4096)
+    ).methods(4096, scope_of)
     assert (dynamic.chunk_tokens, one_shot.chunk_tokens) == (512, 4096)
     for method in (dynamic, one_shot):
         with pytest.raises(ConfigError, match=mentioning(f"methods {method.name}")):
@@ -64,7 +69,7 @@ def test_full_drops_nothing_and_budgets_come_from_a_file() -> None:
 
 
 def test_lossless_keeps_everything_and_drafts_from_a_profile() -> None:
-    (lossless,) = grid(names=["lossless"], scorers=["keydiff"]).methods(4096)
+    (lossless,) = grid(names=["lossless"], scorers=["keydiff"]).methods(4096, scope_of)
     config = lossless.config(EngineConfig(), "profile.json")
     assert config.kv_retention == lossless.kv_retention == 1.0
     assert config.speculation == CompressedKv() and config.profile == ("profile.json",)
@@ -101,15 +106,17 @@ def test_impossible_grids_are_refused_by_name(changes: dict[str, Any], said: str
 
 def test_contexts_end_where_every_chunk_does() -> None:
     chunks = grid(chunk_tokens=[256, 1024], names=["static", "dynamic"])
-    assert choose_alignment(chunks.methods(4096), align=True) == 1024
-    assert choose_alignment(chunks.methods(4096), align=False) is None
-    assert choose_alignment(chunks.methods(4096), align=True, unit=4096) == 4096
+    assert choose_alignment(chunks.methods(4096, scope_of), align=True) == 1024
+    assert choose_alignment(chunks.methods(4096, scope_of), align=False) is None
+    assert choose_alignment(chunks.methods(4096, scope_of), align=True, unit=4096) == 4096
     with pytest.raises(ConfigError, match=mentioning("chunk_tokens 1024 align_tokens 1536")):
-        choose_alignment(chunks.methods(4096), align=True, unit=1536)
+        choose_alignment(chunks.methods(4096, scope_of), align=True, unit=1536)
     with pytest.raises(ConfigError, match=mentioning("align_tokens 1024 no_align")):
-        choose_alignment(chunks.methods(4096), align=False, unit=1024)
-    assert choose_alignment(grid(chunk_tokens=[256]).methods(4096), align=True) == 4096
+        choose_alignment(chunks.methods(4096, scope_of), align=False, unit=1024)
+    assert choose_alignment(grid(chunk_tokens=[256]).methods(4096, scope_of), align=True) == 4096
     with pytest.raises(ConfigError, match=mentioning("chunk_tokens 384 1024")):
-        choose_alignment(grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096), align=True)
+        choose_alignment(
+            grid(chunk_tokens=[384, 1024], names=["static"]).methods(4096, scope_of), align=True
+        )
     with pytest.raises(ConfigError, match=mentioning("one-shot align")):
-        choose_alignment(grid().methods(4096), align=False)
+        choose_alignment(grid().methods(4096, scope_of), align=False)

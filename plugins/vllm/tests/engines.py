@@ -20,10 +20,10 @@ from tangram.compress.profile import (
     Calibration,
     ModelFingerprint,
     Profile,
+    ProfileOptions,
     ScorerSpec,
-    default_scope,
 )
-from tangram.compress.scorers import make_scorer
+from tangram.compress.scorers import default_scope, make_scorer
 
 CHUNK = 64  # of the tiny model
 SHIPPED = "smollm2.keydiff.model.c512.r0.5.json"
@@ -147,17 +147,19 @@ def tiny_profile(scorer: str = "keydiff", kv_retention: float = 0.5) -> Profile:
     return Profile.from_statistics(
         budgets,
         np.zeros_like(budgets),
-        model=ModelFingerprint("tiny", "llama", 3, 2, 4, 32, 300),
-        layers=range(3),
-        scorer=ScorerSpec(scorer, made.parameters()),
-        scope=default_scope(scorer),
-        kv_retention=kv_retention,
-        chunk_tokens=CHUNK,
-        calibration=Calibration(1, "random"),
-        page_tokens=8,
-        heads_per_page=2,
-        sink_tokens=2,
-        window_tokens=2,
+        ProfileOptions(
+            ModelFingerprint("tiny", "llama", 3, 2, 4, 32, 300),
+            range(3),
+            ScorerSpec(scorer, made.parameters()),
+            default_scope(scorer),
+            CHUNK,
+            page_tokens=8,
+            heads_per_page=2,
+            sink_tokens=2,
+            window_tokens=2,
+        ),
+        kv_retention,
+        Calibration(1, "random"),
     )
 
 

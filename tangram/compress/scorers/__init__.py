@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tangram.compress.profile import Profile, default_scope
+from tangram.compress.profile import Profile
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer
 from tangram.compress.scorers.expected_attention import ExpectedAttention
@@ -32,6 +32,7 @@ __all__ = [
     "ScorerChoice",
     "choose_scope",
     "choose_scorer",
+    "default_scope",
     "make_scorer",
     "read_profiles",
     "takes_gate",
@@ -116,6 +117,11 @@ def choose_scope(config: EngineConfig, scorer: str, profiles: Mapping[str, Profi
     return next(iter(recorded.values()), default_scope(scorer))
 
 
+def default_scope(name: str) -> Scope:
+    """Which heads compete by the scores of `name` by default. Raises `ConfigError` if unknown."""
+    return _find(name).scope
+
+
 def _find_leading_scorer(config: EngineConfig, profiles: Sequence[Profile]) -> str | None:
     drafts = config.speculation
     wanted = drafts.kv_retention if isinstance(drafts, CompressedKv) else config.kv_retention
@@ -137,21 +143,10 @@ def make_scorer(
     gate that ships for exactly the weights of `model`. Raises `ConfigError` if the name is unknown,
     if a gate is missing or damaged, or if the scorer takes no gate.
     """
+    return _find(name).create(gate, model)
+
+
+def _find(name: str) -> type[Scorer]:
     if name not in SCORERS:
         raise ConfigError(f"scorer is {name!r}, it must be one of {', '.join(sorted(SCORERS))}")
-    scorer = SCORERS[name]
-    if issubclass(scorer, FastKVzip):
-        found = (
-            find_gate(find_shipped_gates(), model) if gate is None and model is not None else gate
-        )
-        if found is None:
-            raise ConfigError(
-                f"gate is not set, scorer {name} needs a gate file and none ships for this model: "
-                "give the path of one, or train it with `tangram calibrate --train-gate`"
-            )
-        return scorer(found)
-    if gate is not None:
-        raise ConfigError(
-            f"gate is {str(gate)!r}, scorer {name} takes none: leave it out or choose fastkvzip"
-        )
-    return scorer()
+    return SCORERS[name]

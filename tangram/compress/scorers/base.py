@@ -8,18 +8,22 @@ Each file holds one method, named after its paper. Shape letters: `H` KV heads Â
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
+from tangram.config import Scope
 from tangram.errors import ConfigError, IntegrityError
 from tangram.types import Geometry, Int64
 
 Value = TypeVar("Value")
+Tokens = Sequence[int]
+Encode = Callable[[str], Tokens]  # a text's tokens, without special ones
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,31 @@ class Scorer(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    # Which heads compete by the scores by default.
+    scope: ClassVar[Scope] = "model"
     # Whether a token's score depends on its own activations alone, not on its position or on other
     # tokens: then the tokens of several chunks can be scored as if they were one.
     by_token: ClassVar[bool] = False
     # Whether the method takes the file of a trained gate.
     takes_gate: ClassVar[bool] = False
+    # The kernel of a backend that computes the same of `kernel_inputs`, for several chunks.
+    kernel: ClassVar[str | None] = None
     # What the method reads of each head that latents do not have; None if it serves them.
     reads_of_heads: ClassVar[str | None] = None
+
+    @classmethod
+    def create(cls, gate: Path | None, model: ModelFingerprint | None) -> Self:
+        """This method for `model`, with its default parameters.
+
+        `gate` is the file of its gate. Raises `ConfigError` for one that it does not take, or if
+        it lacks one.
+        """
+        if gate is not None:
+            raise ConfigError(
+                f"gate is {str(gate)!r}, scorer {cls.name} takes none: leave it out or choose "
+                "fastkvzip"
+            )
+        return cls()
 
     @property
     def fewest_tokens(self) -> int:
@@ -141,11 +163,21 @@ class Scorer(ABC):
         """Return [H, C] float32 scores, higher = keep. Must not change the chunk's tensors."""
 
     def kernel_inputs(self, chunks: ChunkView, count: int) -> tuple[Any, ...]:
-        """What a kernel that scores `count` chunks (N) at a time is given of them: the keys here.
+        """What `kernel` is given of `count` chunks (N) at a time: the keys here.
 
-        The kernel returns float32 [N, H, C]. `chunks` are as if they were one.
+        It returns float32 [N, H, C]. `chunks` are as if they were one.
         """
         return (torch.unflatten(chunks.keys, 1, (count, -1)).transpose(0, 1),)
+
+    def repeat_tokens(
+        self, encode: Encode, chunk: Tokens, previous: Tokens | None = None, suffix: Tokens = ()
+    ) -> list[int]:
+        """The T tokens of the second pass over `chunk`, for a method that needs "reconstruction".
+
+        `previous` is the chunk before, None for the first. `suffix` closes the user's turn in the
+        model's chat template (a newline if the model has none).
+        """
+        raise IntegrityError(f"scorer {self.name} has no second pass")
 
     def parameters(self) -> dict[str, float | int]:
         """Everything but the name that changes scores: it goes into the profile's fingerprint.

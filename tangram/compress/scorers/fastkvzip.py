@@ -6,13 +6,20 @@ import hashlib
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from tangram.compress.provenance import ModelFingerprint
 from tangram.compress.scorers.base import ChunkView, Scorer, require
-from tangram.compress.scorers.gate import NORM_EPSILON, Gate, gate_scores, load_gate
+from tangram.compress.scorers.gate import (
+    NORM_EPSILON,
+    Gate,
+    find_gate,
+    find_shipped_gates,
+    gate_scores,
+    load_gate,
+)
 from tangram.errors import ConfigError
 from tangram.types import Int64
 
@@ -28,12 +35,25 @@ class FastKVzip(Scorer):
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     by_token: ClassVar[bool] = True
     takes_gate: ClassVar[bool] = True
+    kernel: ClassVar[str | None] = "gate"
 
     def __init__(self, gate: Path) -> None:
         self.path = gate
         self.gate: Gate = load_gate(gate)
         # 52 bits survive JSON, whose numbers are doubles.
         self._digest = int(hashlib.sha256(gate.read_bytes()).hexdigest()[:13], 16)
+
+    @classmethod
+    def create(cls, gate: Path | None, model: ModelFingerprint | None) -> Self:
+        """See `Scorer`: without `gate`, the one that ships for exactly the weights of `model`."""
+        if gate is None and model is not None:
+            gate = find_gate(find_shipped_gates(), model)
+        if gate is None:
+            raise ConfigError(
+                f"gate is not set, scorer {cls.name} needs a gate file and none ships for this "
+                "model: give the path of one, or train it with `tangram calibrate --train-gate`"
+            )
+        return cls(gate)
 
     def parameters(self) -> dict[str, float | int]:
         """The first 52 bits of the gate file's SHA-256."""

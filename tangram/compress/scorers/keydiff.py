@@ -16,6 +16,7 @@ class KeyDiff(Scorer):
     """Minus the cosine between a key and the chunk's mean direction. It reads only the keys."""
 
     name: ClassVar[str] = "keydiff"
+    kernel: ClassVar[str | None] = "keydiff"
 
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in [-1, 1]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.compress.scorers.attention_weights import causal_softmax, compute_grouped_logits
-from tangram.compress.scorers.base import ChunkView, Reconstruction, Scorer, require
+from tangram.compress.scorers.base import ChunkView, Encode, Reconstruction, Scorer, Tokens, require
 from tangram.errors import ConfigError
 
 REPEAT_FIRST = "\n\nRepeat the previous context exactly."
@@ -51,6 +50,17 @@ class KVzip(Scorer):
             scores = torch.maximum(scores, seen.amax(dim=(1, 2)))
         return scores
 
+    def repeat_tokens(
+        self, encode: Encode, chunk: Tokens, previous: Tokens | None = None, suffix: Tokens = ()
+    ) -> list[int]:
+        """See `Scorer`: prompt, `suffix`, the chunk again.
+
+        The last 8 tokens of `previous` say where to start.
+        """
+        if previous is None:
+            return [*encode(REPEAT_FIRST), *suffix, *chunk]
+        return [*encode(REPEAT_NEXT), *previous[-PREVIOUS_TOKENS:], *suffix, *chunk]
+
     def _sink_keys(self, chunk: ChunkView) -> Tensor:
         """[H, s, D]: s is 0 in the first chunk, which holds the sinks itself."""
         if chunk.start == 0:
@@ -65,23 +75,3 @@ def _tile_attention(repeat: Reconstruction, keys: Tensor, begin: int, scaling: f
     return causal_softmax(
         compute_grouped_logits(queries, keys[:, : context + begin + queries.shape[1]], scaling)
     )
-
-
-def repeat_tokens(
-    encode: Callable[[str], Sequence[int]],
-    chunk: Sequence[int],
-    previous: Sequence[int] | None = None,
-    suffix: Sequence[int] = (),
-) -> list[int]:
-    """The T tokens of the repeat pass over `chunk`: prompt, `suffix`, the chunk again.
-
-    `previous` is the chunk before, None for the first: its last 8 tokens say where to start.
-    `encode` turns text into tokens without special ones. `suffix` closes the user's turn in the
-    model's chat template (a newline if the model has none).
-    """
-    lead = (
-        [*encode(REPEAT_FIRST)]
-        if previous is None
-        else [*encode(REPEAT_NEXT), *previous[-PREVIOUS_TOKENS:]]
-    )
-    return [*lead, *suffix, *chunk]

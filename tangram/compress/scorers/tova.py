@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tangram.compress.scorers.attention_weights import append_forced, trailing_attention
 from tangram.compress.scorers.base import ChunkView, Scorer
+from tangram.config import Scope
 from tangram.errors import ConfigError
 from tangram.types import Int64
 
@@ -21,6 +22,7 @@ class TOVA(Scorer):
     """
 
     name: ClassVar[str] = "tova"
+    scope: ClassVar[Scope] = "layer"  # one ranking a layer: those of several are not comparable
 
     def of_heads(self, heads: Int64) -> Scorer:
         """See `Scorer`: refused."""

@@ -20,7 +20,10 @@ class BlockTables(Protocol):
 
     tables: Int32
     lengths: Int32
-    follower: Callable[[int, Int64], None] | None
+
+    def follow(self, follower: Callable[[int, Int64], None]) -> None:
+        """See `CacheManager`."""
+        ...
 
 
 class DeviceTables:
@@ -33,9 +36,7 @@ class DeviceTables:
         self._host, self._device = cache.tables, torch.from_numpy(cache.tables).to(device)
         self._written: dict[int, list[Int64]] = {}
         if not self._device.is_cpu:
-            cache.follower = lambda slot, entries: self._written.setdefault(slot, []).append(
-                entries
-            )
+            cache.follow(lambda slot, entries: self._written.setdefault(slot, []).append(entries))
 
     def flat(self) -> Tensor:
         """int32 [slots · width]: the current block tables of all sequences, end to end."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tangram.cache.step import Row, Step
-from tangram.compress.scorers.kvzip import repeat_tokens
+from tangram.compress.scorers import Scorer
 from tangram.engine.passes.batcher import Batcher
 from tangram.engine.passes.device_tables import DeviceTables
 from tangram.engine.passes.forward_pass import Pass, seals_of
@@ -148,18 +148,17 @@ class Passes:
         """The second pass of scorers that make the model repeat a chunk (KVzip, section 3)."""
         for sealer in attention.sealers:
             if isinstance(sealer, ChunkSealer) and sealer.pending:
-                repeat = work.repeating(sealer.number, self._repetition(sealer.row))
+                repeat = work.repeating(sealer.number, self._repetition(sealer.scorer, sealer.row))
                 launch, sealing = self._launch(repeat), self._meters.sealing
                 repetition = RepeatAttention(launch, self.batcher.windows, sealer, sealing)
                 parts = repeat.tokens, repeat.positions, repeat.sampled
                 self.forward(repetition, *self.upload(*parts))
 
-    def _repetition(self, row: Row) -> Int64:
+    def _repetition(self, scorer: Scorer, row: Row) -> Int64:
         encode = partial(self._loaded.tokenizer.encode, add_special_tokens=False)
         preceding = row.preceding.tolist() if row.start else None
-        return np.asarray(
-            repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n")), np.int64
-        )
+        tokens = scorer.repeat_tokens(encode, row.tokens.tolist(), preceding, encode("\n"))
+        return np.asarray(tokens, np.int64)
 
     def upload(self, *arrays: Int64) -> list[Tensor]:
         """The arrays on the model's device, in their shapes and dtype."""

@@ -95,9 +95,9 @@ class StepLimits:
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
-    `drafts` says what may come behind the newest token of a sequence. `changes`, unless None, notes
-    who was queued and who was admitted. `passes_apart` says whether prefill rows are computed in
-    passes of their own beside decode rows.
+    `drafts` says what may come behind the newest token of a sequence. `changes` are those noted,
+    None before `note_changes`. `passes_apart` says whether prefill rows are computed in passes of
+    their own beside decode rows.
     """
 
     cache: CacheManager
@@ -117,6 +117,16 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.open_chunks = OpenChunks(self.cache)
+
+    def note_changes(self) -> None:
+        """From now on note who is queued and who is admitted."""
+        self.changes = []
+
+    def take_changes(self) -> list[tuple[TokenSequence, SequenceState]]:
+        """The changes noted since the last call, in order."""
+        noted = self.changes or []
+        self.note_changes()
+        return noted
 
     def excess(self, entering: int) -> int:
         """Sequences that never ran, with `entering` more, minus the free places of the batch.

@@ -140,8 +140,19 @@ def sequence_of(
     salt: str,
     prompt: tuple[int, ...] | Int64,
     limit: int,
+    *,
+    speculative: bool = True,
+    sample_index: int = 0,
 ) -> TokenSequence:
     """A new sequence with the tokens of `prompt`; an array, int64 [n], is not copied."""
-    tokens = np.asarray(prompt, np.int64)
-    keys = ChunkKeys(retention, salt)
-    return TokenSequence(request_id, arrival, keys, tokens, len(prompt), len(prompt), limit)
+    return TokenSequence(
+        request_id,
+        arrival,
+        ChunkKeys(retention, salt),
+        np.asarray(prompt, np.int64),
+        known=len(prompt),
+        prompt_tokens=len(prompt),
+        limit=limit,
+        speculative=speculative,
+        sample_index=sample_index,
+    )

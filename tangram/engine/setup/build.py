@@ -92,7 +92,8 @@ def build_parts(
     speculation = build_speculation(blueprint, cache, runner, kernels)
     announce_speculation(config)
     limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, config.prompt_patience)
-    scheduler = Scheduler(cache, limits, passes_apart=runner.passes.takes_apart)
+    apart = runner.passes.takes_apart
+    scheduler = Scheduler(cache, limits, drafts=speculation, passes_apart=apart)
     return Parts(config, loaded, admission, scheduler, runner, speculation)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tangram.calibrate.measure import Magnitudes, Observer, calibrate
 from tangram.calibrate.texts import QUICK_SAMPLES, make_texts, quick_tokens
 from tangram.compress.library import find_profiles, find_shipped_profiles
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tangram.compress.provenance import ModelFingerprint, ScorerSpec
 from tangram.compress.scorers import (
     Scorer,
@@ -264,18 +264,22 @@ def calibrate_model(
     magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     foretell_calibration(scores, samples, config.chunk_tokens)
+    options = ProfileOptions(
+        loaded.fingerprint,
+        loaded.geometry.full_layers,
+        scorer_spec(scorer),
+        scope,
+        config.chunk_tokens,
+        config.page_tokens,
+        config.heads_per_page,
+    )
     return calibrate(
         scores,
         samples,
-        geometry=loaded.geometry,
-        fingerprint=loaded.fingerprint,
-        scorer=scorer_spec(scorer),
-        scope=scope,
-        retentions=retentions,
-        chunk_tokens=config.chunk_tokens,
+        options,
+        retentions,
+        max_positions=most,
         source=source,
-        page_tokens=config.page_tokens,
-        heads_per_page=config.heads_per_page,
         track=show_progress,
         observe=observe,
         magnitudes=magnitudes,

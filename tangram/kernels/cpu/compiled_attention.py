@@ -105,7 +105,7 @@ def _let_use(threads: int) -> None:
 
 
 def runs_compiled(pool: Tensor) -> bool:
-    """True if `decode_step` over `pool` runs compiled code, False if the reference."""
+    """Whether compiled code can decode over `pool`."""
     return pool.dtype in COMPILED and pool.device.type == "cpu"
 
 
@@ -123,13 +123,14 @@ def warm_up(dtype: torch.dtype) -> None:
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
     plan = CpuPlan.build(plan_plain(rows), rows)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
-    decode_step(entry, entry, entry, pool, index, index + 1, plan, 0, AttentionRule(1.0))
+    rule, entries = AttentionRule(1.0), (entry, entry, entry, torch.empty_like(entry))
+    DecodePass(pool, index, index + 1, np.arange(2)).run(*entries, plan, 0, rule)
     likely = entry if dtype is torch.float32 else entry.bfloat16()
     asked = next((x for x in (likely, entry) if prefills_compiled(x, pool)), None)
     if asked is not None:
         address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
         out = torch.empty_like(asked)
-        prefill(asked, asked, asked, out, pool, index, address, spans, AttentionRule(1.0))
+        prefill(asked, asked, asked, out, pool, index, address, spans, rule)
     torch.set_num_threads(threads)
 
 
@@ -192,33 +193,6 @@ class DecodePass:
         if self._no_sinks is None or self._no_sinks.shape != shape:
             self._no_sinks = np.full(shape, -np.inf, np.float32)
         return self._no_sinks
-
-
-def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    plan: CpuPlan,
-    layer: int,
-    rule: AttentionRule,
-    *,
-    first_tokens: Int64 | None = None,
-) -> Tensor:
-    """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → [T, Q, V].
-
-    k is [T, H, D], v [T, H, V]. `first_tokens` int64 [R + 1] says where the tokens of each row
-    begin; None means one a row. Pools of dtypes that are not `COMPILED` go to the reference.
-    """
-    first = np.arange(plan.address.shape[1] + 1) if first_tokens is None else first_tokens
-    if runs_compiled(pool):
-        out = q.new_empty((*q.shape[:2], v.shape[-1]))
-        DecodePass(pool, tables, lengths, first).run(q, k, v, out, plan, layer, rule)
-        return out
-    where = pool, tables, lengths, plan.plan, plan.address, layer, first
-    return reference.decode_step(q, k, v, *where, rule)
 
 
 def prefills_compiled(q: Tensor, pool: Tensor) -> bool:

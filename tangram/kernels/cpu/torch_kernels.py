@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.errors import ConfigError
 from tangram.kernels import latents, reference
 from tangram.kernels.cpu import compiled_attention
 from tangram.kernels.cpu.waiting import WaitPolicy
@@ -31,15 +30,16 @@ from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
-from tangram.plan.schedule import ONE_TILE, Decoding, Schedule
+from tangram.plan.schedule import Decoding, Schedule, plan_by_budgets, plan_shared
 from tangram.types import Int32
 
 # Plans are made for so many workers, whatever the number of threads: how a sum is split decides its
 # last bit, and an answer must not depend on the threads that computed it (docs/cpu.md).
 WORKERS = 4
-BY_BUDGETS = "aot+ctas=1+tasks=4+min=128+tile=128"
+GRAIN = {"tasks_per_worker": 4, "min_tokens": 128, "tile_tokens": 128}
+BY_BUDGETS = Schedule("aot", plan_by_budgets, GRAIN, ctas=1)
 # Rows that share pages read these together.
-SHARING = "packing:thrifty+ctas=1+tasks=4+tile=128"
+SHARING = Schedule("packing:thrifty", plan_shared, GRAIN, ctas=1)
 # Decodes q [T, Q, D], k and v into out [T, Q, V], all of the decode rows, in one `layer`.
 LoadedDecode = Callable[..., object]
 NOTHING_FUSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({})
@@ -49,8 +49,7 @@ class TorchKernels:
     """`PoolKernels` for any device and dtype.
 
     Every batch is decoded by `schedule`. None splits by budgets, and where rows share pages, packs
-    them. Without `compiled` everything runs as `reference.py` specifies, on a CPU, too. Raises
-    `ConfigError` if the schedule has options that only the GPU's kernels support.
+    them. Without `compiled` everything runs as `reference.py` specifies, on a CPU, too.
     """
 
     fused_scores = NOTHING_FUSED
@@ -61,14 +60,6 @@ class TorchKernels:
         self._pool, self._schedule, self._waiting = pool, schedule, WaitPolicy()
         # By queries of a row: the last plan, and what compiled code reads of it.
         self._plans: dict[int, tuple[WorkPlan, compiled_attention.CpuPlan]] = {}
-        given = set() if schedule is None else set(schedule.numbers)
-        if schedule is not None and schedule.one_tile:
-            given.add(ONE_TILE)
-        if schedule is not None and (foreign := sorted(given - {*schedule.planner.numbers})):
-            raise ConfigError(
-                f"decode_schedule is {schedule.text!r}: +{foreign[0]} is an option of "
-                f"the GPU's kernels, leave it out on {pool.entries.device.type}"
-            )
         rehearse_planning()
         self._compiled = compiled and compiled_attention.runs_compiled(pool.entries)
         if self._compiled:
@@ -80,9 +71,7 @@ class TorchKernels:
 
     def plan(self, batch: Decoding) -> tuple[WorkPlan, str]:
         """See `PoolKernels`: the same plan for any number of threads."""
-        schedule = self._schedule
-        if schedule is None:
-            schedule = Schedule.parse(SHARING if batch.forest.nodes else BY_BUDGETS)
+        schedule = self._schedule or (SHARING if batch.forest.nodes else BY_BUDGETS)
         return schedule.plan(batch, WORKERS, CostModel()), schedule.kind
 
     def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
@@ -99,16 +88,25 @@ class TorchKernels:
         decode = addresses.decode
         if decode is None:
             return None
-        first = np.append(0, np.cumsum(decode.counts, dtype=np.int64))
         entries = self._pool.entries
-        lengths = torch.tensor(addresses.lengths, device=entries.device).view(-1)
-        if not self._compiled:
-            where = entries, tables, lengths, decode.plan, decode.batch.rows.address
-            return lambda q, k, v, out, *, layer, rule: out.copy_(
-                reference.decode_step(q, k, v, *where, layer, first, rule)
+        where = entries, tables, torch.tensor(addresses.lengths, device=entries.device).view(-1)
+        if self._compiled:
+            first = np.append(0, np.cumsum(decode.counts, dtype=np.int64))
+            rows = compiled_attention.DecodePass(*where, first)
+            return partial(rows.run, plan=self._find_plan(decode))
+        plan, counts, address = decode.plan, decode.counts, decode.batch.rows.address
+
+        def by_reference(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, layer: int, rule: AttentionRule
+        ) -> None:
+            heads, width = address[layer], v.shape[-1]
+            places = heads["table"], heads["column"], heads["length_index"]
+            reference.append(k, v, *where, *places, counts)
+            out.copy_(
+                reference.decode(q, *where, plan, layer, rule, counts=counts, value_dim=width)
             )
-        rows = compiled_attention.DecodePass(entries, tables, lengths, first)
-        return partial(rows.run, plan=self._find_plan(decode))
+
+        return by_reference
 
     def _find_plan(self, decode: DecodedRows) -> compiled_attention.CpuPlan:
         queries = decode.batch.queries
@@ -201,7 +199,7 @@ class TorchLaunch:
                     keys,
                     v[first:last],
                     *where,
-                    *self._find_address(layer, row),
+                    self._find_address(layer, row),
                     rule,
                     past_tokens=position,
                 )

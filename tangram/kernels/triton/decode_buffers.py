@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.interface import DecodedRows, KvPool
+from tangram.kernels.interface import DecodedRows
 from tangram.kernels.transfer import stage
-from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.decode_launch import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
-from tangram.kernels.triton.packed import Capacity, DecodeOptions, pack
+from tangram.kernels.triton.packed import Capacity, DecodeOptions
+from tangram.kernels.triton.stored import StoredPool
 from tangram.plan.form import DecodeRows
 from tangram.plan.records import ADDRESS, as_words
 from tangram.types import Int32
@@ -38,21 +38,13 @@ class LoadedRows:
 class DecodeBuffers:
     """Loads the decode rows of passes over `pool`, one pass at a time.
 
-    `stored` are the pool's entries as kernels read them, `scales` theirs. Every plan runs by
-    `options` on `card`.
+    `group` is G. Every plan runs by `options`.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        stored: Tensor,
-        scales: Tensor | None,
-        options: DecodeOptions,
-        card: Card,
-    ) -> None:
-        self._pool, self._stored, self._scales = pool, stored, scales
-        self._options, self._card = options, card
-        self._plans = PlanBuffers(stored.device)
+    def __init__(self, pool: StoredPool, group: int, options: DecodeOptions) -> None:
+        self._pool, self._group, self._options = pool, group, options
+        self._device = pool.entries.device
+        self._plans = PlanBuffers(self._device)
         # By rows, queries of a row, and whether tasks serve several rows.
         self._decoders: dict[tuple[int, int, bool], GpuDecode] = {}
         self._addresses: dict[int, tuple[DecodeRows, Tensor]] = {}  # by rows: whose, and where
@@ -71,7 +63,8 @@ class DecodeBuffers:
             least = None if known is None else known.capacity
             if plan.shares_rows and least is None:
                 least = self._sharing(decode, rows)
-            known = self._decoders[place] = self._decoder(decode, self._options, least)
+            needed = self._capacity(decode, self._options).with_slack(least)
+            known = self._decoders[place] = self._decoder(decode, self._options, needed)
         return self._load(known, decode, lengths.reshape(-1))
 
     def rehearse(self, decode: DecodedRows, lengths: Int32) -> Iterator[LoadedRows]:
@@ -81,8 +74,9 @@ class DecodeBuffers:
             (self._options, FEW_PARTS[0]),
             *((apart, parts) for parts in (*FEW_PARTS[1:], MANY_PARTS)),
         ):
-            needed = self._capacity(decode, options).launching_all(options, parts)
-            decoder = self._decoder(decode, options, needed)
+            needed = self._capacity(decode, options)
+            launched = needed.with_slack(needed.launching_all(options, parts))
+            decoder = self._decoder(decode, options, launched)
             yield self._load(decoder, decode, lengths.reshape(-1))
 
     def _load(self, decoder: GpuDecode, decode: DecodedRows, lengths: Int32) -> LoadedRows:
@@ -92,34 +86,30 @@ class DecodeBuffers:
         return LoadedRows(decoder, address, self._load_lengths(lengths), first, queries)
 
     def _capacity(self, decode: DecodedRows, options: DecodeOptions) -> Capacity:
-        group = self._pool.group * decode.batch.queries
-        return Capacity.of(decode.plan, pack(decode.plan, group, options, decode.batch.lengths))
+        batch = decode.batch
+        rows = self._group * batch.queries, options.of_rows(batch.queries)
+        return Capacity.for_plan(decode.plan, *rows, batch.lengths)
 
     def _sharing(self, decode: DecodedRows, rows: int) -> Capacity:
         """Capacity for plans of as many rows that share other prefixes: few need a new graph.
 
         In them other rows may have parts that only a merge finishes, so there is space for all.
         """
-        queries = decode.batch.queries
-        options = self._options.for_drafts if queries > 1 else self._options
+        queries, processors = decode.batch.queries, self._pool.card.processors
+        options, group = self._options.of_rows(queries), self._group * queries
         needed = self._capacity(decode, replace(options, merge="kernel"))
-        group = self._pool.group * queries
-        return needed.doubled.doubled.sharing(options, group, rows, self._card.processors)
+        return needed.doubled.doubled.sharing(options, group, rows, processors)
 
     def _decoder(
-        self, decode: DecodedRows, options: DecodeOptions, least: Capacity | None
+        self, decode: DecodedRows, options: DecodeOptions, capacity: Capacity
     ) -> GpuDecode:
         return GpuDecode(
-            [decode.plan],
-            group=self._pool.group,
-            head_dim=self._pool.entries.shape[-1],
-            pool=self._stored,
+            decode.plan,
+            self._pool,
+            self._group,
             lengths=decode.batch.lengths,
             options=options,
-            scales=self._scales,
-            least=least,
-            slack=True,
-            card=self._card,
+            capacity=capacity,
             queries=decode.batch.queries,
             buffers=self._plans,
         )
@@ -158,7 +148,7 @@ class DecodeBuffers:
         return self._copy(first, self._first_tokens[rows])
 
     def _make(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=self._stored.device)
+        return torch.empty(shape, dtype=torch.int32, device=self._device)
 
     def _copy(self, array: Int32, target: Tensor) -> Tensor:
         return target.copy_(stage(array, target.device), non_blocking=True)

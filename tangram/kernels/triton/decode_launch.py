@@ -9,8 +9,6 @@ needs its results, or at once if it is the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,9 +18,7 @@ from torch import Tensor
 
 from tangram.errors import ConfigError
 from tangram.kernels.interface import AttentionRule
-from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.decode import decode_tasks
-from tangram.kernels.triton.e4m3 import address
 from tangram.kernels.triton.merge import merge_segments
 from tangram.kernels.triton.packed import (
     FIXED,
@@ -32,6 +28,7 @@ from tangram.kernels.triton.packed import (
     count_words,
     pack,
 )
+from tangram.kernels.triton.stored import StoredPool
 from tangram.kernels.triton.tiling import LEAST_ENTRIES, Operands, Tile, fit_tile
 from tangram.plan.form import WorkPlan
 from tangram.types import Int32
@@ -61,52 +58,40 @@ class PlanBuffers:
 class GpuDecode:
     """Executes decode plans of one pool: `load` a plan, then `attend` layer by layer.
 
-    This works eagerly or in a graph. `plans`, at the flat host `lengths`, and `least` size the
-    buffers; with `slack` the sizes are rounded up to powers of two, and doubled without `least`.
-    `group` is G, `head_dim` D. A row has up to `queries` tokens. An FP8 pool needs `scales`,
-    float32 [L, H, 2], the factors of stored keys and values. `card` None is the pool's own, and
-    `buffers` None are the decoder's own. Raises `ConfigError` if a plan does not fit.
+    This works eagerly or in a graph. The first `plan` is loaded at the flat host `lengths`. The
+    buffers have the `capacity`; None is what this plan needs. `group` is G. A row has up to
+    `queries` tokens. `buffers` None are the decoder's own. Raises `ConfigError` if a plan does not
+    fit.
     """
 
     def __init__(
         self,
-        plans: Sequence[WorkPlan],
-        *,
+        plan: WorkPlan,
+        pool: StoredPool,
         group: int,
-        head_dim: int,
-        pool: Tensor,
+        *,
         lengths: Int32 | None = None,
         options: DecodeOptions | None = None,
-        scales: Tensor | None = None,
-        least: Capacity | None = None,
-        slack: bool = False,
-        card: Card | None = None,
+        capacity: Capacity | None = None,
         queries: int = 1,
         buffers: PlanBuffers | None = None,
     ) -> None:
-        self._options, self._card = options or DecodeOptions(), card or Card.of(pool.device)
-        if queries > 1:
-            self._options = self._options.for_drafts
-        self._group, self._head_dim, self._scales = group, head_dim, scales
-        self._latent = pool.shape[2] == 1
-        self._queries = queries
-        self._pool = address(pool, self._card)
-        self._kv_heads, self._tile_tokens = plans[0].kv_heads, plans[0].tile_tokens
-        known = [
-            Capacity.of(plan, pack(plan, group * queries, self._options, lengths)) for plan in plans
-        ]
-        size = reduce(Capacity.join, known if least is None else [*known, least])
-        if slack:
-            size = size.rounded if least is not None else size.rounded.doubled
+        self._options = (options or DecodeOptions()).of_rows(queries)
+        self._group, self._queries = group, queries
+        self._pool, self._scales, self._card = pool.entries, pool.scales, pool.card
+        self._latent, self._head_dim = self._pool.shape[2] == 1, self._pool.shape[-1]
+        self._kv_heads, self._tile_tokens = plan.kv_heads, plan.tile_tokens
+        size = capacity or Capacity.for_plan(plan, group * queries, self._options, lengths)
         self.capacity = size
-        shared = self._buffers = buffers or PlanBuffers(pool.device)
+        shared = self._buffers = buffers or PlanBuffers(self._pool.device)
         self._device_plan = shared.take("plan", sum(size.sizes.values()), torch.int32)
         self._plan = self._views(self._device_plan)
         rows = max(1, size.slots) * group * queries
         # A part is a mean of values: float16 holds it if it holds these, and rounds it no more than
         # the output.
-        part = torch.float16 if pool.dtype == torch.float16 else torch.float32
-        self._part_out = shared.take("part_out", rows * head_dim, part).view(rows, head_dim)
+        part = torch.float16 if self._pool.dtype == torch.float16 else torch.float32
+        size_out = rows * self._head_dim
+        self._part_out = shared.take("part_out", size_out, part).view(rows, self._head_dim)
         self._part_lse = shared.take("part_lse", rows, torch.float32)
         # Large tiles start first: they take longest, and small tasks fit beside them.
         self._kinds = [kind for kind, count in reversed(list(enumerate(size.tasks))) if count]
@@ -114,7 +99,7 @@ class GpuDecode:
         self._tiles = dict[torch.dtype, list[Tile]]()
         self._packed = WeakKeyDictionary[WorkPlan, tuple[PackedPlan, Tensor]]()
         self._chained = self._card.chains and self._options.chained
-        self._load(plans[0], lengths)
+        self.load(plan, lengths)
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
         sizes = self.capacity.sizes

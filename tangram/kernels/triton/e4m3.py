@@ -6,21 +6,10 @@ the instructions go through it, one element at a time and at a fraction of the r
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.tiles import INTERPRETED
-
-
-def address(pool: Tensor, card: Card) -> Tensor:
-    """`pool` as the kernels read it on `card`: bytes if the card cannot convert FP8."""
-    if pool.dtype == torch.float8_e4m3fn and not card.converts_fp8:
-        return pool.view(torch.uint8)
-    return pool
-
 
 _CONVERT = tl.constexpr("""
 {

@@ -12,7 +12,7 @@ library may sum in another order for another number of rows. A past is cut by it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +26,7 @@ from tangram.kernels.interface import MOST_BYTES, Expansion
 from tangram.kernels.reference import gather, merge_parts
 from tangram.kernels.transfer import upload
 from tangram.kernels.triton.card import HOPPER, Card
+from tangram.kernels.triton.stored import StoredPool
 from tangram.kernels.triton.tiles import LOG2E, absorb_tile, multiply
 from tangram.kernels.triton.tiling import (
     LEAST_ENTRIES,
@@ -45,7 +46,7 @@ _TILE, _WIDE_TILE = Tile(TILE, TILE, stages=2), Tile(2 * TILE, TILE, warps=8, st
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:
-    """N ≥ 1 prefill rows.
+    """N ≥ 1 prefill rows, whose pages the flat block `tables` list.
 
     `spans` [N] have a `SPAN` of each, whose keys are new latents, and `address` [N] a `PAST`.
     Neighbours with one table are of one sequence, whose past grows from row to row.
@@ -53,6 +54,7 @@ class LatentRows:
 
     spans: Records
     address: Records
+    tables: Tensor
 
     @property
     def sequences(self) -> Iterator[slice]:
@@ -182,29 +184,28 @@ def attend_expanded(
             tl.store(lse + (begin + m).to(tl.int64) * Q + head, logarithm, mask=m < queries)
 
 
-def serves(pool: Tensor, dtype: torch.dtype, expansion: Expansion, card: Card) -> bool:
+def serves(pool: StoredPool, dtype: torch.dtype, expansion: Expansion) -> bool:
     """Whether latents of this pool are attended so.
 
     The card needs tensor memory access, and shared memory for a tile.
     """
-    aligned = pool.shape[-1] % 8 == 0 == expansion.up[:, :, 0].numel() % 8
+    width, card = pool.entries.shape[-1], pool.card
+    aligned = width % 8 == 0 == expansion.up[:, :, 0].numel() % 8
     if not card.copies_tiles or dtype not in DTYPES or not aligned:
         return False
-    operands = _operands(_blocks(expansion, pool.shape[-1]), dtype.itemsize)
+    operands = _operands(_blocks(expansion, width), dtype.itemsize)
     return count_shared_bytes(_TILE, operands, card) <= card.shared_bytes
 
 
 def attend(
     q: Tensor,
     latents: Tensor,
-    pool: Tensor,
-    tables: Tensor,
+    pool: StoredPool,
     rows: LatentRows,
     expansion: Expansion,
     out: Tensor,
     *,
     scaling: float,
-    card: Card,
     most_bytes: int = MOST_BYTES,
     tile: Tile | None = None,
 ) -> None:
@@ -214,7 +215,7 @@ def attend(
     """
     entry_bytes = expansion.up[:, :, 0].numel() * q.element_size()
     most = max(TILE, most_bytes // entry_bytes // TILE * TILE)
-    how = expansion, scaling, card, tile
+    how = expansion, scaling, pool.card, tile
     for lot in _lots(rows, most):
         spans, address = rows.spans[lot].copy(), rows.address[lot]
         last = int(_last_cut(address["length"], most).max())
@@ -223,8 +224,8 @@ def attend(
             begin, end = int(spans["query_begin"].min()), int(spans["query_end"].max())
         for column in ("query_begin", "query_end"):
             spans[column] -= begin
-        moved, asking = LatentRows(spans, address), q[begin:end]
-        entries = latents, pool, tables
+        moved, asking = replace(rows, spans=spans, address=address), q[begin:end]
+        entries = latents, pool.entries
         final = _Part.of(moved, last, last + most, *entries, causal=True)
         if not last:
             final.attend(asking, *how, out)
@@ -277,7 +278,6 @@ class _Part:
         end: int,
         latents: Tensor,
         pool: Tensor,
-        tables: Tensor,
         *,
         causal: bool = False,
     ) -> _Part:
@@ -299,7 +299,7 @@ class _Part:
             past_place[run] = place
             table, column, _ = rows.address[run.start].tolist()
             count = int(seen[run].max())
-            held, _ = gather(pool, tables, table, column, begin, begin + count)
+            held, _ = gather(pool, rows.tables, table, column, begin, begin + count)
             entries[place : place + count] = held.to(latents.dtype)
         own_place = places[len(sizes) : -1]
         if causal:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tangram.kernels.interface import MOST_BYTES, PrefillRows
 from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.e4m3 import widen
+from tangram.kernels.triton.stored import LayerRows, StoredPool
 from tangram.kernels.triton.tiles import absorb_tile, multiply
 from tangram.kernels.triton.tiling import Operands, Tile, fit_tile
 from tangram.types import Int32, Int64
@@ -46,6 +47,21 @@ class Part:
     keys: int
     longest: Int64
     total: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredCells:
+    """The cells of a `part` in one layer, on the device.
+
+    `order` int32 [cells] and `sources` int32 are the part's, `offsets` int32 [N · H, 2] those of a
+    step. `buffers` are two tensors of at least `count_elements` elements, which are overwritten.
+    """
+
+    part: Part
+    order: Tensor
+    offsets: Tensor
+    sources: Tensor
+    buffers: Sequence[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,54 +376,45 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    address: Tensor,
-    spans: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    sources: Tensor,
-    gathered: Sequence[Tensor],
-    part: Part,
+    pool: StoredPool,
+    rows: LayerRows,
+    cells: GatheredCells,
     out: Tensor,
     *,
-    layer: int,
     scaling: float,
-    scales: Tensor | None = None,
-    card: Card | None = None,
 ) -> None:
-    """Attention of the cells `order` of a part: q [T, Q, D], k, v [T', H, D] → its rows of out.
+    """Attention of the `cells` of a part: q [T, Q, D], k, v [T', H, D] → its rows of out [T, Q, D].
 
-    out is [T, Q, D]. `address` int32 [N, H, 3], `spans` int32 [N, 5] and `offsets` int32 [N · H, 2]
-    are a step's, `sources` int32 the part's. `gathered` are two tensors of at least
-    `count_elements` elements, which are overwritten. Otherwise the contract of `prefill.prefill`.
+    Otherwise the contract of `prefill.prefill`.
     """
+    part, order, layer = cells.part, cells.order, rows.layer
     dim, heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     total = int(part.total[layer])
-    buffers = [buffer[: total * dim].view(total, dim) for buffer in gathered]
+    buffers = [buffer[: total * dim].view(total, dim) for buffer in cells.buffers]
     sizes = {"H": heads, "D": dim, "TILE": TILE}
     if part.longest[layer]:
-        gather_pasts[(triton.cdiv(int(part.longest[layer]), TILE), len(sources))](
-            *(pool, tables, address, sources, offsets),
-            buffers[0] if scales is None else scales,
+        gather_pasts[(triton.cdiv(int(part.longest[layer]), TILE), len(cells.sources))](
+            *(pool.entries, rows.tables, rows.address, cells.sources, cells.offsets),
+            buffers[0] if pool.scales is None else pool.scales,
             *(*buffers, layer),
             **sizes,
-            HP=pool.shape[1],
-            P=pool.shape[3],
-            SCALED=scales is not None,
+            HP=pool.entries.shape[1],
+            P=pool.entries.shape[3],
+            SCALED=pool.scales is not None,
             num_warps=4,
         )
     gather_chunks[(triton.cdiv(part.keys, TILE), len(order))](
-        *(k, v, spans, order, offsets, *buffers, *k.stride()[:2], *v.stride()[:2]),
+        *(k, v, rows.spans, order, cells.offsets, *buffers, *k.stride()[:2], *v.stride()[:2]),
         **sizes,
         num_warps=4,
     )
     keys, values = (
         TensorDescriptor(buffer, [total, dim], [dim, 1], [TILE, dim]) for buffer in buffers
     )
-    tile = tile_of(dim, q.element_size(), card or Card.of(pool.device))
+    tile = tile_of(dim, q.element_size(), pool.card)
     attend_segments[(triton.cdiv(part.queries, TILE), len(order) * group)](
-        *(q, keys, values, address, spans, order, offsets, out, scaling, *q.stride()[:2]),
+        *(q, keys, values, rows.address, rows.spans, order, cells.offsets),
+        *(out, scaling, *q.stride()[:2]),
         **sizes,
         G=group,
         num_warps=tile.warps,

@@ -18,7 +18,6 @@ from tangram.kernels.triton.tiling import Tile
 from tangram.plan.form import Bool, WorkPlan
 from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
-from tangram.plan.schedule import TILE_NUMBERS, Schedule
 from tangram.types import Int32, Int64
 
 WORD_BYTES = 4
@@ -60,19 +59,9 @@ class DecodeOptions:
     programs: int = 8192
     short_tokens: int = SHORT_TOKENS
 
-    @classmethod
-    def of(cls, schedule: Schedule) -> DecodeOptions:
-        """The options of a schedule; its tile numbers apply to every tile but `short`."""
-        changed: dict[str, Any] = {
-            name: value for name, value in schedule.numbers.items() if name in TILE_NUMBERS
-        }
-        tiles = tuple(replace(tile, **changed) for tile in TILES)
-        return cls(tiles, one_tile_tasks=1 << 30 if schedule.one_tile else cls.one_tile_tasks)
-
-    @property
-    def for_drafts(self) -> DecodeOptions:
-        """The same for rows of several tokens: no short tasks."""
-        return replace(self, short_tokens=0)
+    def of_rows(self, queries: int) -> DecodeOptions:
+        """The same for rows of up to `queries` tokens: of several there are no short tasks."""
+        return replace(self, short_tokens=0) if queries > 1 else self
 
     @property
     def kinds(self) -> tuple[Tile, ...]:
@@ -249,6 +238,10 @@ class Capacity:
         segments = max(self.segments, least)
         return replace(self, tasks=tasks, finishes=finishes, segments=segments)
 
+    def with_slack(self, least: Capacity | None) -> Capacity:
+        """Space for later plans too: doubled for a first one, or else at least `least`."""
+        return self.rounded.doubled if least is None else self.join(least).rounded
+
     def join(self, other: Capacity) -> Capacity:
         """The smallest capacity that holds both."""
         return Capacity(
@@ -274,6 +267,13 @@ class Capacity:
         if plan.partial_slots > self.slots:
             return f"the plan has {plan.partial_slots} slots, the buffers hold {self.slots}"
         return None
+
+    @classmethod
+    def for_plan(
+        cls, plan: WorkPlan, group: int, options: DecodeOptions, lengths: Int32 | None
+    ) -> Capacity:
+        """The smallest capacity that holds `plan`, packed as `pack` does."""
+        return cls.of(plan, pack(plan, group, options, lengths))
 
     @classmethod
     def of(cls, plan: WorkPlan, packed: PackedPlan) -> Capacity:

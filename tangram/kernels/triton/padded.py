@@ -18,6 +18,7 @@ from tangram.kernels.interface import PaddedShape, PrefillRows
 from tangram.kernels.transfer import stage, views
 from tangram.kernels.triton.fused_causal import CausalRun
 from tangram.kernels.triton.gathered import PrefillOrder
+from tangram.kernels.triton.stored import LayerRows
 from tangram.plan.records import SPAN, as_words
 from tangram.types import Int32
 
@@ -40,6 +41,11 @@ class LoadedPrefill:
     order: Tensor
     offsets: Tensor
     sources: Tensor
+
+    def of_layer(self, layer: int, tables: Tensor, rows: slice = slice(None)) -> LayerRows:
+        """`rows` in `layer`."""
+        lengths = self.rows.shortest, self.rows.longest
+        return LayerRows(layer, tables, self.address[layer, rows], self.spans[rows], *lengths)
 
     def find_paged(self, plain: bool, gathers: bool) -> slice:
         """The places of a layer's cells that follow pages: others are fused, or gathered."""

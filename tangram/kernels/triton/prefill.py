@@ -18,6 +18,7 @@ from torch import Tensor
 from tangram.kernels.interface import AttentionRule
 from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.e4m3 import widen
+from tangram.kernels.triton.stored import LayerRows, StoredPool
 from tangram.kernels.triton.tiles import LOG2E, multiply, soft_cap, take_part
 from tangram.kernels.triton.tiling import Operands, Tile, fit_tile
 
@@ -302,49 +303,43 @@ def prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    address: Tensor,
-    spans: Tensor,
+    pool: StoredPool,
+    rows: LayerRows,
     order: Tensor,
     rule: AttentionRule,
     *,
-    layer: int,
-    shortest: int,
-    longest: int,
-    scales: Tensor | None = None,
     out: Tensor | None = None,
-    card: Card | None = None,
     split_entries: int = SPLIT_ENTRIES,
 ) -> Tensor:
     """Attention of the new tokens of several requests: q [T, Q, D] → [T, Q, D], in q's dtype.
 
-    k, v are [T', H, D]. `spans` int32 [rows, 5]: the requests' queries [begin, end) in q, keys
-    [begin, end) in k, and the position of their first key. `address` int32 [rows, H, 3]: each
-    head's table offset, column and past length in the pool. `shortest` and `longest` are the least
-    and the most queries of a row. `order` int32 [cells] lists the cells row · H + head that are
-    computed, in their order. Otherwise the contract of `reference.prefill`. Parts of `out` without
-    span or cell are unchanged. `card` None is the pool's own. Without a window, the past of a row
-    of few tiles is split among programs, one for `split_entries` entries or more.
+    k, v are [T', H, D]. `order` int32 [cells] lists the cells row · H + head that are computed, in
+    their order. Otherwise the contract of `reference.prefill`. Parts of `out` without span or cell
+    are unchanged. Without a window, the past of a row of few tiles is split among programs, one for
+    `split_entries` entries or more.
     """
     heads, dim = k.shape[1], q.shape[2]
     group = q.shape[1] // heads
     out = q.new_empty(q.shape) if out is None else out
     block_dim = triton.next_power_of_2(dim)
     # Depends on head dim and card alone, so that a row is computed alike in any batch.
-    operands = Operands(block_dim, q.element_size(), hops=1, widens=scales is not None)
-    tile = tile_of(operands, card or Card.of(pool.device))
-    numbers = (layer, rule.scaling, rule.softcap or 1.0, rule.window or 0)
+    operands = Operands(block_dim, q.element_size(), hops=1, widens=pool.scales is not None)
+    tile = tile_of(operands, pool.card)
+    numbers = (rows.layer, rule.scaling, rule.softcap or 1.0, rule.window or 0)
     launch = _Launch(
-        ((q, k, v, pool, tables, address, spans), (scales, rule.sinks), out),
+        (
+            (q, k, v, pool.entries, rows.tables, rows.address, rows.spans),
+            (pool.scales, rule.sinks),
+            out,
+        ),
         (*numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         {"H": heads, "G": group, "D": dim, "BLOCK_M": tile.queries, "BLOCK_D": block_dim},
         tile,
         rule.window is not None,
         rule.softcap is not None,
     )
-    tiles = triton.cdiv(longest, tile.queries)
-    if rule.window is None and 2 * triton.cdiv(shortest, tile.queries) <= SLOTS:
+    tiles = triton.cdiv(rows.longest, tile.queries)
+    if rule.window is None and 2 * triton.cdiv(rows.shortest, tile.queries) <= SLOTS:
         launch.run_split(order, tiles, split_entries)
     else:
         launch.run(order, tiles, (out, out), 1, split_entries)

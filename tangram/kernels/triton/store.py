@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tangram.kernels.interface import Ranking
 from tangram.kernels.triton.e4m3 import to_e4m3
+from tangram.kernels.triton.stored import LayerRows, StoredPool
 from tangram.kernels.triton.tiles import ADDRESS, size, word
 from tangram.types import FP8_MAX
 
@@ -291,12 +293,11 @@ def seal_chunk(
 def append(
     k: Tensor,
     v: Tensor,
-    pool: Tensor,
+    pool: StoredPool,
     tables: Tensor,
     lengths: Tensor,
     address: Tensor,
     layer: int,
-    scales: Tensor | None = None,
     first_tokens: Tensor | None = None,
     queries: int = 1,
 ) -> None:
@@ -307,81 +308,58 @@ def append(
     """
     heads, rows = k.shape[1], address.shape[1]
     append_entries[(rows, heads, queries)](
-        *(k, v, pool, tables, lengths, address),
+        *(k, v, pool.entries, tables, lengths, address),
         first_tokens if first_tokens is not None else address,
-        scales if scales is not None else k,
+        pool.scales if pool.scales is not None else k,
         *(layer, *k.stride()[:2], *v.stride()[:2]),
-        **_forms(k, pool, scales),
+        **_forms(k, pool),
         NQ=queries,
         num_warps=1,
     )
 
 
-def store(
-    k: Tensor,
-    v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    address: Tensor,
-    spans: Tensor,
-    kept: Tensor,
-    *,
-    layer: int,
-    longest: int,
-    scales: Tensor | None = None,
-) -> None:
+def store(k: Tensor, v: Tensor, pool: StoredPool, rows: LayerRows, kept: Tensor) -> None:
     """`reference.store` for several rows of k, v [T, H, D], for heads that keep all of a row.
 
-    `address` int32 [rows, H, 3]: table offset, column and first index. `spans` int32 [rows, 5]: [2]
-    and [3] bound the row in k and v. `kept` is int32 [rows, H], and `longest` the most entries of a
-    row.
+    `kept` is int32 [N, H].
     """
-    rows, heads = kept.shape
-    store_rows[(triton.cdiv(longest, 32), heads, rows)](
-        *(k, v, pool, tables, address, spans, kept),
-        scales if scales is not None else k,
-        *(layer, *k.stride()[:2], *v.stride()[:2]),
-        **_forms(k, pool, scales),
+    count, heads = kept.shape
+    store_rows[(triton.cdiv(rows.longest, 32), heads, count)](
+        *(k, v, pool.entries, rows.tables, rows.address, rows.spans, kept),
+        pool.scales if pool.scales is not None else k,
+        *(rows.layer, *k.stride()[:2], *v.stride()[:2]),
+        **_forms(k, pool),
         BLOCK=32,
         num_warps=4,
     )
 
 
 def seal(
-    scores: Tensor,
+    ranking: Ranking,
     k: Tensor,
     v: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    address: Tensor,
-    spans: Tensor,
+    pool: StoredPool,
+    rows: LayerRows,
     kept: Tensor,
     *,
-    layer: int,
-    sinks: int,
-    window: int,
     keeps_rest: bool = False,
-    scales: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> None:
     """Write the `kept` [N, H] best of the C entries of each of N chunks to each head's next pages.
 
-    With `keeps_rest` the others follow in the pages behind them.
-    `scores` is float32 [N, H, C], unprotected: the first `sinks` tokens of a sequence and the last
-    `window` of a chunk stay whatever their scores. k, v are [N · C, H, D]. `address` int32 [N, H,
-    3] is table offset, column and first index. In `spans` int32 [N, 5], [4] is the position of the
-    chunk's first token. `mask` uint8 [N, H, C], if given, gets a 1 for each of the best entries and
-    a 0 for the others.
+    With `keeps_rest` the others follow in the pages behind them. k, v are [N · C, H, D]. `mask`
+    uint8 [N, H, C], if given, gets a 1 for each of the best entries and a 0 for the others.
     """
-    chunks, heads, tokens = scores.shape
+    chunks, heads, tokens = ranking.scores.shape
     block = min(64, triton.next_power_of_2(tokens))
     seal_chunk[(chunks * heads, triton.cdiv(tokens, block))](
-        *(scores.contiguous(), k, v, pool, tables, address, spans, kept),
-        scales if scales is not None else k,
+        *(ranking.scores.contiguous(), k, v),
+        *(pool.entries, rows.tables, rows.address, rows.spans, kept),
+        pool.scales if pool.scales is not None else k,
         mask if mask is not None else kept,
-        *(layer, sinks, window, *k.stride()[:2], *v.stride()[:2]),
+        *(rows.layer, ranking.sinks, ranking.window, *k.stride()[:2], *v.stride()[:2]),
         mask.stride(0) if mask is not None else 0,
-        **_forms(k, pool, scales),
+        **_forms(k, pool),
         C=tokens,
         BLOCK_C=triton.next_power_of_2(tokens),
         BLOCK=block,
@@ -391,10 +369,14 @@ def seal(
     )
 
 
-def _forms(k: Tensor, pool: Tensor, scales: Tensor | None) -> dict[str, float]:
+def _forms(k: Tensor, pool: StoredPool) -> dict[str, float]:
     """What all kernels here are compiled for: keys [T, H, D] and `pool`."""
-    _, heads_per_page, vectors, page_tokens, dim = pool.shape
+    _, heads_per_page, vectors, page_tokens, dim = pool.entries.shape
     return {
         **{"H": k.shape[1], "D": dim, "S": vectors, "HP": heads_per_page, "P": page_tokens},
-        **{"BLOCK_D": triton.next_power_of_2(dim), "LIMIT": FP8_MAX, "SCALED": scales is not None},
+        **{
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "LIMIT": FP8_MAX,
+            "SCALED": pool.scales is not None,
+        },
     }

@@ -28,47 +28,50 @@ from tangram.kernels.triton import expanded, fused_causal, gate, gathered, keydi
 from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.card_cost import count_programs, estimate_cost
 from tangram.kernels.triton.decode_buffers import DecodeBuffers, LoadedRows
-from tangram.kernels.triton.e4m3 import address
 from tangram.kernels.triton.packed import DecodeOptions, rehearse_packing
 from tangram.kernels.triton.padded import LoadedPrefill, RowBuffers, inputs_of
+from tangram.kernels.triton.stored import StoredPool
 from tangram.plan.form import WorkPlan
-from tangram.plan.schedule import Decoding, Schedule
+from tangram.plan.schedule import Decoding, Schedule, plan_shared
 
-FUSED_GATE: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"fastkvzip": gate.score})
-FUSED_SCORES = MappingProxyType({"keydiff": keydiff.score, **FUSED_GATE})
+OF_LATENTS: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"gate": gate.score})
+SCORES = MappingProxyType({"keydiff": keydiff.score, **OF_LATENTS})
 # (most tokens, step): the width of a pass is rounded up to a multiple of the step.
 WIDTHS = ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 64))
 # The same where rows have drafts, so that their number changes from step to step.
 DRAFT_WIDTHS = ((4, 4), (16, 8), (64, 16), (128, 32), (256, 64), (1 << 30, 128))
 # A work queue that reads shared prefixes once where that saves enough.
-SERVED = "packing:thrifty"
+SERVED = Schedule("packing:thrifty", plan_shared, {"tile_tokens": 64, "finer": True})
 
 
 class TritonKernels:
     """`PoolKernels` of float32, bfloat16, float16 and FP8 pools.
 
-    Every batch is decoded by `schedule`. `card` None is the pool's own.
+    Every batch is planned by `schedule`, and decoded with `options`. `card` None is the pool's own.
     """
 
     def __init__(
-        self, pool: KvPool, schedule: Schedule | None = None, card: Card | None = None
+        self,
+        pool: KvPool,
+        schedule: Schedule = SERVED,
+        card: Card | None = None,
+        options: DecodeOptions | None = None,
     ) -> None:
         entries = pool.entries
-        self.pool, self.card = pool, card or Card.of(entries.device)
-        self.stored = address(entries, self.card)
-        self.scales = pool.scales
-        if self.scales is None and entries.dtype.itemsize == 1:
-            self.scales = torch.ones(pool.layers, pool.heads, 2, device=entries.device)
-        self.fused_scores = FUSED_GATE if pool.latent else FUSED_SCORES
-        self._schedule = schedule or Schedule.parse(SERVED)
-        self._cost = estimate_cost(entries, pool.group, self.card)
-        self._programs = count_programs(entries, pool.group, self.card)
-        options = DecodeOptions.of(self._schedule)
-        self._decoding = DecodeBuffers(pool, self.stored, self.scales, options, self.card)
+        scales = pool.scales
+        if scales is None and entries.dtype.itemsize == 1:
+            scales = torch.ones(pool.layers, pool.heads, 2, device=entries.device)
+        self.pool, self.stored = pool, StoredPool.of(entries, scales, card)
+        self._card = self.stored.card
+        self.fused_scores = OF_LATENTS if pool.latent else SCORES
+        self._schedule = schedule
+        self._cost = estimate_cost(entries, pool.group, self._card)
+        self._programs = count_programs(entries, pool.group, self._card)
+        self._decoding = DecodeBuffers(self.stored, pool.group, options or DecodeOptions())
         self._padded: dict[Hashable, RowBuffers] = {}
         self._gathers, self._fuses = (
-            not pool.latent and gathered.serves(entries, self.card),
-            not pool.latent and fused_causal.serves(entries, self.card),
+            not pool.latent and gathered.serves(entries, self._card),
+            not pool.latent and fused_causal.serves(entries, self._card),
         )
         self.copies = CopyBuffers(entries)
         self.newest: TritonLaunch | None = None
@@ -82,7 +85,7 @@ class TritonKernels:
 
     def plan(self, batch: Decoding) -> tuple[WorkPlan, str]:
         """See `PoolKernels`."""
-        plan = self._schedule.plan(batch, self.card.processors, self._cost, self._programs)
+        plan = self._schedule.plan(batch, self._card.processors, self._cost, self._programs)
         return plan, self._schedule.kind
 
     def launch(self, addresses: PassAddresses, tables: Tensor) -> TritonLaunch:
@@ -112,7 +115,7 @@ class TritonKernels:
             rows,
             chunks,
             None if padded is None else padded.tokens,
-            begun if self.stored.is_cuda else None,
+            begun if self.pool.entries.is_cuda else None,
         )
         return self.newest
 
@@ -121,7 +124,7 @@ class TritonKernels:
         apart = [run.rows for run in runs]
         cells = gathered.PrefillOrder.of(rows, self.copies.entry_bytes, self._gathers, apart)
         return LoadedPrefill(
-            rows, cells, runs, *upload_together(inputs_of(rows, cells), self.stored.device)
+            rows, cells, runs, *upload_together(inputs_of(rows, cells), self.pool.entries.device)
         )
 
     def _pad(self, addresses: PassAddresses) -> RowBuffers | None:
@@ -141,7 +144,7 @@ class TritonKernels:
             return None
         key = shape, row.whole.tobytes(), bool(cells.gathered)
         if key not in self._padded:
-            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self.stored.device)
+            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self.pool.entries.device)
         self._padded[key].load(row, cells)
         return self._padded[key]
 
@@ -201,7 +204,7 @@ class TritonLaunch:
         self._check()
         store.append(
             *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
-            *(rows.address, layer, self.kernels.scales, rows.first_tokens, rows.queries),
+            *(rows.address, layer, rows.first_tokens, rows.queries),
         )
         rows.decoder.attend(
             *(layer, q[:tokens], self.tables, rows.lengths, rule),
@@ -224,16 +227,10 @@ class TritonLaunch:
         if chunks is None:
             return out
         self._check()
-        rows, spans = chunks.rows, chunks.spans
+        rows, here = chunks.rows, chunks.of_layer(layer, self.tables)
         if rows.whole[layer, rows.asking].any():
-            asking = rows.asking
-            store.store(
-                *(k, v, kernels.stored, self.tables, chunks.address[layer, asking], spans[asking]),
-                chunks.first[layer, asking],
-                layer=layer,
-                longest=rows.longest,
-                scales=kernels.scales,
-            )
+            asking = chunks.of_layer(layer, self.tables, rows.asking)
+            store.store(k, v, kernels.stored, asking, chunks.first[layer, rows.asking])
         if expansion is not None:
             self._attend_latents(chunks, layer, q, k, out, expansion, rule.scaling)
             return out
@@ -245,42 +242,19 @@ class TritonLaunch:
                 return attended  # a copy takes 1 % of a pass (8,192 tokens, Qwen3-4B, H100)
             out[run.tokens] = attended
         for part in chunks.cells.gathered if gathers else ():
-            gathered.attend(
-                *(q, k, v, kernels.stored, self.tables, chunks.address[layer], spans),
-                *(chunks.order[layer, part.cells], chunks.offsets[layer]),
-                *(chunks.sources[part.sources], kernels.copies.take(part, layer, q.dtype)),
-                *(part, out),
-                layer=layer,
-                scaling=rule.scaling,
-                scales=kernels.scales,
-                card=kernels.card,
+            cells = gathered.GatheredCells(
+                part,
+                chunks.order[layer, part.cells],
+                chunks.offsets[layer],
+                chunks.sources[part.sources],
+                kernels.copies.take(part, layer, q.dtype),
             )
-        self._attend_paged(chunks, chunks.find_paged(plain, gathers), layer, q, k, v, out, rule)
+            gathered.attend(q, k, v, kernels.stored, here, cells, out, scaling=rule.scaling)
+        paged = chunks.find_paged(plain, gathers)
+        if paged.start < paged.stop:
+            order = chunks.order[layer, paged]
+            prefill.prefill(q, k, v, kernels.stored, here, order, rule, out=out)
         return out
-
-    def _attend_paged(
-        self,
-        chunks: LoadedPrefill,
-        cells: slice,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        rule: AttentionRule,
-    ) -> None:
-        if cells.stop <= cells.start:
-            return
-        prefill.prefill(
-            *(q, k, v, self.kernels.stored, self.tables, chunks.address[layer], chunks.spans),
-            *(chunks.order[layer, cells], rule),
-            layer=layer,
-            shortest=chunks.rows.shortest,
-            longest=chunks.rows.longest,
-            scales=self.kernels.scales,
-            out=out,
-            card=self.kernels.card,
-        )
 
     def _attend_latents(
         self,
@@ -292,14 +266,13 @@ class TritonLaunch:
         expansion: Expansion,
         scaling: float,
     ) -> None:
-        asking, entries, card = chunks.rows.asking, self.kernels.pool.entries, self.kernels.card
+        asking, stored = chunks.rows.asking, self.kernels.stored
         if asking.start == asking.stop:
             return
         spans, places = chunks.rows.spans[asking], chunks.rows.address[layer, asking, 0]
-        where = entries, self.tables
-        if expanded.serves(self.kernels.stored, q.dtype, expansion, card):
-            rows = expanded.LatentRows(spans, places)
-            expanded.attend(q, k[:, 0], *where, rows, expansion, out, scaling=scaling, card=card)
+        if expanded.serves(stored, q.dtype, expansion):
+            rows = expanded.LatentRows(spans, places, self.tables)
+            expanded.attend(q, k[:, 0], stored, rows, expansion, out, scaling=scaling)
             return
         for (begin, end, first, last, _), place in zip(
             spans.tolist(), places.tolist(), strict=True
@@ -307,7 +280,8 @@ class TritonLaunch:
             out[begin:end] = latents.prefill(
                 q[begin:end],
                 k[first:last, 0],
-                *where,
+                self.kernels.pool.entries,
+                self.tables,
                 place,
                 expand=expansion.expand,
                 scaling=scaling,
@@ -317,21 +291,18 @@ class TritonLaunch:
         """See `Launch`."""
         chunks, chosen = self._require_chunks(), self.kernels.pool.chosen
         store.seal(
-            *(ranking.scores, k, v, self.kernels.stored, self.tables),
-            *(chunks.address[layer, rows], chunks.spans[rows], chunks.first[layer, rows]),
-            layer=layer,
+            *(ranking, k, v, self.kernels.stored, chunks.of_layer(layer, self.tables, rows)),
+            chunks.first[layer, rows],
             keeps_rest=bool((chunks.rows.kept > chunks.rows.first)[layer, rows].any()),
-            sinks=ranking.sinks,
-            window=ranking.window,
-            scales=self.kernels.scales,
             mask=None if chosen is None else chosen[rows, layer],
         )
 
     def first_keys(self, layer: int, row: int, count: int) -> Tensor:
         """See `Launch`."""
         table, column, _ = self._require_chunks().address[layer, row].T
-        keys = reference.first_keys(self.kernels.stored, self.tables, table, column, count)
-        keys, scales = keys.view(self.kernels.pool.entries.dtype), self.kernels.scales
+        stored, dtype = self.kernels.stored, self.kernels.pool.entries.dtype
+        keys = reference.first_keys(stored.entries, self.tables, table, column, count).view(dtype)
+        scales = stored.scales
         return keys if scales is None else keys.float() * scales[layer, :, :1, None]
 
     def _require_chunks(self) -> LoadedPrefill:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from scipy.stats import spearmanr
 from tangram.calibrate.agreement import rank_stability
 from tangram.calibrate.measure import Scores, calibrate, measure_kept_fractions
 from tangram.calibrate.text_files import read_kinds, read_texts
-from tangram.compress.profile import ModelFingerprint, Profile, ScorerSpec
+from tangram.compress.profile import ModelFingerprint, Profile, ProfileOptions, ScorerSpec
 from tangram.config import Scope
 from tangram.errors import ConfigError, ProfileError
 from tangram.progress import show_progress
@@ -106,17 +107,15 @@ def run(**changes: Any) -> list[Profile]:
     arguments: dict[str, Any] = {
         "score_source": score_source,
         "samples": [[seed] * (CHUNK * (2 + seed % 2) + 9) for seed in range(6)],
-        "geometry": GEOMETRY,
-        "fingerprint": MODEL,
-        "scorer": ScorerSpec("keydiff"),
-        "scope": "model",
         "retentions": [0.3, 0.5],
-        "chunk_tokens": CHUNK,
+        "max_positions": GEOMETRY.max_positions,
         "source": "random scores",
-        "page_tokens": 4,
-        "heads_per_page": 2,
+        "track": iter,
     }
-    return calibrate(**{**arguments, **changes})
+    arguments |= {name: changes.pop(name) for name in arguments if name in changes}
+    layers, scorer = GEOMETRY.full_layers, ScorerSpec("keydiff")
+    options = replace(ProfileOptions(MODEL, layers, scorer, "model", CHUNK, 4, 2), **changes)
+    return calibrate(options=options, **arguments)
 
 
 def test_profiles_of_every_rho_come_from_one_pass() -> None:

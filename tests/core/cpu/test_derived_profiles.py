@@ -9,7 +9,7 @@ import numpy as np
 from bench.derived_profiles import measure_moved_pages
 from tangram.calibrate.measure import calibrate
 from tangram.compress.between import derive_profile
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tests.core.host.test_between import PAGES
 from tests.core.host.test_profile import make
 
@@ -26,12 +26,9 @@ def calibrate_on_noise(ratios: list[float]) -> list[Profile]:
             [np.float32(need + np.random.default_rng(sample[0]).normal(size=(3, 6, 512)))]
         ),
         [[seed] * 512 for seed in range(4)],
-        geometry=geometry,
-        fingerprint=profile.model,
-        scorer=profile.scorer,
-        scope="model",
-        retentions=ratios,
-        chunk_tokens=512,
+        ProfileOptions(profile.model, geometry.full_layers, profile.scorer, "model", 512),
+        ratios,
+        max_positions=geometry.max_positions,
         source="random",
     )
 

@@ -23,7 +23,7 @@ from tangram.kernels.narrow import NARROW, as_entries
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.split import plan_plain
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
 from tangram_lab.kernel_benchmarks.plan_check import check_plan
 from tests.examples import examples
 from tests.paged import SCALING, WINDOW, Batch, dense_attention, dense_decode, make_batch
@@ -61,18 +61,13 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
 def run_compiled(
     batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object
 ) -> Tensor:
-    return compiled_attention.decode_step(
-        batch.q,
-        batch.k,
-        batch.v,
-        batch.pool,
-        batch.tables,
-        batch.lengths,
-        compiled_attention.CpuPlan.build(plan, batch.rows, threads),
-        layer,
-        AttentionRule(SCALING, **options),  # type: ignore[arg-type]
-        first_tokens=np.append(0, np.cumsum(batch.counts)),
-    )
+    out = batch.q.new_empty((*batch.q.shape[:2], batch.v.shape[-1]))
+    rule = AttentionRule(SCALING, **options)  # type: ignore[arg-type]
+    built = compiled_attention.CpuPlan.build(plan, batch.rows, threads)
+    first = np.append(0, np.cumsum(batch.counts))
+    rows = compiled_attention.DecodePass(batch.pool, batch.tables, batch.lengths, first)
+    rows.run(batch.q, batch.k, batch.v, out, built, layer, rule)
+    return out
 
 
 OPTIONS = [(None, False), (None, True), (2.0, False)]  # softcap, sinks
@@ -175,7 +170,7 @@ def test_a_plan_serves_rows_whose_drafts_were_refused(
     drafted = batch.lengths.numpy().copy()
     for row, refused in enumerate(shrinkage[: len(counts)]):
         drafted[batch.rows.length_index[row]] += refused
-    plan = plan_workqueue(batch.rows, drafted, workers, tile_tokens=16, min_tokens=16)
+    plan = plan_workqueue(batch.rows, drafted, Grain(workers, tile_tokens=16, min_tokens=16))
     for layer in (0, 1):
         expected = dense_decode(batch, layer, softcap=None, sinks=None)
         torch.testing.assert_close(run(batch.copy(), plan, layer), expected, rtol=1e-4, atol=2e-5)
@@ -262,10 +257,11 @@ def test_two_threads_give_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
     batch = make_batch(2, 2, 3, 64, dtype=dtype)
-    out = run_compiled(batch.copy(), plan_aot(batch.rows, 8), 0)
-    assert out.dtype == dtype and compiled_attention.runs_compiled(batch.pool) == (
-        dtype is torch.bfloat16
-    )
+    compiled = compiled_attention.runs_compiled(batch.pool)
+    assert compiled == (dtype is torch.bfloat16)
+    run = run_compiled if compiled else run_reference
+    out = run(batch.copy(), plan_aot(batch.rows, 8), 0)
+    assert out.dtype == dtype
     torch.testing.assert_close(
         out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2
     )
@@ -317,16 +313,14 @@ def run_compiled_prefill(
     v: Tensor,
     pool: Tensor,
     tables: Tensor,
-    table: np.ndarray,
-    column: np.ndarray,
-    past: np.ndarray,
+    pasts: tuple[np.ndarray, np.ndarray, np.ndarray],
     rule: AttentionRule,
     *,
     past_tokens: int,
 ) -> Tensor:
     """`reference.prefill` by the compiled kernel."""
     out, spans = torch.full_like(q, torch.nan), [[0, len(q), 0, len(k), past_tokens]]
-    places = np.stack([table, column, past], axis=-1)[None].astype(np.int32)
+    places = np.stack(pasts, axis=-1)[None].astype(np.int32)
     compiled_attention.prefill(q, k, v, out, pool, tables, places, np.array(spans, np.int32), rule)
     return out
 
@@ -356,9 +350,7 @@ def prefill(
         v,
         batch.pool,
         batch.tables,
-        table,
-        column,
-        np.array(past),
+        (table, column, np.array(past)),
         AttentionRule(SCALING, batch.rows.windows[layer], **options),  # type: ignore[arg-type]
         past_tokens=max(past),
     )

@@ -49,6 +49,7 @@ print(total.tobytes().hex())
 """
 # One decode step from a pool of each dtype.
 DECODING = """
+import numpy as np
 import torch
 from tangram.kernels.cpu import compiled_attention
 from tangram.kernels.interface import AttentionRule
@@ -58,10 +59,11 @@ from tests.paged import SCALING, make_batch
 
 for dtype in (torch.float32, torch.float8_e4m3fn):
     one = make_batch(3, 2, 3, 64, longest=400, seed=1)
-    where = as_entries(one.pool, dtype), one.tables, one.lengths
+    where = as_entries(one.pool, dtype), one.tables, one.lengths, np.arange(len(one.q) + 1)
     plan = compiled_attention.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
     rule = AttentionRule(SCALING)
-    out = compiled_attention.decode_step(one.q, one.k, one.v, *where, plan, 0, rule)
+    out = torch.empty_like(one.q)
+    compiled_attention.DecodePass(*where).run(one.q, one.k, one.v, out, plan, 0, rule)
     print(out.numpy().tobytes().hex())
 """
 

@@ -22,7 +22,7 @@ from tangram.compress.scorers import SCORERS, ChunkView, Reconstruction, Scorer,
 from tangram.compress.scorers.expected_attention import ExpectedAttention
 from tangram.compress.scorers.fastkvzip import FastKVzip
 from tangram.compress.scorers.keydiff import KeyDiff
-from tangram.compress.scorers.kvzip import KVzip, repeat_tokens
+from tangram.compress.scorers.kvzip import KVzip
 from tangram.compress.scorers.rotation import rotate, unrotate
 from tangram.compress.scorers.snapkv import SnapKV
 from tangram.compress.scorers.streaming_llm import StreamingLLM
@@ -168,10 +168,9 @@ def test_repeat_pass_has_the_tokens_of_kvpress(oracle: dict[str, Tensor]) -> Non
     def encode(text: str) -> list[int]:
         return list(text.encode())
 
-    assert repeat_tokens(encode, first, suffix=[10, 7]) == oracle["repeat_tokens/0"].tolist()
-    assert (
-        repeat_tokens(encode, second, first, suffix=[10, 7]) == oracle["repeat_tokens/1"].tolist()
-    )
+    repeat = KVzip().repeat_tokens
+    assert repeat(encode, first, suffix=[10, 7]) == oracle["repeat_tokens/0"].tolist()
+    assert repeat(encode, second, first, suffix=[10, 7]) == oracle["repeat_tokens/1"].tolist()
 
 
 def test_expected_attention_turns_only_the_rotary_dimensions() -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from tangram.cli import app
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tangram.compress.provenance import Calibration
 from tangram.compress.scorers import make_scorer
 from tangram.compress.scorers.fastkvzip import FastKVzip
@@ -95,14 +95,11 @@ def test_the_engine_takes_the_shipped_gate_where_none_is_named(
     profile = Profile.from_statistics(
         even,
         0 * even,
-        model=loaded.fingerprint,
-        layers=layers,
-        scorer=scorer_spec(FastKVzip(SHIPPED[0])),
-        scope="model",
-        kv_retention=0.5,
-        chunk_tokens=32,
-        calibration=Calibration(1, "equal budgets"),
-        page_tokens=8,
+        ProfileOptions(
+            loaded.fingerprint, layers, scorer_spec(FastKVzip(SHIPPED[0])), "model", 32, 8
+        ),
+        0.5,
+        Calibration(1, "equal budgets"),
     )
     profile.save(tmp_path / "profile.json")
     engine = small_engine(

@@ -10,7 +10,7 @@ import pytest
 from bench.derived_profiles import measure_moved_pages
 from tangram.compress.between import derive_profile, is_derivable
 from tangram.compress.library import find_shipped_profiles
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ProfileOptions
 from tangram.errors import ConfigError
 from tests.core.host.test_profile import make
 
@@ -26,10 +26,9 @@ def test_between_two_ratios_shares_are_interpolated() -> None:
     expected = Profile.from_statistics(
         found.mean,
         found.std,
-        **{name: getattr(low, name) for name in ("model", "layers", "scorer", "scope")},
-        kv_retention=0.3,
-        chunk_tokens=512,
-        calibration=low.calibration,
+        ProfileOptions(low.model, low.layers, low.scorer, low.scope, 512),
+        0.3,
+        low.calibration,
     )
     assert found == expected, "its pages follow from its shares as a calibration's do"
 

@@ -17,7 +17,7 @@ class TableCopy:
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache, self._tables, self.writes = cache, cache.tables.copy(), 0
-        cache.follower = self._write
+        cache.follow(self._write)
 
     def _write(self, slot: int, entries: Int64) -> None:
         self._tables[slot, entries] = self._cache.tables[slot, entries]

@@ -4,6 +4,7 @@ is what pays.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import combinations
 
 import numpy as np
@@ -17,6 +18,7 @@ from tangram.plan.form import WorkPlan
 from tangram.plan.packing import plan_packing
 from tangram.plan.profit import THRIFT
 from tangram.plan.records import RangeKind
+from tangram.plan.workqueue import Grain
 from tangram.types import Int32
 from tangram_lab.baselines.packing_rules import ALL_PACKING_RULES
 from tangram_lab.kernel_benchmarks.plan_check import check_plan
@@ -35,12 +37,15 @@ costs = st.builds(
 
 
 def pack(batch: SharedBatch, rule: str = "naive", workers: int = 4, **options: object) -> WorkPlan:
+    grain = {
+        field.name: options.pop(field.name) for field in fields(Grain) if field.name in options
+    }
     return plan_packing(
         batch.rows,
         batch.lengths,
         batch.forest,
         batch.kept_tokens,
-        workers,
+        Grain(workers, **grain),  # type: ignore[arg-type]
         **{"group": 4, "cost": CostModel(), "rule": ALL_PACKING_RULES[rule], **options},  # type: ignore[arg-type]
     )
 

@@ -25,7 +25,7 @@ class PartTableCopy:
 
     def __init__(self, drafts: PartTables) -> None:
         self._drafts, self.tables = drafts, drafts.tables.copy()
-        drafts.follower = self._write
+        drafts.follow(self._write)
 
     def _write(self, slot: int, places: Int64) -> None:
         self.tables[slot, places] = self._drafts.tables[slot, places]

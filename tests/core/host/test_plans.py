@@ -17,7 +17,7 @@ from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import RangeKind
 from tangram.plan.split import plan_plain
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
 from tangram.types import Int32
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
 from tangram_lab.kernel_benchmarks.plan_check import check_plan
@@ -51,7 +51,7 @@ def every_plan(rows: DecodeRows, lengths: Int32, workers: int, tile_tokens: int)
     return [
         plan_plain(rows),
         plan_aot(rows, workers, tile_tokens=tile_tokens),
-        plan_workqueue(rows, lengths, workers, tile_tokens=tile_tokens, min_tokens=least),
+        plan_workqueue(rows, lengths, Grain(workers, tile_tokens=tile_tokens, min_tokens=least)),
         plan_uniform_splits(rows, lengths, workers, tile_tokens=tile_tokens),
         plan_buckets(rows, lengths, workers, kind="exact", tile_tokens=tile_tokens),
         plan_buckets(rows, lengths, workers, kind="padded", tile_tokens=tile_tokens),
@@ -82,9 +82,11 @@ def test_a_layer_is_planned_alone_as_it_is_among_others(
     batch: tuple[DecodeRows, Int32], workers: int
 ) -> None:
     rows, lengths = batch
-    whole = plan_workqueue(rows, lengths, workers, tile_tokens=16, min_tokens=16)
+    whole = plan_workqueue(rows, lengths, Grain(workers, tile_tokens=16, min_tokens=16))
     for layer in range(whole.layers):
-        alone = plan_workqueue(rows.layer(layer), lengths, workers, tile_tokens=16, min_tokens=16)
+        alone = plan_workqueue(
+            rows.layer(layer), lengths, Grain(workers, tile_tokens=16, min_tokens=16)
+        )
         inside = whole.of_layer(layer)
         for name in ("table", "length_index", "column", "head", "kind", "a", "b"):
             assert alone.tasks[name].tolist() == whole.tasks[name][inside].tolist()
@@ -314,14 +316,14 @@ def test_about_as_many_heads_as_workers_are_cut_so_that_the_long_ones_delay_nobo
     """
     workers, shape = 396, (rows, 1, 8)
     lengths = np.broadcast_to(np.array([6000, 2000] * 4), shape).astype(np.int32).ravel()
-    plan = plan_workqueue(make_rows(np.ones(shape)), lengths, workers)
+    plan = plan_workqueue(make_rows(np.ones(shape)), lengths, Grain(workers))
     begin, end = plan.spans(lengths)
     finished = [0] * workers
     for tokens in end - begin:  # in the order they start
         heapq.heapreplace(finished, finished[0] + int(tokens))
     assert max(finished) < 1.6 * lengths.sum() / workers
     alike = plan_workqueue(
-        make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), workers
+        make_rows(np.ones(shape)), np.full(lengths.shape, 4000, np.int32), Grain(workers)
     )
     assert alike.direct.all()
 
@@ -331,7 +333,9 @@ def test_fewer_heads_than_workers_are_cut_finer_where_their_tasks_stay_long(
     rows: int, tokens: int, tasks: int
 ) -> None:
     lengths = np.full((rows, 1, 8), tokens, np.int32)
-    plan = plan_workqueue(make_rows(np.ones(lengths.shape)), lengths.ravel(), 396, finer=True)
+    plan = plan_workqueue(
+        make_rows(np.ones(lengths.shape)), lengths.ravel(), Grain(396, finer=True)
+    )
     begin, end = plan.spans(lengths.ravel())
     assert len(begin) == tasks
     assert (end - begin).max() - (end - begin).min() <= plan.tile_tokens

@@ -23,6 +23,7 @@ from tangram.compress.profile import (
     Calibration,
     ModelFingerprint,
     Profile,
+    ProfileOptions,
     RankStability,
     ScorerSpec,
 )
@@ -44,15 +45,13 @@ def make(seed: int = 0, **changes: Any) -> Profile:
     arguments: dict[str, Any] = {
         "mean": rng.random((3, 6)) ** 3,
         "std": rng.random((3, 6)) * 0.1,
-        "model": MODEL,
-        "layers": [0, 2, 4],
-        "scorer": ScorerSpec("keydiff", {"epsilon": 0.01}),
-        "scope": "model",
         "kv_retention": 0.5,
-        "chunk_tokens": 512,
         "calibration": Calibration(50, "calibration texts", 100_000, RankStability(0.9, 0.7)),
     }
-    return Profile.from_statistics(**{**arguments, **changes})
+    arguments |= {name: changes.pop(name) for name in arguments if name in changes}
+    scorer = ScorerSpec("keydiff", {"epsilon": 0.01})
+    options = replace(ProfileOptions(MODEL, [0, 2, 4], scorer, "model", 512), **changes)
+    return Profile.from_statistics(options=options, **arguments)
 
 
 @given(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tangram.errors import ConfigError
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import RangeKind
-from tangram.plan.workqueue import plan_workqueue
+from tangram.plan.workqueue import Grain, plan_workqueue
+from tangram.types import Int32
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits, splits_for
 
 
@@ -40,7 +41,7 @@ def parts(plan: WorkPlan, rows: DecodeRows) -> list[int]:
 def test_the_work_queues_worked_example() -> None:
     lengths = np.array([1000, 300], np.int32)
     plan = plan_workqueue(
-        rows_of(2, 1, 1), lengths, 2, tasks_per_worker=2, tile_tokens=128, min_tokens=256
+        rows_of(2, 1, 1), lengths, Grain(2, tasks_per_worker=2, tile_tokens=128, min_tokens=256)
     )
     assert plan.entries["row"].tolist() == [0, 0, 0, 1]
     kinds = [RangeKind.ABS, RangeKind.ABS, RangeKind.OPEN, RangeKind.OPEN]
@@ -65,7 +66,7 @@ def test_queue_tasks_are_as_large_as_the_target_and_no_smaller_than_asked(
 ) -> None:
     rows = rows_of(3, 2, 2)
     plan = plan_workqueue(
-        rows, lengths, workers, tile_tokens=tile, min_tokens=least, tasks_per_worker=4
+        rows, lengths, Grain(workers, tile_tokens=tile, min_tokens=least, tasks_per_worker=4)
     )
     for layer in (0, 1):
         here = lengths[rows.length_index[:, layer]]
@@ -80,7 +81,7 @@ def test_queue_tasks_are_as_large_as_the_target_and_no_smaller_than_asked(
 @given(lengths_of_layers)
 def test_queue_tasks_start_longest_first(lengths: np.ndarray) -> None:
     rows = rows_of(3, 2, 2)
-    plan = plan_workqueue(rows, lengths, 8)
+    plan = plan_workqueue(rows, lengths, Grain(8))
     for layer in (0, 1):
         size = sizes(plan, lengths, layer)
         assert (size[1:] - size[:-1]).max(
@@ -94,7 +95,7 @@ def test_queue_tasks_fill_the_workers_evenly_whatever_the_lengths(shape: str) ->
     if shape != "uniform":
         lengths[:] = 3072
         lengths[: 8 if shape == "bimodal" else 1] = 65_536
-    plan = plan_workqueue(rows_of(4, 1, 8), lengths, 132)
+    plan = plan_workqueue(rows_of(4, 1, 8), lengths, Grain(132))
     finish = np.zeros(132)
     for tokens in sizes(plan, lengths):  # each task goes to the worker that is free first
         finish[finish.argmin()] += tokens
@@ -103,7 +104,7 @@ def test_queue_tasks_fill_the_workers_evenly_whatever_the_lengths(shape: str) ->
 
 def test_a_window_is_one_task_and_counts_only_what_it_sees() -> None:
     lengths = np.array([5000, 5000], np.int32)
-    plan = plan_workqueue(rows_of(1, 2, 1, (None, 100)), lengths, 4)
+    plan = plan_workqueue(rows_of(1, 2, 1, (None, 100)), lengths, Grain(4))
     assert sizes(plan, lengths, 1).tolist() == [100] and len(sizes(plan, lengths, 0)) > 1
 
 
@@ -155,13 +156,17 @@ def test_padded_buckets_leave_splits_beyond_the_true_length_empty() -> None:
     assert (size[plan.entries["row"] == 0] == 0).sum() == split - (4096 // (8192 // split) + 1)
 
 
+def cut_finely(rows: DecodeRows, lengths: Int32, **options: int) -> WorkPlan:
+    return plan_workqueue(rows, lengths, Grain(**options))
+
+
 @pytest.mark.parametrize(
     ("planner", "options", "field"),
     [
-        (plan_workqueue, {"workers": 0}, "workers"),
-        (plan_workqueue, {"tasks_per_worker": 0}, "tasks_per_worker"),
-        (plan_workqueue, {"min_tokens": 0}, "min_tokens"),
-        (plan_workqueue, {"tile_tokens": 24}, "tile_tokens"),
+        (cut_finely, {"workers": 0}, "workers"),
+        (cut_finely, {"tasks_per_worker": 0}, "tasks_per_worker"),
+        (cut_finely, {"min_tokens": 0}, "min_tokens"),
+        (cut_finely, {"tile_tokens": 24}, "tile_tokens"),
         (plan_uniform_splits, {"workers": 0}, "workers"),
         (plan_buckets, {"kind": "rounded"}, "kind"),
     ],
