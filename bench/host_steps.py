@@ -44,7 +44,7 @@ from tangram.cache.retention import Retention
 from tangram.compress.scorers.keydiff import KeyDiff
 from tangram.config import EngineConfig
 from tangram.engine.admission import Admission
-from tangram.engine.loop import Engine
+from tangram.engine.loop import Engine, Parts
 from tangram.engine.passes.device_tables import DeviceTables
 from tangram.engine.passes.runner import Runner, RunnerSettings
 from tangram.engine.schedule.scheduler import Scheduler, StepLimits
@@ -134,7 +134,7 @@ def idle_engine(rows: int, kv_retention: float, most_tokens: int) -> Engine:
     admission = Admission(retentions, pages, "bfloat16", 2, most_tokens, 0)
     limits = StepLimits(rows, config.max_num_batched_tokens, config.prompt_patience)
     scheduler = Scheduler(cache, limits, passes_apart=runner.passes.takes_apart)
-    engine = Engine(config, loaded, admission, scheduler, runner)
+    engine = Engine(Parts(config, loaded, admission, scheduler, runner, None))
     engine.ahead = True
     return engine
 

@@ -92,7 +92,7 @@ def measure_prefill(pairs: int) -> Figures:
     from tangram.config import EngineConfig
     from tangram.engine.passes.recorder import KeptRecorder
     from tangram.engine.setup.build import engine_of
-    from tangram.kernels.cpu import torch_kernels
+    from tangram.kernels import reference_kernels
     from tangram.model.load import load_model
     from tangram.types import Request, SamplingParams
     from tangram.web.collector import Collector
@@ -102,7 +102,7 @@ def measure_prefill(pairs: int) -> Figures:
     text = make_texts(1, min_characters=8 * PROMPT_TOKENS)[0]
     prompt = engine.codec.encode(text)[:PROMPT_TOKENS]
     names = ("note", "commit", "collect")
-    recording = [(torch_kernels, "_note_first"), *((KeptRecorder, name) for name in names)]
+    recording = [(reference_kernels, "_note_first"), *((KeptRecorder, name) for name in names)]
 
     def prefill() -> float:
         engine.clear_cache()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tangram.kernels.cpu.torch_kernels import TorchKernels, TorchLaunch
+from tangram.kernels.cpu.cpu_kernels import CpuKernels, CpuLaunch
 from tangram.kernels.interface import KvPool, PassAddresses, PoolKernels, Ranking
 from tangram.types import Int32
 
@@ -38,19 +38,19 @@ class KeptEntries:
         return (counts[begin:] / sum(heads.values())).tolist()
 
 
-class _WatchedKernels(TorchKernels):
+class _WatchedKernels(CpuKernels):
     def __init__(self, pool: KvPool, kept: KeptEntries) -> None:
         super().__init__(pool)
         self._kept = kept
 
-    def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> CpuLaunch:
         own = super().launch(addresses, tables)
-        parts = own.pool, own.addresses, own.tables, own.decoding, own.compiled
+        parts = own.pool, own.addresses, own.tables, own.decoding
         return _WatchedLaunch(*parts, self._kept)
 
 
 @dataclass(frozen=True, eq=False)
-class _WatchedLaunch(TorchLaunch):
+class _WatchedLaunch(CpuLaunch):
     kept: KeptEntries
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:

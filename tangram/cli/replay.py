@@ -31,7 +31,7 @@ def replay(file: File, model_path: ModelPath = None) -> None:
     loaded = load_checked(config)
     found = compute(saved, config, loaded)
     tell(f"It failed with: {saved.error}")
-    table = Table(title=f"{len(saved.rows)} rows of {model} on the reference kernels")
+    table = Table(title=f"{len(found.rows)} rows of {model} on the reference kernels")
     for column in ("request", "row", "position", "tokens", "next token"):
         table.add_column(column)
     for row in found.rows:

@@ -31,6 +31,7 @@ from tangram.engine.drafts.verification import Verifier
 from tangram.engine.intake import Intake
 from tangram.engine.mailbox import Job, Mailbox
 from tangram.engine.outbox import Outbox
+from tangram.engine.passes.forward_pass import PlannedStep
 from tangram.engine.passes.runner import Runner
 from tangram.engine.ranks.ranks import Ranks
 from tangram.engine.sampling.sampler import BROKEN_LOGITS
@@ -269,8 +270,8 @@ class Engine:
         step = self._schedule()
         if step is None:
             return self._rest()
-        completions = self._plan(step)
-        flight = self._run(step, completions)
+        planned, completions = self._plan(step)
+        flight = self._run(planned, completions)
         self._commit(step)
         self._emit(flight)
         self._runner.collect()
@@ -299,29 +300,36 @@ class Engine:
         self._check_once()
         return False
 
-    def _plan(self, step: Step) -> Sequence[Completion]:
-        """Who gets tokens of `step`."""
-        return self._answers.of(step, self._scheduler.running)
+    def _plan(self, step: Step) -> tuple[PlannedStep, Sequence[Completion]]:
+        """The forward passes of `step`, and who gets tokens of it.
 
-    def _run(self, step: Step, completions: Sequence[Completion]) -> Flight:
+        The host knows all of it, so it waits for no device. A GPU computes the step before
+        meanwhile, or drafts: it is told to before the passes are built.
+        """
+        completions = self._answers.of(step, self._scheduler.running)
+        if not step.drafts:
+            return self._runner.plan(step), completions
+        if self._verifier is None:
+            raise IntegrityError("a step has drafts, but this engine does not speculate")
+        return self._verifier.plan(step, completions), completions
+
+    def _run(self, planned: PlannedStep, completions: Sequence[Completion]) -> Flight:
         """Launch a step. While it runs, the step before is read and events are sent.
 
         Drafts are verified at once.
         """
         awaited = self._flight is not None or not self.ahead
-        if step.drafts:
-            if self._verifier is None:
-                raise IntegrityError("a step has drafts, but this engine does not speculate")
-            verified = self._verifier.run(step, completions, self._send_settled)
-            return Flight(step, completions, awaited, lambda: verified)
+        if self._verifier is not None and planned.drafted is not None:
+            verified = self._verifier.run(planned, completions, self._send_settled)
+            return Flight(planned.step, completions, awaited, lambda: verified)
         # The tokens that a grammar allows depend on the token before, which is read while the
         # device computes this step.
         constrained = any(completion.constrained for completion in completions)
         samplers = [completion.sampler for completion in completions]
-        choice = self._runner.run(step, samplers, self._land if constrained else lambda: None)
+        choice = self._runner.run(planned, samplers, self._land if constrained else lambda: None)
         self._send_settled()
         self._land()
-        return Flight(step, completions, awaited, list if choice is None else choice.by_row)
+        return Flight(planned.step, completions, awaited, list if choice is None else choice.by_row)
 
     def _emit(self, flight: Flight) -> None:
         """Expect the tokens of a step, and enter them unless the device still computes them."""

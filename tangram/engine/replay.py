@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from tangram.config import EngineConfig
+from tangram.engine.passes.forward_pass import Pass
 from tangram.engine.passes.passes import carry_nothing
 from tangram.engine.passes.runner import Runner
 from tangram.engine.passes.saved_pass import SavedPass
 from tangram.engine.setup.blueprint import for_one_device
 from tangram.engine.setup.build import build_parts
 from tangram.errors import ConfigError
-from tangram.kernels.cpu.torch_kernels import TorchKernels
-from tangram.kernels.interface import AttentionRule, Expansion, Launch, Ranking
+from tangram.kernels.interface import AttentionRule, Expansion, KvPool, PassAddresses
+from tangram.kernels.reference_kernels import ReferenceKernels, ReferenceLaunch
 from tangram.model.load import LoadedModel
 from tangram.speculative_config import CompressedKv
 
@@ -46,29 +47,30 @@ class Replay:
     unsound: str | None
 
 
+class WatchedKernels(ReferenceKernels):
+    """`ReferenceKernels` that note in `found` the first numbers that are not finite."""
+
+    def __init__(self, found: list[str], pool: KvPool) -> None:
+        super().__init__(pool)
+        self._found = found
+
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> WatchedLaunch:
+        """See `PoolKernels`."""
+        return WatchedLaunch(self.pool, addresses, tables, self._found)
+
+
 @dataclass(frozen=True, eq=False)
-class WatchedLaunch:
-    """A `Launch` that notes in `found` the first numbers that are not finite."""
+class WatchedLaunch(ReferenceLaunch):
+    """A launch of `WatchedKernels`."""
 
-    launch: Launch
-    found: list[str] = field(default_factory=list)
-
-    @property
-    def padded_tokens(self) -> int | None:
-        """See `Launch`."""
-        return self.launch.padded_tokens
-
-    @property
-    def captured(self) -> object | None:
-        """See `Launch`."""
-        return self.launch.captured
+    found: list[str]
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
     ) -> None:
         """See `Launch`."""
         self._note(layer, "queries, keys or values", q, k, v)
-        self.launch.decode(layer, q, k, v, out, rule)
+        super().decode(layer, q, k, v, out, rule)
 
     def prefill(
         self,
@@ -82,17 +84,9 @@ class WatchedLaunch:
     ) -> Tensor:
         """See `Launch`."""
         self._note(layer, "queries, keys or values", q, k, v)
-        attended = self.launch.prefill(layer, q, k, v, out, rule, expansion)
+        attended = super().prefill(layer, q, k, v, out, rule, expansion)
         self._note(layer, "attention, which reads entries of the past", attended)
         return attended
-
-    def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
-        """See `Launch`."""
-        self.launch.seal(layer, rows, ranking, k, v)
-
-    def first_keys(self, layer: int, row: int, count: int) -> Tensor:
-        """See `Launch`."""
-        return self.launch.first_keys(layer, row, count)
 
     def _note(self, layer: int, what: str, *tensors: Tensor) -> None:
         if not self.found and not all(bool(x.isfinite().all()) for x in tensors):
@@ -109,7 +103,6 @@ def replay_config(saved: SavedPass, **changes: Any) -> EngineConfig:
     drafts = config.speculation
     return replace(
         config,
-        tensor_parallel_size=1,
         kv_offload_gib=0.0,
         kv_offload_dtype="auto",
         compile_decode=False,
@@ -125,42 +118,41 @@ def replay(saved: SavedPass, config: EngineConfig, loaded: LoadedModel) -> Repla
 
     Raises `ConfigError` if the pass is that of another model or config.
     """
-    parts = build_parts(for_one_device(config, loaded), partial(TorchKernels, compiled=False))
+    unsound = list[str]()
+    parts = build_parts(for_one_device(config, loaded), partial(WatchedKernels, unsound))
     runner, cache = parts.runner, parts.scheduler.cache
     retentions = runner.passes.batcher.retentions
     _check_numbers(saved, len(retentions), len(cache.tables), retentions[0].layout.max_tokens)
     _fit(saved, runner, cache.tables, cache.lengths)
-    rows = saved.as_rows(retentions)
-    work = runner.passes.batcher.build(rows, epoch=0)
-    begun = runner.passes.begin(work, carry_nothing)
-    watched = WatchedLaunch(begun.launch)
-    attention = runner.passes.attention(work, watched)
-    logits = runner.passes.forward(attention, *torch.split(begun.inputs, begun.sizes))
-    runner.passes.finish(work, attention)
-    behind = list(_name_rows(saved, work.ends, work.sampled, logits))
-    return Replay(behind, watched.found[0] if watched.found else None)
+    work = saved.for_engine(retentions)
+    try:
+        logits = runner.passes.begin(work, carry_nothing).logits()
+    except IndexError as error:
+        raise ConfigError(
+            f"the pass names what is not there ({error}): give another file"
+        ) from error
+    return Replay(list(_name_rows(saved, work, logits)), unsound[0] if unsound else None)
 
 
 def _check_numbers(saved: SavedPass, retentions: int, slots: int, most_tokens: int) -> None:
-    """Raise `ConfigError` for a number that compiled loops would follow out of their arrays."""
-    rows = saved.rows
+    """Raise `ConfigError` for a number that leads out of arrays which nothing else guards."""
+    decode = saved.work.addresses.decode
     limits: dict[str, tuple[Any, int]] = {
         "slots": (saved.slots, slots),
         "tables": (saved.tables, len(saved.pages)),
-        "lengths": (saved.lengths, most_tokens + 1),
-        "retention": ([row["retention"] for row in rows], retentions),
-        "start": ([row["start"] for row in rows], most_tokens),
-        "tokens": ([len(tokens) for tokens in saved.tokens], most_tokens + 1),
+        "lengths": (saved.work.addresses.lengths, most_tokens + 1),
+        "retention": ([row.retention for row in saved.rows], retentions),
     }
+    if decode is not None:
+        places = decode.plan.tasks["length_index"]
+        limits["length_index"] = places, saved.work.addresses.lengths.size
     for name, (numbers, limit) in limits.items():
-        for number in np.ravel(numbers).tolist():
-            if not isinstance(number, int) or not 0 <= number < limit:
-                raise ConfigError(
-                    f"{name} of the pass has {number!r}, it must lie in [0, {limit - 1}]: give the "
-                    "model and the config that failed, or another file"
-                )
-    if strange := {row["slot"] for row in rows} - set(saved.slots.tolist()):
-        raise ConfigError(f"slot of the pass is {min(strange)}, of which the file has no tables")
+        found = np.asarray(numbers)
+        if len(strange := found[(found < 0) | (found >= limit)]):
+            raise ConfigError(
+                f"{name} of the pass has {strange[0]}, it must lie in [0, {limit - 1}]: give the "
+                "model and the config that failed, or another file"
+            )
 
 
 def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:
@@ -176,18 +168,18 @@ def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:
             f"the pass reads {len(pages)} pages, the pool has {len(pool)}: raise kv_cache_gib"
         )
     known = tables[saved.slots].shape == saved.tables.shape
-    if not known or lengths[saved.slots].shape != saved.lengths.shape:
+    if not known or saved.work.addresses.lengths.shape != lengths.shape:
         raise ConfigError(
             f"the block tables of the pass are {list(saved.tables.shape)}, those of this model and "
             f"config {list(tables[saved.slots].shape)}: give the model and the config that failed"
         )
     pool[: len(pages)] = pages.to(pool.device)
-    tables[saved.slots], lengths[saved.slots] = saved.tables, saved.lengths
+    tables[saved.slots] = saved.tables
 
 
-def _name_rows(saved: SavedPass, ends: Any, sampled: Any, logits: Tensor) -> Iterator[ReplayedRow]:
-    for place, found in zip(sampled.tolist(), logits, strict=True):
-        row = saved.rows[int(np.searchsorted(ends, place))]
-        tokens = len(saved.tokens[int(np.searchsorted(ends, place))])
-        token = None if bool(found.isnan().any()) else int(found.argmax())
-        yield ReplayedRow(row["request_id"], row["kind"], row["start"], tokens, token)
+def _name_rows(saved: SavedPass, work: Pass, logits: Tensor) -> Iterator[ReplayedRow]:
+    for place, found in zip(work.sampled.tolist(), logits, strict=True):
+        row = work.rows[int(np.searchsorted(work.ends, place))]
+        if row.slot in saved.kept:
+            token = None if bool(found.isnan().any()) else int(found.argmax())
+            yield ReplayedRow(row.request_id, row.kind.value, row.start, len(row.tokens), token)

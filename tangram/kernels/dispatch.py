@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tangram.kernels.cpu.torch_kernels import TorchKernels
+from tangram.kernels.cpu.compiled_attention import runs_compiled
+from tangram.kernels.cpu.cpu_kernels import CpuKernels
 from tangram.kernels.interface import KvPool, PoolKernels
 from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.offload.host_memory import HostMemory, PlainHostMemory
+from tangram.kernels.reference_kernels import ReferenceKernels
+from tangram.plan.schedule import Schedule
 
 
 def pool_kernels(pool: KvPool) -> PoolKernels:
@@ -20,7 +23,12 @@ def pool_kernels(pool: KvPool) -> PoolKernels:
         from tangram.kernels.triton.triton_kernels import TritonKernels
 
         return TritonKernels(pool)
-    return TorchKernels(pool)
+    return host_kernels(pool)
+
+
+def host_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
+    """The fastest kernels for a `pool` in host memory. `schedule` None is their own."""
+    return (CpuKernels if runs_compiled(pool.entries) else ReferenceKernels)(pool, schedule)
 
 
 def host_memory(pool: Tensor, pages: int, form: HostForm | None = None) -> HostMemory:

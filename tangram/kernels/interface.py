@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -78,28 +78,52 @@ class PrefillRows:
 
 @dataclass(frozen=True, eq=False)
 class DecodedRows:
-    """The R decode rows of a pass: the `batch` that they are, and the `plan` made for it.
+    """The R decode rows of a pass, and the `plan` made for them.
 
-    `batch.lengths` are what the plan and its launches are made for: those of the pass, or in a
-    rehearsal longer ones. `counts` int32 [R] are the tokens of the rows, which lie end to end from
-    the first of the flattened batch on. These are padded to `width` tokens.
+    `address` [L, R, H] is that of `DecodeRows`. `counts` int32 [R] are the tokens of the rows, up
+    to `queries` each, which lie end to end from the first of the flattened batch on. These are
+    padded to `width` tokens. The plan and its launches are made for `lengths` int32 [slots ·
+    groups]: those of the first pass of the plan, or in a rehearsal longer ones.
     """
 
-    batch: Decoding
+    address: Records
+    lengths: Int32
+    queries: int
     plan: WorkPlan
     counts: Int32
     width: int
 
+    @classmethod
+    def of(cls, batch: Decoding, plan: WorkPlan, counts: Int32, width: int) -> DecodedRows:
+        """The rows of `batch`, for which `plan` is made."""
+        return cls(batch.rows.address, batch.lengths, batch.queries, plan, counts, width)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The tokens of all rows, without padding."""
+        return int(self.counts.sum())
+
 
 @dataclass(frozen=True)
-class PaddedShape:
-    """The shape of a padded pass of one prefill row.
+class PassShape:
+    """What passes have in common that one graph replays: its key, to which kernels add fields.
 
-    The pass has `tokens` tokens and pasts of up to `past` entries a head. Rows of one `kind` launch
-    the same kernels: `kind` says how entries are kept and what is done with the row.
+    `tokens` are those of the flattened batch, with padding. `room` says how large the buffers are
+    that the kernels now keep for the shape; a graph over smaller ones is captured anew.
     """
 
     tokens: int
+    room: object = field(default=None, compare=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class PaddedShape(PassShape):
+    """The shape of a pass of one prefill row, with pasts of up to `past` entries a head.
+
+    Rows of one `kind` launch the same kernels: `kind` says how entries are kept and what is done
+    with the row.
+    """
+
     past: int
     kind: Hashable
 
@@ -210,16 +234,10 @@ class Launch(Protocol):
     """
 
     @property
-    def padded_tokens(self) -> int | None:
-        """The tokens of a pass that is padded to its `PaddedShape`; None if it is not."""
-        ...
+    def shape(self) -> PassShape | None:
+        """The shape of a pass that only decodes, or of one row that is padded to a `PaddedShape`.
 
-    @property
-    def captured(self) -> object | None:
-        """The object that a graph of this pass needs unchanged for its replay.
-
-        Passes of several widths may need the same one. The pass decodes alone, or is padded. None
-        if nothing can be captured.
+        None if the kernels keep no buffers for such passes, so that no graph can replay them.
         """
         ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tangram.kernels.interface import MOST_BYTES
+from tangram.kernels.interface import MOST_BYTES, AttentionRule, Expansion, PrefillRows
 from tangram.kernels.reference import Part, gather, merge_parts
 
 # Latents [n, D] → the keys [Q, n, D'] and values [Q, n, V] of the query heads.
@@ -27,7 +27,6 @@ def prefill(
     pool: Tensor,
     tables: Tensor,
     address: Sequence[int],
-    *,
     expand: Expand,
     scaling: float,
 ) -> Tensor:
@@ -49,6 +48,25 @@ def prefill(
         past, _ = gather(pool, tables, table, column, begin, end)
         parts.append(_attend(queries, *expand(past.to(q.dtype)), scaling))
     return merge_parts(parts)[0].to(q.dtype).transpose(0, 1)
+
+
+def prefill_rows(
+    q: Tensor,
+    latents: Tensor,
+    out: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    rows: PrefillRows,
+    layer: int,
+    expansion: Expansion,
+    rule: AttentionRule,
+) -> None:
+    """`prefill` of all asking `rows` in one layer, which lie in q [T, Q, D'], latents [T', D]."""
+    for row in range(rows.asking.start, rows.asking.stop):
+        begin, end, first, last, _ = rows.spans[row].tolist()
+        (place,) = rows.address[layer, row].tolist()
+        where, how = (pool, tables, place), (expansion.expand, rule.scaling)
+        out[begin:end] = prefill(q[begin:end], latents[first:last], *where, *how)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool = False) -> Part:

@@ -17,7 +17,6 @@ from tangram.plan.workqueue import Grain
 from tangram.types import Int32, Int64
 
 CTAS = 3  # fastest on an H100
-MOST_ROWS = 1 << 20  # where a batch does not say
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +25,7 @@ class Decoding:
 
     `lengths` is the flat int32 array, `group` is G, and `kept_tokens` [R, L, H] is what each head
     keeps of a sealed chunk. `prefixes` builds the prefix forest. A row has up to `queries` tokens,
-    its newest and drafts; there are at most `most_rows` rows in any batch.
+    its newest and drafts.
     """
 
     rows: DecodeRows
@@ -35,7 +34,6 @@ class Decoding:
     kept_tokens: Int32 | Int64
     prefixes: Callable[[], Forest]
     queries: int = 1
-    most_rows: int = MOST_ROWS
 
     @cached_property
     def forest(self) -> Forest:

@@ -30,8 +30,8 @@ from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
 from tangram.engine.loop import Engine
 from tangram.engine.passes.device_tables import DeviceTables
-from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
+from tangram.kernels.reference_kernels import ReferenceKernels
 from tangram.model.load import LoadedModel
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Schedule
@@ -80,7 +80,7 @@ ANSWER = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs
 
 
 def on_torch(pool: KvPool) -> PoolKernels:
-    return TorchKernels(pool)
+    return ReferenceKernels(pool)
 
 
 def on_triton(pool: KvPool, schedule: str = "aot+ctas=16+tile=16+min=16") -> PoolKernels:
@@ -339,7 +339,7 @@ def test_sealing_takes_the_fused_form_of_a_scorer_by_its_name(
         )
 
     def choose(pool: KvPool) -> PoolKernels:
-        serving = TorchKernels(pool)
+        serving = ReferenceKernels(pool)
         serving.fused_scores = {"keydiff": first_tokens_first}
         return serving
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.kernels.cpu.torch_kernels import TorchKernels
 from tangram.kernels.interface import KernelChoice
+from tangram.kernels.reference_kernels import ReferenceKernels
 from tangram.kernels.triton import store
 from tangram.kernels.triton.stored import LayerRows, StoredPool
 from tangram.model.load import LoadedModel
@@ -104,7 +104,7 @@ def test_engines_note_the_same_with_either_kernels(
         options |= {"kv_retention": 1.0, "speculative_config": form}
     else:
         options["kv_retention"] = 0.5
-    expected = notes(loaded, TorchKernels, tokens, **options)
+    expected = notes(loaded, ReferenceKernels, tokens, **options)
     found = notes(loaded, TritonKernels, tokens, **options)
     assert len(found) == len(expected) == 6
     for one, other in zip(found, expected, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,14 +19,12 @@ from transformers import LlamaConfig
 from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.passes.graphs import PassGraphs
 from tangram.engine.passes.passes import Passes
+from tangram.kernels.interface import PassShape
+from tangram.kernels.triton.decode_buffers import DecodeShape
 from tangram.model.attention import StepAttention
 from tangram.types import SamplingParams
 from tests.small_engines import small_engine, tiny_model
 from tests.speculation import ask
-
-
-class State:
-    """What a graph is kept for."""
 
 
 class Graph(SimpleNamespace):
@@ -49,7 +47,7 @@ class Counted:
         self.runs += 1
         return torch.zeros(1)
 
-    def capture(self, inputs: Tensor, sizes: Sequence[int], attention: Any) -> Any:
+    def capture(self, inputs: Tensor, sizes: Sequence[int], *rest: Any) -> Any:
         self.captures += 1
         return SimpleNamespace(
             inputs=inputs, logits=torch.ones(1), blocks=None, graph=Graph(replay=self.run)
@@ -58,15 +56,18 @@ class Counted:
     def run(self) -> None:
         self.replays += 1
 
-    def ask(self, state: State, tokens: int = 3) -> Tensor:
-        """The logits of a pass of so many tokens that `state` fits."""
+    def ask(self, shape: PassShape) -> Tensor:
+        """The logits of a pass of `shape`, which wants those of all its tokens."""
         attention = SimpleNamespace(
-            launch=SimpleNamespace(captured=state, padded_tokens=None),
+            launch=SimpleNamespace(shape=shape),
             sealing=SimpleNamespace(count_replay=lambda blocks: None),
         )
-        return self.graphs.logits(
-            torch.zeros(3 * tokens, dtype=torch.int64), [tokens] * 3, cast(StepAttention, attention)
-        )
+        inputs, sizes = torch.zeros(3 * shape.tokens, dtype=torch.int64), [shape.tokens] * 3
+        return self.graphs.logits(inputs, sizes, cast(StepAttention, attention))
+
+
+def decode_shape(tokens: int = 3, *, shared: bool = False) -> DecodeShape:
+    return DecodeShape(tokens, queries=4, tile_tokens=64, shared=shared)
 
 
 @pytest.fixture
@@ -78,24 +79,30 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def test_the_model_runs_once_for_a_pass_and_later_ones_are_replayed(counted: Counted) -> None:
     """On several devices each must, whichever of them captures: their sums would wait otherwise."""
-    first, second = State(), State()
-    for number, state in enumerate((first, first, second, first), 1):
-        counted.ask(state)
+    first, second = decode_shape(), decode_shape(shared=True)
+    for number, shape in enumerate((first, decode_shape(), second, first), 1):
+        counted.ask(shape)
         assert counted.runs + counted.replays == number
     assert (counted.captures, counted.replays) == (2, 2)
 
 
 def test_passes_of_several_widths_are_captured_apart(counted: Counted) -> None:
     """Drafts change the width in every step, and need the same buffers."""
-    state = State()
     for tokens in (16, 32, 16, 32):
-        counted.ask(state, tokens)
+        counted.ask(decode_shape(tokens))
     assert (counted.captures, counted.replays) == (2, 2)
+
+
+def test_a_graph_over_buffers_that_were_replaced_is_captured_anew(counted: Counted) -> None:
+    """It would read memory that is no longer theirs."""
+    for room in (1, 1, 2, 2):
+        counted.ask(replace(decode_shape(), room=room))
+    assert (counted.captures, counted.replays, len(counted.graphs._captured)) == (2, 2, 1)
 
 
 def test_no_graph_is_held_once_they_are_forgotten(counted: Counted) -> None:
     """NCCL waits for the last of those that hold one of its operations."""
-    state, held = State(), list[weakref.ref[Graph]]()
+    shape, held = decode_shape(), list[weakref.ref[Graph]]()
     capture = counted.graphs._capture
 
     def note(*parts: Any) -> Any:
@@ -104,8 +111,8 @@ def test_no_graph_is_held_once_they_are_forgotten(counted: Counted) -> None:
         return captured
 
     counted.graphs._capture = note  # type: ignore[method-assign,assignment]
-    counted.ask(state)
-    counted.ask(state)
+    counted.ask(shape)
+    counted.ask(shape)
     assert [graph() is None for graph in held] == [False]
     counted.graphs.forget()
     assert [graph() is None for graph in held] == [True]

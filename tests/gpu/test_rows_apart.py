@@ -12,7 +12,7 @@ import torch
 from tangram.engine.loop import Engine
 from tangram.engine.passes.graphs import PassGraphs
 from tangram.kernels.interface import PassAddresses
-from tangram.kernels.triton.padded import RowBuffers
+from tangram.kernels.triton.padded import RowShape
 from tangram.kernels.triton.triton_kernels import TritonKernels
 from tangram.model.load import LoadedModel
 from tests.gpu.test_engine import CASES, CHUNK, PROMPTS, both, in_step, models, options_of
@@ -30,11 +30,11 @@ def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     passes.graphs = PassGraphs(passes.forward, engine.device)
     pad = TritonKernels._pad
 
-    def count_padded(kernels: TritonKernels, addresses: PassAddresses) -> RowBuffers | None:
-        buffers = pad(kernels, addresses)
+    def count_padded(kernels: TritonKernels, addresses: PassAddresses) -> RowShape | None:
+        shape = pad(kernels, addresses)
         if addresses.padding is not None:
-            had_space.append(buffers is not None)
-        return buffers
+            had_space.append(shape is not None)
+        return shape
 
     monkeypatch.setattr(TritonKernels, "_pad", count_padded)
     return had_space

@@ -60,7 +60,7 @@ def test_agents_that_come_and_go_need_no_new_buffers(
 
     def load(batch: Decoding) -> object:
         counts = np.ones(len(batch.rows.budget), np.int32)
-        decoded = DecodedRows(batch, kernels.plan(batch)[0], counts, width)
+        decoded = DecodedRows.of(batch, kernels.plan(batch)[0], counts, width)
         lengths = np.pad(batch.lengths, (0, MOST_ROWS - len(batch.lengths)))  # of all slots
         return kernels._decoding.load(decoded, lengths).decoder
 
@@ -105,5 +105,7 @@ def test_what_is_captured_before_serving_fits_what_is_served(width: int) -> None
     served = kernels.launch(batcher.build(rows, 1).addresses, tables)
     assert rehearsed.rows is not None and served.rows is not None
     assert served.rows.decoder is rehearsed.rows.decoder
+    key, known = served.shape, rehearsed.shape
+    assert key is not None and key == known and key.room == known.room, "another graph"
     with pytest.raises(IntegrityError, match="another pass has taken"):
         rehearsed.decode(0, *torch.zeros(4, width, 8, 128), AttentionRule(1.0))

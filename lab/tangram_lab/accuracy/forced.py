@@ -60,7 +60,7 @@ class ForcedText:
                 if step.rows[-1].kind is RowKind.TAIL:
                     found.append(self._tail_logits(step))
                 else:
-                    self._runner.run(step, [])
+                    self._runner.run(self._runner.plan(step), [])
                 self._scheduler.commit(step)
         finally:
             self._scheduler.remove(sequence)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tangram.errors import ConfigError
-from tangram.kernels.cpu.torch_kernels import TorchKernels
+from tangram.kernels.dispatch import host_kernels
 from tangram.kernels.interface import KvPool, PoolKernels
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
@@ -134,7 +134,7 @@ class WrittenSchedule(Schedule):
                 f"decode_schedule is {self.text!r}: +{min(foreign)} is an option of the GPU's "
                 f"kernels, leave it out on {pool.entries.device.type}"
             )
-        return TorchKernels(pool, self)
+        return host_kernels(pool, self)
 
 
 def parse_schedule(text: str) -> WrittenSchedule:

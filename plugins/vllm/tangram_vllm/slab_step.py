@@ -316,7 +316,7 @@ class StepBuilder:
             planned = KeptPlan(known, raw, batch, self._kernels.plan(batch)[0])
             self._planned = planned
         width = self._kernels.width(int(counts.sum()), queries)
-        return DecodedRows(planned.batch, planned.plan, counts, width)
+        return DecodedRows.of(planned.batch, planned.plan, counts, width)
 
     def _batch(self, tables: Int64, chunks: Int64, raw: Int64, queries: int) -> Decoding:
         layout, geometry = self._slab.layout, self._slab.layout.geometry
@@ -332,8 +332,8 @@ class StepBuilder:
         decode = DecodeRows(address, budget, geometry.windows, layout.page_tokens)
         kept = np.broadcast_to(layout.head_kept_tokens, decode.shape)
         prefixes = partial(self._prefixes, decode.table[:, 0, 0], chunks)
-        lengths, group = self._lengths.reshape(-1), geometry.group_size
-        return Decoding(decode, lengths, group, kept, prefixes, queries, self._most_rows)
+        lengths, group = self._lengths.flatten(), geometry.group_size
+        return Decoding(decode, lengths, group, kept, prefixes, queries)
 
     def _prefixes(self, table: Int32, chunks: Int64) -> Forest:
         """The prefix forest: which rows share which sealed chunks, by the pages of one head."""

@@ -27,7 +27,7 @@ class DraftPasses:
 
     def __init__(self, passes: Passes, rows: Sequence[Row], counts: Int64, epoch: int) -> None:
         self.counts = counts
-        self._pass = passes.begin(passes.batcher.build(rows, epoch), carry_nothing, replayed=True)
+        self._pass = passes.begin(passes.batcher.build(rows, epoch), carry_nothing)
         self._drafts: list[Tensor] = []  # [n] each
 
     def compute(self, beyond: int = 0) -> Tensor:

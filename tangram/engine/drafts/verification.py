@@ -11,11 +11,11 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tangram.cache.step import Row, Step
+from tangram.cache.step import Step
 from tangram.engine.completion import Completion
 from tangram.engine.drafts.speculation import Drafting, Speculation, accept, verifiers
+from tangram.engine.passes.forward_pass import PlannedStep
 from tangram.engine.passes.runner import Runner
 from tangram.engine.schedule.scheduler import Scheduler
 from tangram.errors import IntegrityError
@@ -32,23 +32,46 @@ class Verifier:
     speculation: Speculation
     device: torch.device
 
+    def plan(self, step: Step, completions: Sequence[Completion]) -> PlannedStep:
+        """`step` with what is drafted for its `completions`, and its passes.
+
+        Drafts are on the device if it drafts, or if samplers need them there. A device that drafts
+        does so while the host builds the passes.
+        """
+        rows, drafter = [row for row in step.rows if row.sample], self.speculation.drafter
+        if drafter is None:
+            known = np.concatenate([row.tokens[1:] for row in rows if row.drafts])
+            remembers = any(completion.sampler.remembers for completion in completions)
+            drafted = upload(known, self.device) if remembers else torch.from_numpy(known)
+        else:
+            self.runner.move(step)
+            step = replace(step, moves=())
+            drafting = [
+                Drafting(completion.sequence, row, completion.sampler)
+                for row, completion in zip(rows, completions, strict=True)
+                if row.drafts
+            ]
+            drafted = drafter.draft(drafting)
+        return replace(self.runner.plan(step), drafted=drafted)
+
     def run(
-        self, step: Step, completions: Sequence[Completion], meanwhile: Callable[[], None]
+        self, planned: PlannedStep, completions: Sequence[Completion], meanwhile: Callable[[], None]
     ) -> list[list[ChosenToken | None]]:
-        """Run `step` and `meanwhile`; the tokens that each of its `completions` goes on with.
+        """Run `planned` and `meanwhile`; the tokens that each of its `completions` goes on with.
 
         These are accepted drafts and one more, None where its logits are unsound. Raises
-        `IntegrityError` if the step has chosen no token.
+        `IntegrityError` if the step has no drafts or has chosen no token.
         """
-        rows = [row for row in step.rows if row.sample]
-        left, drafted = self._draft(step, rows, completions)
+        drafted, rows = planned.drafted, [row for row in planned.step.rows if row.sample]
+        if drafted is None:
+            raise IntegrityError("a step without drafts is verified")
         counts = [row.drafts for row in rows]
         samplers = [
             verifier
             for completion, drafts in zip(completions, torch.split(drafted, counts), strict=True)
             for verifier in verifiers(completion.sampler, drafts)
         ]
-        choice = self.runner.run(left, samplers, drafted=drafted)
+        choice = self.runner.run(planned, samplers)
         if choice is None:
             raise IntegrityError("a step with drafts has chosen no token")
         meanwhile()
@@ -58,27 +81,6 @@ class Verifier:
             self._settle(completion, list(islice(drafts, count)), list(islice(tokens, count + 1)))
             for completion, count in zip(completions, counts, strict=True)
         ]
-
-    def _draft(
-        self, step: Step, rows: Sequence[Row], completions: Sequence[Completion]
-    ) -> tuple[Step, Tensor]:
-        """`step` as it is left to run, and the drafts of its `rows`, int64 [drafts].
-
-        They are on the device if it drafts, or if samplers need them there.
-        """
-        drafter = self.speculation.drafter
-        if drafter is None:
-            known = np.concatenate([row.tokens[1:] for row in rows if row.drafts])
-            if any(completion.sampler.remembers for completion in completions):
-                return step, upload(known, self.device)
-            return step, torch.from_numpy(known)
-        self.runner.move(step)
-        drafting = [
-            Drafting(completion.sequence, row, completion.sampler)
-            for row, completion in zip(rows, completions, strict=True)
-            if row.drafts
-        ]
-        return replace(step, moves=()), drafter.draft(drafting)
 
     def _settle(
         self, completion: Completion, drafts: Sequence[int], tokens: Sequence[ChosenToken | None]

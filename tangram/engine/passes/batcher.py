@@ -65,16 +65,16 @@ class Batcher:
         DECODE rows come first; `epoch` identifies the set of them. One prefill row may be `padded`.
         """
         decode = [row for row in rows if row.kind is RowKind.DECODE]
-        rest = rows[len(decode) :]
-        decoded = self._find_decoded(decode, epoch) if decode else None
+        rest, lengths = rows[len(decode) :], self._cache.lengths.copy()
+        decoded = self._find_decoded(decode, lengths, epoch) if decode else None
         width = 0 if decoded is None else decoded.width
         shape = self._padded_shape(rest[0]) if padded and not decode else None
         prefill = self._prefill_rows(rest, width)
-        addresses = PassAddresses(self._cache.lengths.copy(), decoded, prefill, shape)
+        addresses = PassAddresses(lengths, decoded, prefill, shape)
         return Pass(tuple(rows), *flatten(rows, len(decode), width), addresses, seals_of(rest))
 
-    def _find_decoded(self, decode: Sequence[Row], epoch: int) -> DecodedRows:
-        """The decode rows of a pass, under the plan of their set."""
+    def _find_decoded(self, decode: Sequence[Row], lengths: Int32, epoch: int) -> DecodedRows:
+        """The decode rows of a pass at `lengths`, under the plan of their set."""
         counts = np.array([len(row.tokens) for row in decode], np.int32)
         most = int(counts.max())
         queries = next(number for number in self.queries if number >= most)
@@ -85,14 +85,14 @@ class Batcher:
         if queries not in self._planned:
             known = next(iter(self._planned.values()), None)
             batch = (
-                self._decoding(decode, self._cache.tables, self._cache.lengths, queries)
+                self._decoding(decode, self._cache.tables, lengths, queries)
                 if known is None
-                else replace(known[0], queries=queries)
+                else replace(known[0], lengths=lengths.reshape(-1), queries=queries)
             )
             plan, planner = self._kernels.plan(batch)
             self._planned[queries] = batch, plan
             self._meters.plans[planner] += 1
-        return DecodedRows(*self._planned[queries], counts, width)
+        return DecodedRows.of(*self._planned[queries], counts, width)
 
     def _padded_shape(self, row: Row) -> PaddedShape:
         """The shape of a padded prefill row: tokens rounded to a power of two, the longest past."""
@@ -130,15 +130,15 @@ class Batcher:
             starts[:] = most // 2
         counts = np.full(rows, tokens // rows, np.int32)
         counts[: tokens % rows] += 1
-        return self._rehearsal(self._make_rows(starts, queries, shares=shares), counts)
+        batch = self._make_rows(starts, queries, shares)
+        width = self._kernels.width(tokens, queries)
+        decoded = DecodedRows.of(batch, self._kernels.plan(batch)[0], counts, width)
+        nothing, ends = np.zeros(width, np.int64), np.zeros(0, np.int64)
+        prefill = self._prefill_rows((), width)
+        addresses = PassAddresses(self._cache.lengths.copy(), decoded, prefill)
+        return Pass((), nothing, nothing, ends, np.arange(width), addresses, ())
 
-    def rehearsals(self, rows: int) -> Iterator[Pass]:
-        """Passes of `rows` empty decoding rows, for each number of queries."""
-        for queries in self.queries:
-            batch = self._make_rows(np.zeros(rows, np.int64), queries)
-            yield self._rehearsal(batch, np.ones(rows, np.int32))
-
-    def _make_rows(self, starts: Int64, queries: int, *, shares: bool = False) -> Decoding:
+    def _make_rows(self, starts: Int64, queries: int, shares: bool) -> Decoding:
         """Rows of sequences at `starts` that share nothing, or prefixes."""
         default, nothing = self.retentions[0], np.zeros(0, np.int64)
         layout, rows = default.layout, len(starts)
@@ -155,26 +155,18 @@ class Batcher:
         chunks = starts // layout.chunk_tokens
         return replace(made, prefixes=partial(_share_prefixes, chunks)) if shares else made
 
-    def _rehearsal(self, batch: Decoding, counts: Int32) -> Pass:
-        width = self._kernels.width(int(counts.sum()), batch.queries)
-        decoded = DecodedRows(batch, self._kernels.plan(batch)[0], counts, width)
-        lengths, prefill = self._cache.lengths.copy(), self._prefill_rows((), width)
-        nothing, ends = np.zeros(width, np.int64), np.zeros(0, np.int64)
-        addresses = PassAddresses(lengths, decoded, prefill)
-        return Pass((), nothing, nothing, ends, np.arange(width), addresses, ())
-
     def _decoding(
         self, rows: Sequence[Row], tables: Int32, lengths: Int32, queries: int
     ) -> Decoding:
         """`rows` over block `tables` and `lengths`, which have one line for each slot."""
-        layout, slots = rows[0].retention.layout, len(self._cache.lengths)
+        layout = rows[0].retention.layout
         kept = layout.head_kept_tokens
         if len({row.retention for row in rows}) > 1:
             kept = np.stack([row.retention.layout.head_kept_tokens for row in rows])
         decode = self._decode_rows(rows)
         prefixes = partial(_prefixes, rows, decode.table, tables.reshape(-1))
         kept, group = np.broadcast_to(kept, decode.shape), layout.geometry.group_size
-        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries, slots)
+        return Decoding(decode, lengths.reshape(-1), group, kept, prefixes, queries)
 
     def _decode_rows(self, rows: Sequence[Row]) -> DecodeRows:
         slots, start = np.array([(row.slot, row.start) for row in rows]).T

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
+from torch import Tensor
 
-from tangram.cache.step import Row, RowKind
+from tangram.cache.step import Row, RowKind, Step
 from tangram.kernels.interface import PassAddresses
 from tangram.model.sealing import Seal
 from tangram.types import Int32, Int64
@@ -22,8 +23,7 @@ class Pass:
     those of the decode rows are padded to the width of `addresses`. `ends` [R] are the places of
     each row's last token. `sampled` [n] are the places of the tokens whose successors are chosen:
     all tokens of a DECODE row, and the last token of each other row that samples. `seals` are the
-    chunks that end. Nothing changes a pass, except that the lengths of its plan's rows are a view
-    of those in the tables, which grow.
+    chunks that end. Nothing changes a pass: it has copies of what the cache changes.
     """
 
     rows: tuple[Row, ...]
@@ -79,6 +79,15 @@ class Pass:
             PassAddresses(self.addresses.lengths, None, repeated),
             (),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """`step` and its `passes`. `drafted` int64 [drafts] are its drafts; None if it has none."""
+
+    step: Step
+    passes: tuple[Pass, ...]
+    drafted: Tensor | None = None
 
 
 def seals_of(rows: Sequence[Row]) -> tuple[Seal, ...]:

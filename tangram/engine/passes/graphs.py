@@ -1,7 +1,7 @@
 """Forward passes as CUDA graphs.
 
-Decode passes are captured once for each batch width and replayed under changing plans. Passes of
-single prefill rows are captured once for each `PaddedShape`.
+There is one for each `PassShape`. Passes that decode are replayed under changing plans, those of
+single prefill rows at any length.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from tangram.kernels.interface import PaddedShape, PassShape
 from tangram.kernels.stopwatch import GraphBlocks
 from tangram.model.attention import AttentionContext, StepAttention
 
@@ -40,18 +40,18 @@ class PassGraphs:
     """Runs passes of one model by `forward`. Passes that no graph can hold run without one.
 
     The first pass of a shape runs without a graph, and is captured afterwards. So each device of
-    several runs the model once for a pass, whichever of them captures it. A graph is kept as long
-    as the kernels' object that it was captured with, which may serve passes of several sizes.
+    several runs the model once for a pass, whichever of them captures it. The graph is replaced
+    when the kernels have larger buffers for its shape: it has the addresses of those before.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
-        # By sizes, of each kernels' object; None: there was no memory for it.
-        self._captured = WeakKeyDictionary[object, dict[tuple[int, ...], _CapturedPass | None]]()
+        # With the room of the buffers; None: there was no memory for it.
+        self._captured: dict[PassShape, tuple[object, _CapturedPass | None]] = {}
         self._memory: Any = None
         # The device may still use them when their buffers are released.
         self._recent = deque[_CapturedPass](maxlen=16)
-        self._refused = set[bool]()  # by whether such passes are padded
+        self._refused = set[type[PassShape]]()
 
     @cached_property
     def _stream(self) -> Any:
@@ -66,18 +66,19 @@ class PassGraphs:
         """Logits [wanted, V] of a pass that only decodes, or of a single padded row.
 
         They are valid until the next pass. `inputs` int64 are tokens, positions and wanted places
-        of these `sizes`. Tokens and positions are padded to the width or the `PaddedShape`. There
-        are as many wanted places as any such pass wants.
+        of these `sizes`. Tokens and positions are padded as the pass's `PassShape` says. There are
+        as many wanted places as any pass of the shape wants.
         """
-        state = attention.launch.captured
-        if state is None or (attention.launch.padded_tokens is not None) in self._refused:
+        shape = attention.launch.shape
+        if shape is None or type(shape) in self._refused:
             return self._forward(attention, *torch.split(inputs, sizes))
-        captured, key = self._captured.setdefault(state, {}), tuple(sizes)
-        if key not in captured:
+        entry = self._captured.get(shape)
+        if entry is None or entry[0] != shape.room:
             logits = self._forward(attention, *torch.split(inputs, sizes))
-            captured[key] = self._capture(inputs.clone(), sizes, attention)
+            graph = self._capture(inputs.clone(), sizes, attention, shape)
+            self._captured[shape] = shape.room, graph
             return logits
-        known = captured[key]
+        known = entry[1]
         if known is None:
             return self._forward(attention, *torch.split(inputs, sizes))
         known.inputs.copy_(inputs)
@@ -87,11 +88,11 @@ class PassGraphs:
         return known.logits
 
     def _capture(
-        self, inputs: Tensor, sizes: list[int], attention: StepAttention
+        self, inputs: Tensor, sizes: list[int], attention: StepAttention, shape: PassShape
     ) -> _CapturedPass | None:
         parts = torch.split(inputs, sizes)
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile: only this one is restricted during a
             # capture.
             with torch.cuda.graph(
@@ -104,8 +105,8 @@ class PassGraphs:
             )
             return None
         except RuntimeError as error:
-            self._refused.add(attention.launch.padded_tokens is not None)
-            which = "decode runs" if attention.launch.padded_tokens is None else "prefill rows run"
+            self._refused.add(type(shape))
+            which = "prefill rows run" if isinstance(shape, PaddedShape) else "decode runs"
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:

@@ -18,7 +18,7 @@ from tangram.cache.step import Row, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.passes.batcher import Batcher
 from tangram.engine.passes.device_tables import DeviceTables
-from tangram.engine.passes.forward_pass import Pass, seals_of
+from tangram.engine.passes.forward_pass import Pass, PlannedStep, seals_of
 from tangram.engine.passes.graphs import PassGraphs
 from tangram.engine.passes.meters import Meters
 from tangram.kernels.interface import Launch, PoolKernels
@@ -67,16 +67,18 @@ class Passes:
         """Where the model runs."""
         return self._loaded.device
 
-    def split(self, step: Step) -> list[tuple[tuple[Row, ...], bool]]:
-        """The rows of each forward pass of `step`, and whether a graph may replay it.
+    def plan(self, step: Step) -> PlannedStep:
+        """The forward passes of `step`, whose pages the scheduler has taken.
 
-        All rows go in one pass, unless there are graphs and few prefill rows. Then the decode rows
-        go in one, and each prefill row in a pass of its own.
+        All rows go in one, unless there are graphs and few prefill rows. Then the decode rows go in
+        one, and each prefill row in a pass of its own, which a graph may replay.
         """
         decode, rest = step.rows[: step.decode_rows], step.rows[step.decode_rows :]
         if not self.takes_apart(rest):
-            return [(step.rows, False)]
-        return [(rows, True) for rows in (decode, *((row,) for row in rest)) if rows]
+            return PlannedStep(step, (self.batcher.build(step.rows, step.epoch),))
+        parts = [rows for rows in (decode, *((row,) for row in rest)) if rows]
+        passes = [self.batcher.build(rows, step.epoch, padded=True) for rows in parts]
+        return PlannedStep(step, tuple(passes))
 
     def takes_apart(self, rows: Sequence[Row]) -> bool:
         """Whether each of these prefill rows is a pass of its own, which a graph can replay."""
@@ -89,20 +91,18 @@ class Passes:
             return False
         return self.sealing.replayable(seals_of(rows))
 
-    def begin(self, work: Pass, carry: Carry, *, replayed: bool = False) -> BegunPass:
-        """`work`, ready on the device; if `replayed`, by a graph that fits it.
+    def begin(self, work: Pass, carry: Carry) -> BegunPass:
+        """`work`, ready on the device, to be replayed by a graph if one fits it.
 
         `carry` writes tokens that only the device knows.
         """
-        launch = self._launch(work)
-        padded = launch.padded_tokens
-        graphs, wanted = None, work.sampled
-        if replayed and (work.addresses.width or padded):
+        launch, width = self._launch(work), work.addresses.width
+        shape, graphs, wanted = launch.shape, None, work.sampled
+        if shape is not None or width == len(work.tokens):
             graphs = self.graphs
         if graphs is not None:  # it needs the same places in every pass
-            width = work.addresses.width
             wanted = np.arange(width) if width else work.ends
-        beyond = np.zeros(0 if padded is None else padded - len(work.tokens), np.int64)
+        beyond = np.zeros(0 if shape is None else shape.tokens - len(work.tokens), np.int64)
         parts = [work.tokens, beyond, work.positions, beyond, wanted]
         (inputs,) = self.upload(np.concatenate(parts))
         tokens = len(work.tokens) + len(beyond)
@@ -167,7 +167,8 @@ class Passes:
     @torch.inference_mode()
     def rehearse_decode(self, rows: int) -> None:
         """Run all kernels of decode passes of `rows` rows, before serving."""
-        for work in self.batcher.rehearsals(rows):
+        for queries in self.batcher.queries:
+            work = self.batcher.rehearsal(rows, queries)
             inputs = self.upload(work.tokens, work.positions, work.sampled)
             for launch in self.kernels.rehearse(work.addresses, self.tables.flat()):
                 self.forward(self.attention(work, launch), *inputs)
@@ -177,8 +178,7 @@ class Passes:
         """Capture the graphs of single prefill rows of the default ρ, before serving."""
         for row in self.batcher.typical():
             if self.takes_apart((row,)):
-                work = self.batcher.build((row,), 0, padded=True)
-                self.begin(work, carry_nothing, replayed=True).logits()
+                self.begin(self.batcher.build((row,), 0, padded=True), carry_nothing).logits()
 
     @torch.inference_mode()
     def capture(
@@ -197,8 +197,8 @@ class Passes:
         for width in track(sorted(widths, reverse=True)):
             for shares in (False, True) if queries == 1 and width > 1 else (False,):
                 work = self.batcher.rehearsal(min(width, rows), queries, shares=shares)
-                begun = self.begin(work, carry_nothing, replayed=True)
-                if begun.launch.captured is None:
+                begun = self.begin(work, carry_nothing)
+                if begun.launch.shape is None:
                     return
                 begun.logits()
 
@@ -240,11 +240,7 @@ class BegunPass:
             (grows,) = self.passes.upload(growth.astype(np.int64))
             tokens = torch.where(grows > 0, tokens, last)
         following = self.work.followed_by(growth)
-        return self.passes.begin(
-            following,
-            lambda inputs: inputs[: len(growth)].copy_(tokens),
-            replayed=self.graphs is not None,
-        )
+        return self.passes.begin(following, lambda inputs: inputs[: len(growth)].copy_(tokens))
 
 
 def carry_nothing(tokens: Tensor) -> None:

@@ -49,14 +49,13 @@ class KeptRecorder:
         self._named: deque[tuple[bytes, _Note]] = deque()
 
     def note(self, rows: Sequence[Row]) -> None:
-        """A pass of `rows` is launched. Chunks that keep all entries need no note."""
-        prefill = [row for row in rows if row.kind is not RowKind.DECODE]
-        sealed = [at for at, row in enumerate(prefill) if _is_chosen(row)]
+        """A pass of these prefill rows is launched. Chunks that keep all entries need no note."""
+        sealed = [at for at, row in enumerate(rows) if _is_chosen(row)]
         if sealed:
             masks = self.chosen[: sealed[-1] + 1]
             # The next pass writes the same buffer. On a GPU it follows the copy.
             copies = HostCopies(masks.clone() if masks.is_cpu else masks)
-            self._noted += [_Note(prefill[at], copies, at) for at in sealed]
+            self._noted += [_Note(rows[at], copies, at) for at in sealed]
 
     def commit(self, computing: Sequence[TokenSequence]) -> None:
         """Name what was noted of the sequences that are still computed.

@@ -16,7 +16,7 @@ from tangram.compress.entry_scales import join_scales
 from tangram.compress.scorers import Scorer
 from tangram.engine.passes.batcher import Batcher
 from tangram.engine.passes.device_tables import BlockTables, DeviceTables
-from tangram.engine.passes.forward_pass import Pass
+from tangram.engine.passes.forward_pass import Pass, PlannedStep
 from tangram.engine.passes.meters import Meters
 from tangram.engine.passes.passes import Carry, Passes
 from tangram.engine.passes.recorder import POOL_SHARE, KeptRecorder
@@ -115,31 +115,32 @@ class Runner:
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
         self._chosen = dict[int, int](), nothing
 
+    def plan(self, step: Step) -> PlannedStep:
+        """`step` for `run`, by what the host knows; see `Passes.plan`."""
+        return self.passes.plan(step)
+
     @torch.inference_mode()
     def run(
         self,
-        step: Step,
+        planned: PlannedStep,
         sample_rows: Sequence[SampleRow],
         before_choosing: Callable[[], object] = lambda: None,
-        drafted: Tensor | None = None,
     ) -> SampledTokens | None:
-        """Compute `step` and choose a token for each of its rows with `sample`.
+        """Compute `planned` and choose a token for each of its rows with `sample`.
 
         `sample_rows` are theirs, in order, one for each token of a decode row. Each gets its token.
         A GPU continues while the host does something else. Tokens that are `pending` in a row come
-        from the last step. `drafted` int64 [drafts] are the drafts of all rows, in order. With
-        drafts `sample_rows` get no tokens, since some are refused. `before_choosing` is called when
-        all but the choice is launched.
+        from the last step, or are drafts. With drafts `sample_rows` get no tokens, since some are
+        refused. `before_choosing` is called when all but the choice is launched.
         """
+        step, passes, drafted = planned.step, planned.passes, planned.drafted
         self._host.move(step.moves, awaited=step.awaited)
-        found, passes = list[Tensor](), self.passes.split(step)
-        for rows, replayed in passes:
-            work = self.passes.batcher.build(rows, step.epoch, padded=replayed)
-            carry = self._carry(work, drafted)
-            begun = self.passes.begin(work, carry, replayed=replayed)
+        found = list[Tensor]()
+        for work in passes:
+            begun = self.passes.begin(work, self._carry(work, drafted))
             logits = begun.logits() if self._saver is None else self._saver.logits(begun)
             if self.recorder is not None:
-                self.recorder.note(rows)
+                self.recorder.note(work.prefill_rows)
             found.append(logits if len(passes) == 1 else logits.clone())
         logits = found[0] if len(found) == 1 else torch.cat(found)
         before_choosing()
@@ -207,8 +208,11 @@ class Runner:
         """
         for retention in self.passes.batcher.retentions:
             for rows in _runs_of_chunks(retention, tokens):
-                self.run(Step(rows, epoch=0), [])
-            self.run(Step((_make_row(RowKind.TAIL, retention, 0, 2),), epoch=0), [])
+                self._rehearse(rows)
+            self._rehearse((_make_row(RowKind.TAIL, retention, 0, 2),))
+
+    def _rehearse(self, rows: tuple[Row, ...]) -> None:
+        self.run(self.passes.plan(Step(rows, epoch=0)), [])
 
     @property
     def _replays(self) -> bool:

@@ -1,6 +1,7 @@
-"""A failed pass in a file: its rows, and the pages and lengths of their sequences.
+"""A failed pass in a file: the value that ran, and the pages of its sequences.
 
-A file is one of safetensors: arrays, and a text of JSON. Nothing in it is run.
+A file is one of safetensors: arrays, among them the pass by msgpack, and a text of JSON. Nothing in
+it is run.
 """
 
 from __future__ import annotations
@@ -9,66 +10,73 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import msgpack, structs
+from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from tangram.cache.retention import Retention
-from tangram.cache.step import Row, RowKind
+from tangram.cache.step import Row
 from tangram.config import EngineConfig
 from tangram.engine.passes.device_tables import BlockTables
-from tangram.engine.passes.forward_pass import Pass
+from tangram.engine.passes.forward_pass import Pass, seals_of
 from tangram.engine.passes.passes import BegunPass
 from tangram.errors import ConfigError
+from tangram.kernels.transfer import upload
+from tangram.plan.records import ADDRESS, ENTRY, PAST, SEGMENT, SPAN, TASK
 from tangram.types import Int32, Int64
 from tangram.version import __version__
 
-FORMAT = "tangram pass 1"
-_ROW = ("request_id", "slot", "retention", "kind", "start", "preceding", "sample")
+FORMAT = "tangram pass 2"
 MOST_BYTES = 1 << 30  # of a file's pages; the first sequences are kept, whose rows fit
 MOST_FILES = 8  # of one folder: an engine that fails at every step fills no disk
+
+# Aligned, as compiled loops expect them: a file of NumPy's does not say so.
+_RECORDS = {kind.names: kind for kind in (ADDRESS, PAST, SPAN, ENTRY, TASK, SEGMENT)}
 
 _log = logging.getLogger("tangram")
 
 
+class SavedRow(Row, frozen=True, eq=False, gc=False):
+    """A `Row` whose retention is a number of the engine's."""
+
+    retention: int  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, eq=False)
 class SavedPass:
-    """The `rows` of a pass, whose retentions are numbers of the engine's.
+    """A pass that has failed in an engine of `config`, as `error` says.
 
-    `tables` int32 [n, width] and `lengths` int32 [n, groups] are those of `slots` [n]. Tables name
-    places of `pages` [m, Hp, S, P, D]. `error` says how the pass failed in an engine of `config`.
+    `work` lacks its `rows`. `tables` int32 [n, width] are those of `slots` [n], and name places of
+    `pages` [m, Hp, S, P, D]. The last page is zeros: it stands for those that are not in the file.
+    Rows of the slots `kept` [k] read none such.
     """
 
     config: EngineConfig
     error: str
-    rows: tuple[dict[str, Any], ...]
-    tokens: list[list[int]]
+    work: Pass
+    rows: tuple[SavedRow, ...]
     slots: Int64
+    kept: Int64
     tables: Int32
-    lengths: Int32
     pages: Tensor
 
-    def as_rows(self, retentions: Sequence[Retention]) -> tuple[Row, ...]:
-        """The rows of an engine that has these retentions, in its order."""
-        return tuple(
-            Row(
-                row["request_id"],
-                row["slot"],
-                retentions[row["retention"]],
-                RowKind(row["kind"]),
-                row["start"],
-                np.array(tokens, np.int64),
-                np.array(row["preceding"], np.int64),
-                row["sample"],
-            )
-            for row, tokens in zip(self.rows, self.tokens, strict=True)
+    def for_engine(self, retentions: Sequence[Retention]) -> Pass:
+        """The pass in an engine that has these retentions, in its order."""
+        rows = tuple(
+            Row(**structs.asdict(row) | {"retention": retentions[row.retention]})
+            for row in self.rows
         )
+        whole = replace(self.work, rows=rows)
+        return replace(whole, seals=seals_of(whole.prefill_rows))
 
 
 class PassSaver:
@@ -103,60 +111,67 @@ class PassSaver:
         return logits
 
     def _save(self, begun: BegunPass, failed: Iterable[int], error: str) -> None:
-        """Save what can be saved. A full disk, or a device that answers no more, is only logged."""
+        """Save what can be saved: of a full disk, a device that answers no more or a ratio of one
+        request, which another engine lacks, the log tells.
+        """
         try:
             self._write(begun, failed, error)
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, ValueError):
             _log.exception("a pass has failed (%s), and could not be saved", error)
 
     def _write(self, begun: BegunPass, failed: Iterable[int], error: str) -> None:
-        """Save the rows of the sequences of the rows `failed`, as many as `MOST_BYTES` hold."""
+        """Save the pass, with the pages of the rows `failed`, as many as `MOST_BYTES` hold."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if len(list(self._folder.glob("pass-*.safetensors"))) >= MOST_FILES:
             return
-        work, page_bytes = begun.work, self._pool[0].numel() * self._pool.itemsize
-        wanted = np.unique([work.rows[at].slot for at in failed])
-        named = np.cumsum([len(np.unique(self._cache.tables[slot])) for slot in wanted])
-        slots = wanted[: max(1, int((named * page_bytes <= MOST_BYTES).sum()))]
-        tokens = begun.inputs[: len(work.tokens)].tolist()
-        kept = [at for at, row in enumerate(work.rows) if row.slot in slots]
-        numbers, tables = np.unique(self._cache.tables[slots], return_inverse=True)
-        about = {
-            "error": error,
-            "version": __version__,
-            "config": asdict(self._config),
-            "rows": [self._describe(work.rows[at]) for at in kept],
-            "tokens": [_tokens_of(work, at, tokens) for at in kept],
-        }
-        arrays = {
-            "slots": slots,
-            "tables": tables.reshape(len(slots), -1).astype(np.int32),
-            "lengths": work.addresses.lengths[slots],
-        }
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
-        where = torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device)
-        tensors["pages"] = self._pool[where].cpu()
+        tables, slot_of = self._cache.tables, np.array([row.slot for row in begun.work.rows])
+        slots, wanted = np.unique(slot_of), np.unique(slot_of[list(failed)])
+        page_bytes = self._pool[0].numel() * self._pool.itemsize
+        named = np.cumsum([len(np.unique(tables[slot])) for slot in wanted])
+        kept = wanted[: max(1, int((named * page_bytes <= MOST_BYTES).sum()))]
+        numbers = np.unique(tables[kept])
+        places = np.full(len(self._pool), len(numbers), np.int32)
+        places[numbers] = np.arange(len(numbers))
+        pages = torch.zeros(len(numbers) + 1, *self._pool.shape[1:], dtype=self._pool.dtype)
+        pages[:-1] = self._pool[upload(numbers.astype(np.int64), self._pool.device)].cpu()
+        arrays = {"slots": slots, "kept": kept, "tables": places[tables[slots]]}
+        arrays["pass"] = np.frombuffer(self._encode(begun), np.uint8)
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        about = {"error": error, "version": __version__, "config": asdict(self._config)}
         name = f"pass-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns()}.safetensors"
         path = self._folder / name
         path.touch(0o600)  # it has what users wrote
-        path.write_bytes(save(tensors, {"format": FORMAT, "about": json.dumps(about)}))
+        known = {"format": FORMAT, "about": json.dumps(about)}
+        path.write_bytes(save(tensors | {"pages": pages}, known))
         _log.error("a pass has failed: %s; it is in %s", error, path)
 
-    def _describe(self, row: Row) -> dict[str, Any]:
-        return {
-            "request_id": row.request_id,
-            "slot": row.slot,
-            "retention": self._retentions.index(row.retention),
-            "kind": row.kind.value,
-            "start": row.start,
-            "preceding": row.preceding.tolist(),
-            "sample": row.sample,
-        }
+    def _encode(self, begun: BegunPass) -> bytes:
+        """The pass with the tokens that the device has, and its rows."""
+        work, number = begun.work, self._retentions.index
+        rows = [
+            SavedRow(**structs.asdict(row) | {"retention": number(row.retention)})
+            for row in work.rows
+        ]
+        tokens = begun.inputs[: len(work.tokens)].numpy(force=True)
+        # Graphs alone need the padding.
+        addresses = replace(work.addresses, padding=None)
+        bare = replace(work, rows=(), seals=(), tokens=tokens, addresses=addresses)
+        return msgpack.encode((bare, rows), enc_hook=_encode_part)
 
 
-def _tokens_of(work: Pass, at: int, tokens: list[int]) -> list[int]:
-    end = int(work.ends[at])
-    return tokens[end + 1 - len(work.rows[at].tokens) : end + 1]
+def _encode_part(part: Any) -> Any:
+    if isinstance(part, slice):
+        return part.start, part.stop
+    target = BytesIO()
+    npy.write_array(target, part, allow_pickle=False)
+    return target.getvalue()
+
+
+def _decode_part(kind: Any, part: Any) -> Any:
+    if kind is slice:
+        return slice(*part)
+    array = npy.read_array(BytesIO(part), allow_pickle=False)
+    return array.view(_RECORDS.get(array.dtype.names, array.dtype))
 
 
 def load_pass(path: Path) -> SavedPass:
@@ -167,7 +182,7 @@ def load_pass(path: Path) -> SavedPass:
             if known.get("format") != FORMAT:
                 raise ConfigError(f"{path} is no failed pass: its format is not {FORMAT!r}")
             about = json.loads(known["about"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about["version"] != __version__:
             raise ConfigError(
                 f"{path} was saved by Tangram {about['version']}, this is {__version__}: replay it "
@@ -175,15 +190,12 @@ def load_pass(path: Path) -> SavedPass:
             )
         names = {field.name for field in fields(EngineConfig)}
         options = {name: value for name, value in about["config"].items() if name in names}
-        pages = arrays.pop("pages")
-        return SavedPass(
-            EngineConfig(**options),
-            str(about["error"]),
-            tuple({name: row[name] for name in _ROW} for row in about["rows"]),
-            about["tokens"],
-            pages=pages,
-            **{name: array.numpy() for name, array in arrays.items()},
-        )
+        pages, encoded = tensors.pop("pages"), tensors.pop("pass").numpy().tobytes()
+        kind = tuple[Pass, tuple[SavedRow, ...]]
+        work, rows = msgpack.decode(encoded, type=kind, dec_hook=_decode_part)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        config = EngineConfig(**options)
+        return SavedPass(config, str(about["error"]), work, rows, pages=pages, **arrays)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

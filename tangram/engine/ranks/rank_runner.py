@@ -20,10 +20,18 @@ from tangram.cache.write_log import WriteLog
 from tangram.compress.scorers import Scorer
 from tangram.engine.drafts.draft_round import DraftPasses
 from tangram.engine.drafts.self_drafts import draft_row, set_draft_positions
-from tangram.engine.passes.forward_pass import Pass
+from tangram.engine.passes.forward_pass import Pass, PlannedStep
 from tangram.engine.passes.passes import Carry, Passes
 from tangram.engine.passes.runner import Runner, RunnerSettings
-from tangram.engine.ranks.rank_wire import ClearOrder, DraftOrder, MoveOrder, OrderCodec, StepOrder
+from tangram.engine.ranks.rank_wire import (
+    ClearOrder,
+    DraftOrder,
+    MoveOrder,
+    Order,
+    OrderCodec,
+    RunOrder,
+    StepOrder,
+)
 from tangram.engine.ranks.ranks import Ranks
 from tangram.engine.sampling.sampler import SampledTokens, SampleRow
 from tangram.errors import IntegrityError
@@ -35,8 +43,7 @@ class RankRunner(Runner):
     """A `Runner` of the heads of one rank.
 
     `shares` has the rank's retention for each of those that sequences carry; `cache` are the tables
-    of its part. After `lead` it takes steps of sequences and tells them to the other ranks. Before,
-    and on the others, it takes steps of its own retentions (`follow`).
+    of its part. After `lead` it tells what it computes to the other ranks, which `follow`.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class RankRunner(Runner):
         self._ranks: Ranks | None = None
         self._written: WriteLog | None = None
         self._drafts: tuple[Passes, PartTables] | None = None
+        self._planned: PlannedStep | None = None
 
     def lead(self, ranks: Ranks, cache: CacheManager) -> None:
         """From now on tell steps to `ranks`. `cache` manages the page numbers of all ranks."""
@@ -64,19 +72,30 @@ class RankRunner(Runner):
             if passes.graphs is not None:
                 passes.graphs.forget()
 
+    def plan(self, step: Step) -> PlannedStep:
+        """See `Runner`: the passes of this rank's part. The others plan at the same time."""
+        order = StepOrder(step, self._take_writes())
+        with self._telling(order):
+            return replace(self.passes.plan(self._enter(order)), step=step)
+
     def run(
         self,
-        step: Step,
+        planned: PlannedStep,
         sample_rows: Sequence[SampleRow],
         before_choosing: Callable[[], object] = lambda: None,
-        drafted: Tensor | None = None,
     ) -> SampledTokens | None:
         """See `Runner`."""
+        with self._telling(RunOrder()):
+            return super().run(planned, sample_rows, before_choosing)
+
+    @contextmanager
+    def _telling(self, order: Order) -> Iterator[None]:
+        """Rank 0 computes inside, and the others with it."""
         if self._ranks is None:
-            return super().run(step, sample_rows, before_choosing, drafted)
-        order = StepOrder(step, self._take_writes())
+            yield
+            return
         with self._ranks.computing(self._codec.encode(order)):
-            return super().run(self._enter(order), sample_rows, before_choosing, drafted)
+            yield
 
     def draft_passes(self, retention: Retention, tables: PartTables) -> Passes:
         """See `Runner`. All ranks call it, and compute these passes together."""
@@ -94,25 +113,18 @@ class RankRunner(Runner):
         if self._ranks is None:
             raise IntegrityError("a rank drafts before it leads")
         order = DraftOrder(tuple(rows), counts, epoch, self._take_writes())
-        with self._ranks.computing(self._codec.encode(order)):
+        with self._telling(order):
             self._copy(order.writes)
             yield
 
     def move(self, step: Step) -> None:
         """See `Runner`: on all ranks."""
-        if self._ranks is None:
-            super().move(step)
-            return
-        order = MoveOrder(Step((), 0, step.moves, step.awaited))
-        with self._ranks.computing(self._codec.encode(order)):
+        with self._telling(MoveOrder(Step((), 0, step.moves, step.awaited))):
             super().move(step)
 
     def clear(self, pages: Int32) -> None:
         """See `Runner`: on all ranks."""
-        if self._ranks is None:
-            super().clear(pages)
-            return
-        with self._ranks.computing(self._codec.encode(ClearOrder(pages))):
+        with self._telling(ClearOrder(pages)):
             super().clear(pages)
 
     def follow(self, told: bytes) -> None:
@@ -125,7 +137,11 @@ class RankRunner(Runner):
             case DraftOrder():
                 self._follow_drafts(order)
             case StepOrder():
-                self.run(self._enter(order), [])
+                self._planned = self.passes.plan(self._enter(order))
+            case RunOrder():
+                if self._planned is None:
+                    raise IntegrityError("a rank is told to run a step that it has not planned")
+                self.run(self._planned, [])
         self.collect()
 
     @torch.inference_mode()

@@ -16,10 +16,15 @@ from tangram.types import Int32, Int64
 
 @dataclass(frozen=True)
 class StepOrder:
-    """The ranks compute `step`, after `writes` in the block tables."""
+    """The ranks plan `step`, after `writes` in the block tables."""
 
     step: Step
     writes: tuple[TableWrite, ...]
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The ranks compute the step that they have planned."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class DraftOrder:
     writes: tuple[TableWrite, ...]
 
 
-Order = StepOrder | ClearOrder | MoveOrder | DraftOrder
+Order = StepOrder | RunOrder | ClearOrder | MoveOrder | DraftOrder
 
 
 class _NumberingPickler(pickle.Pickler):

@@ -9,7 +9,7 @@ from tangram.cache.step import Row, RowKind
 from tangram.engine.schedule.token_sequence import TokenSequence
 
 PRECEDING_TOKENS = 16
-_NOTHING = np.zeros(0, np.int64)
+_NOTHING, _UNKNOWN = np.zeros(0, np.int64), np.zeros(1, np.int64)
 
 
 def row_of(
@@ -22,22 +22,23 @@ def row_of(
     sample: bool,
 ) -> Row:
     """The row that computes the tokens `start` to `end` of `sequence` into `cache`."""
+    tokens, pending = sequence.tokens[start:end], sequence.pending and end == sequence.known
     return Row(
         sequence.request_id,
         cache.slot,
         sequence.retention,
         kind,
         start,
-        sequence.tokens[start:end],
+        tokens.copy() if pending else tokens,  # a row keeps its tokens when the last is known
         sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
         sample,
-        sequence.pending and end == sequence.known,
+        pending,
     )
 
 
 def newest_row(sequence: TokenSequence, cache: SequenceCache) -> Row:
     """The DECODE row of the newest token of `sequence`."""
-    end, tokens = sequence.known, sequence.tokens
+    end, pending = sequence.known, sequence.pending
     begin = end - 1
     return Row(
         sequence.request_id,
@@ -45,10 +46,10 @@ def newest_row(sequence: TokenSequence, cache: SequenceCache) -> Row:
         sequence.keys.retention,
         RowKind.DECODE,
         begin,
-        tokens[begin:end],
+        _UNKNOWN if pending else sequence.tokens[begin:end],
         _NOTHING,
         True,
-        sequence.pending,
+        pending,
     )
 
 

@@ -91,7 +91,7 @@ def chunk_source(
             step = scheduler.schedule()
             if step is None:
                 raise RuntimeError("the calibration pool is too small for one sample")
-            runner.run(step, [])
+            runner.run(runner.plan(step), [])
             if magnitudes is not None:
                 _take_chunk(magnitudes, runner.pool, step.rows[0], cache)
             scheduler.commit(step)

@@ -73,9 +73,9 @@ class CpuPlan:
     address: Records
 
     @classmethod
-    def build(cls, plan: WorkPlan, rows: DecodeRows, threads: int | None = None) -> CpuPlan:
+    def build(cls, plan: WorkPlan, address: Records, threads: int | None = None) -> CpuPlan:
         """`plan` for `threads` threads; None means as many as torch uses."""
-        return cls(plan, _threads(threads), rows.address)
+        return cls(plan, _threads(threads), address)
 
     @cached_property
     def layer_tasks(self) -> LayerTasks:
@@ -121,27 +121,28 @@ def warm_up(dtype: torch.dtype) -> None:
     zero = np.zeros((1, 1, 1), np.int64)
     rows = DecodeRows.of(zero, zero, zero, np.ones((1, 1, 1)), windows=(None,), page_tokens=16)
     entry, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
-    plan = CpuPlan.build(plan_plain(rows), rows)
+    rule, out = AttentionRule(1.0), torch.empty(1, 1, 16)
+    plan = CpuPlan.build(plan_plain(rows), rows.address)
     pool = torch.zeros(1, 1, 2, 16, 16, dtype=dtype)
-    rule, entries = AttentionRule(1.0), (entry, entry, entry, torch.empty_like(entry))
-    DecodePass(pool, index, index + 1, np.arange(2)).run(*entries, plan, 0, rule)
+    decoding = DecodePass(pool, index, index + 1, np.arange(2), plan)
+    decoding.run(entry, entry, entry, out, 0, rule)
     likely = entry if dtype is torch.float32 else entry.bfloat16()
     asked = next((x for x in (likely, entry) if prefills_compiled(x, pool)), None)
     if asked is not None:
         address, spans = np.zeros((1, 1, 3), np.int32), np.array([[0, 1, 0, 1, 0]], np.int32)
-        out = torch.empty_like(asked)
-        prefill(asked, asked, asked, out, pool, index, address, spans, rule)
+        prefill(asked, asked, asked, torch.empty_like(asked), pool, index, address, spans, rule)
     torch.set_num_threads(threads)
 
 
 class DecodePass:
-    """The R rows of a decode pass over a pool that is read by compiled code, layer by layer.
+    """The R rows of a decode pass over a pool that `runs_compiled`, layer by layer.
 
-    `first_tokens` int64 [R + 1] says where the tokens of each row begin. `lengths` may change
-    between two passes.
+    `first_tokens` int64 [R + 1] says where the tokens of each row begin.
     """
 
-    def __init__(self, pool: Tensor, tables: Tensor, lengths: Tensor, first_tokens: Int64) -> None:
+    def __init__(
+        self, pool: Tensor, tables: Tensor, lengths: Tensor, first_tokens: Int64, plan: CpuPlan
+    ) -> None:
         bits = COMPILED[pool.dtype]
         blocks = _array(reference.blocks(pool).view(bits))
         self._pages, self._bits, self._dtype = (
@@ -149,23 +150,17 @@ class DecodePass:
             bits,
             pool.dtype,
         )
-        self._lengths, self._first = _array(lengths), first_tokens
+        self._lengths, self._first, self._plan = _array(lengths), first_tokens, plan
         self._no_sinks: npt.NDArray[Any] | None = None
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        plan: CpuPlan,
-        layer: int,
-        rule: AttentionRule,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, rule: AttentionRule
     ) -> None:
         """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → out [T, Q, V].
 
         k is [T, H, D], v [T, H, V]. Everything is computed in float32.
         """
+        plan = self._plan
         _let_use(plan.threads)
         heads, width = k.shape[1], v.shape[2]
         by_head = q.shape[0], heads, q.shape[1] // heads

@@ -9,30 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.interface import DecodedRows
+from tangram.kernels.interface import DecodedRows, PassShape
 from tangram.kernels.transfer import stage
 from tangram.kernels.triton.decode_launch import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
 from tangram.kernels.triton.packed import Capacity, DecodeOptions
 from tangram.kernels.triton.stored import StoredPool
-from tangram.plan.form import DecodeRows
-from tangram.plan.records import ADDRESS, as_words
+from tangram.plan.records import ADDRESS, Records, as_words
 from tangram.types import Int32
+
+
+@dataclass(frozen=True)
+class DecodeShape(PassShape):
+    """The shape of a pass whose rows decode up to `queries` tokens each.
+
+    Tasks of `tile_tokens` serve one row each, or if `shared` several.
+    """
+
+    queries: int
+    tile_tokens: int
+    shared: bool
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedRows:
-    """The decode rows of a pass on the device.
+    """The decode rows of a pass of `shape` on the device.
 
     `decoder` has their plan. `address` int32 [L, R, H, 3] is that of `DecodeRows`, `lengths` int32
     [slots · groups + 1] those of the pass, and a 0 for rows beyond the batch. `first_tokens` int32
-    [R + 1] says where the tokens of each row begin; None means one a row, of up to `queries`.
+    [R + 1] says where the tokens of each row begin; None means one a row.
     """
 
+    shape: DecodeShape
     decoder: GpuDecode
     address: Tensor
     lengths: Tensor
     first_tokens: Tensor | None
-    queries: int
 
 
 class DecodeBuffers:
@@ -45,9 +56,9 @@ class DecodeBuffers:
         self._pool, self._group, self._options = pool, group, options
         self._device = pool.entries.device
         self._plans = PlanBuffers(self._device)
-        # By rows, queries of a row, and whether tasks serve several rows.
-        self._decoders: dict[tuple[int, int, bool], GpuDecode] = {}
-        self._addresses: dict[int, tuple[DecodeRows, Tensor]] = {}  # by rows: whose, and where
+        # By rows, and what their shape has but its tokens, which drafts change from step to step.
+        self._decoders: dict[tuple[int, int, int, bool], GpuDecode] = {}
+        self._addresses: dict[int, tuple[Records, Tensor]] = {}  # by rows: whose, and where
         self._first_tokens: dict[int, Tensor] = {}
         self._lengths: Tensor | None = None
 
@@ -56,16 +67,16 @@ class DecodeBuffers:
 
         Each number of queries has its own kernels.
         """
-        rows, plan, queries = _count_rows(decode), decode.plan, decode.batch.queries
-        place = rows, queries, plan.shares_rows
+        rows, plan = _count_rows(decode, len(lengths)), decode.plan
+        place = rows, decode.queries, plan.tile_tokens, plan.shares_rows
         known = self._decoders.get(place)
-        if known is None or not known.takes(plan, decode.batch.lengths):
+        if known is None or not known.takes(plan, decode.lengths):
             least = None if known is None else known.capacity
             if plan.shares_rows and least is None:
                 least = self._sharing(decode, rows)
             needed = self._capacity(decode, self._options).with_slack(least)
             known = self._decoders[place] = self._decoder(decode, self._options, needed)
-        return self._load(known, decode, lengths.reshape(-1))
+        return self._load(known, decode, lengths)
 
     def rehearse(self, decode: DecodedRows, lengths: Int32) -> Iterator[LoadedRows]:
         """The rows of `decode`, by plans that together launch all decode kernels."""
@@ -77,25 +88,26 @@ class DecodeBuffers:
             needed = self._capacity(decode, options)
             launched = needed.with_slack(needed.launching_all(options, parts))
             decoder = self._decoder(decode, options, launched)
-            yield self._load(decoder, decode, lengths.reshape(-1))
+            yield self._load(decoder, decode, lengths)
 
     def _load(self, decoder: GpuDecode, decode: DecodedRows, lengths: Int32) -> LoadedRows:
-        rows, queries = _count_rows(decode), decode.batch.queries
-        address = self._load_address(decode.batch.rows, len(lengths), rows)
-        first = self._load_first_tokens(decode.counts, rows) if queries > 1 else None
-        return LoadedRows(decoder, address, self._load_lengths(lengths), first, queries)
+        rows, plan = _count_rows(decode, len(lengths)), decode.plan
+        kind = decode.width, decode.queries, plan.tile_tokens, plan.shares_rows
+        shape = DecodeShape(*kind, room=decoder.capacity)
+        address = self._load_address(decode.address, lengths.size, rows)
+        first = self._load_first_tokens(decode.counts, rows) if shape.queries > 1 else None
+        return LoadedRows(shape, decoder, address, self._load_lengths(lengths), first)
 
     def _capacity(self, decode: DecodedRows, options: DecodeOptions) -> Capacity:
-        batch = decode.batch
-        rows = self._group * batch.queries, options.of_rows(batch.queries)
-        return Capacity.for_plan(decode.plan, *rows, batch.lengths)
+        rows = self._group * decode.queries, options.of_rows(decode.queries)
+        return Capacity.for_plan(decode.plan, *rows, decode.lengths)
 
     def _sharing(self, decode: DecodedRows, rows: int) -> Capacity:
         """Capacity for plans of as many rows that share other prefixes: few need a new graph.
 
         In them other rows may have parts that only a merge finishes, so there is space for all.
         """
-        queries, processors = decode.batch.queries, self._pool.card.processors
+        queries, processors = decode.queries, self._pool.card.processors
         options, group = self._options.of_rows(queries), self._group * queries
         needed = self._capacity(decode, replace(options, merge="kernel"))
         return needed.doubled.doubled.sharing(options, group, rows, processors)
@@ -107,35 +119,35 @@ class DecodeBuffers:
             decode.plan,
             self._pool,
             self._group,
-            lengths=decode.batch.lengths,
+            lengths=decode.lengths,
             options=options,
             capacity=capacity,
-            queries=decode.batch.queries,
+            queries=decode.queries,
             buffers=self._plans,
         )
 
-    def _load_address(self, rows: DecodeRows, nowhere: int, width: int) -> Tensor:
+    def _load_address(self, address: Records, nowhere: int, width: int) -> Tensor:
         """[L, width, H, 3]: the words of `ADDRESS` of each head.
 
         Rows beyond the batch have length 0.
         """
         known = self._addresses.get(width)
-        if known is not None and known[0] is rows:
+        if known is not None and known[0] is address:
             return known[1]
-        count, layers, heads = rows.shape
-        words = as_words(rows.address)
+        layers, count, heads = address.shape
+        words = as_words(address)
         if width > count:
             padded = np.zeros((layers, width, heads), ADDRESS)
             padded[:, count:]["length_index"] = nowhere
             as_words(padded)[:, :count] = words
             words = as_words(padded)
         target = self._make(words.shape) if known is None else known[1]
-        self._addresses[width] = rows, self._copy(words, target)
+        self._addresses[width] = address, self._copy(words, target)
         return target
 
     def _load_lengths(self, lengths: Int32) -> Tensor:
         if self._lengths is None:
-            self._lengths = self._make((len(lengths) + 1,))
+            self._lengths = self._make((lengths.size + 1,))
         return self._copy(np.append(lengths, np.int32(0)), self._lengths)
 
     def _load_first_tokens(self, counts: Int32, rows: int) -> Tensor:
@@ -154,7 +166,6 @@ class DecodeBuffers:
         return target.copy_(stage(array, target.device), non_blocking=True)
 
 
-def _count_rows(decode: DecodedRows) -> int:
+def _count_rows(decode: DecodedRows, slots: int) -> int:
     """The most rows of a pass of its width: those with several tokens are fewer."""
-    batch, width = decode.batch, decode.width
-    return width if batch.queries == 1 else min(width, batch.most_rows)
+    return decode.width if decode.queries == 1 else min(decode.width, slots)

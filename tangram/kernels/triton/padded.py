@@ -53,14 +53,20 @@ class LoadedPrefill:
         return slice(paged.start if gathers else 0, paged.stop if plain else self.order.shape[1])
 
 
+@dataclass(frozen=True)
+class RowShape(PaddedShape):
+    """The shape of a padded row whose past is copied out of its pages if it `gathers`."""
+
+    gathers: bool
+
+
 @dataclass(frozen=True, eq=False)
 class RowBuffers:
-    """The buffers of the one row of a pass that is padded to `tokens`, sized for the longest row.
+    """The buffers of the one row of padded passes, sized for the longest row.
 
     `loaded` has views of `whole`, as `load` wrote it.
     """
 
-    tokens: int
     whole: Tensor
     loaded: LoadedPrefill
 
@@ -94,7 +100,7 @@ class RowBuffers:
         whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=device)
         rows = replace(row, spans=spans, kept=kept, first=first)
         longest = replace(cells, gathered=most)
-        return cls(tokens, whole, LoadedPrefill(rows, longest, [], *views(whole, arrays)))
+        return cls(whole, LoadedPrefill(rows, longest, [], *views(whole, arrays)))
 
     def load(self, row: PrefillRows, cells: PrefillOrder) -> None:
         """Later work on the current stream computes `row`, which must be like the first one."""

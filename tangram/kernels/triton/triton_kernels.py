@@ -5,7 +5,7 @@ In Triton's interpreter pools are in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ from tangram.kernels.interface import (
     Expansion,
     KvPool,
     PassAddresses,
+    PassShape,
     PrefillRows,
     Ranking,
 )
@@ -29,7 +30,7 @@ from tangram.kernels.triton.card import Card
 from tangram.kernels.triton.card_cost import count_programs, estimate_cost
 from tangram.kernels.triton.decode_buffers import DecodeBuffers, LoadedRows
 from tangram.kernels.triton.packed import DecodeOptions, rehearse_packing
-from tangram.kernels.triton.padded import LoadedPrefill, RowBuffers, inputs_of
+from tangram.kernels.triton.padded import LoadedPrefill, RowBuffers, RowShape, inputs_of
 from tangram.kernels.triton.stored import StoredPool
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule, plan_shared
@@ -68,7 +69,7 @@ class TritonKernels:
         self._cost = estimate_cost(entries, pool.group, self._card)
         self._programs = count_programs(entries, pool.group, self._card)
         self._decoding = DecodeBuffers(self.stored, pool.group, options or DecodeOptions())
-        self._padded: dict[Hashable, RowBuffers] = {}
+        self._padded: dict[RowShape, RowBuffers] = {}
         self._gathers, self._fuses = (
             not pool.latent and gathered.serves(entries, self._card),
             not pool.latent and fused_causal.serves(entries, self._card),
@@ -103,20 +104,13 @@ class TritonKernels:
     def _launch(
         self, addresses: PassAddresses, tables: Tensor, rows: LoadedRows | None
     ) -> TritonLaunch:
-        chunks, padded = None, None
+        chunks: LoadedPrefill | None = None
+        shape: PassShape | None = None if rows is None else rows.shape
         if len(addresses.prefill.spans):
-            padded = self._pad(addresses)
-            chunks = self._load_prefill(addresses.prefill) if padded is None else padded.loaded
-        begun = rows.decoder if rows is not None else padded
-        self.newest = TritonLaunch(
-            self,
-            tables,
-            addresses.width,
-            rows,
-            chunks,
-            None if padded is None else padded.tokens,
-            begun if self.pool.entries.is_cuda else None,
-        )
+            padded = shape = self._pad(addresses)
+            known = addresses.prefill
+            chunks = self._load_prefill(known) if padded is None else self._padded[padded].loaded
+        self.newest = TritonLaunch(self, tables, addresses.width, rows, chunks, shape)
         return self.newest
 
     def _load_prefill(self, rows: PrefillRows) -> LoadedPrefill:
@@ -127,13 +121,13 @@ class TritonKernels:
             rows, cells, runs, *upload_together(inputs_of(rows, cells), self.pool.entries.device)
         )
 
-    def _pad(self, addresses: PassAddresses) -> RowBuffers | None:
-        """The row of a padded pass in its buffers.
+    def _pad(self, addresses: PassAddresses) -> RowShape | None:
+        """The shape of a padded pass, in whose buffers its row now is.
 
         None for another pass, and for a row that another kernel computes, or in parts.
         """
-        row, shape = addresses.prefill, addresses.padding
-        if shape is None or self.pool.latent:
+        row, wanted = addresses.prefill, addresses.padding
+        if wanted is None or self.pool.latent:
             return None
         cells = gathered.PrefillOrder.of(row, self.copies.entry_bytes, self._gathers)
         copied, entries = (
@@ -142,11 +136,12 @@ class TritonKernels:
         )
         if (self._fuses and fused_causal.find_runs(row)) or copied > entries:
             return None
-        key = shape, row.whole.tobytes(), bool(cells.gathered)
-        if key not in self._padded:
-            self._padded[key] = RowBuffers.of(row, cells, shape, entries, self.pool.entries.device)
-        self._padded[key].load(row, cells)
-        return self._padded[key]
+        gathers, device = bool(cells.gathered), self.pool.entries.device
+        shape = RowShape(wanted.tokens, wanted.past, wanted.kind, gathers)
+        if shape not in self._padded:
+            self._padded[shape] = RowBuffers.of(row, cells, shape, entries, device)
+        self._padded[shape].load(row, cells)
+        return shape
 
 
 class CopyBuffers:
@@ -187,8 +182,7 @@ class TritonLaunch:
     width: int
     rows: LoadedRows | None
     chunks: LoadedPrefill | None
-    padded_tokens: int | None
-    captured: object | None
+    shape: PassShape | None
 
     def _check(self) -> None:
         if self.kernels.newest is not self:
@@ -204,7 +198,7 @@ class TritonLaunch:
         self._check()
         store.append(
             *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
-            *(rows.address, layer, rows.first_tokens, rows.queries),
+            *(rows.address, layer, rows.first_tokens, rows.shape.queries),
         )
         rows.decoder.attend(
             *(layer, q[:tokens], self.tables, rows.lengths, rule),
@@ -232,7 +226,7 @@ class TritonLaunch:
             asking = chunks.of_layer(layer, self.tables, rows.asking)
             store.store(k, v, kernels.stored, asking, chunks.first[layer, rows.asking])
         if expansion is not None:
-            self._attend_latents(chunks, layer, q, k, out, expansion, rule.scaling)
+            self._attend_latents(chunks, layer, q, k, out, expansion, rule)
             return out
         plain = rule.window is None and rule.softcap is None and rule.sinks is None
         gathers = plain and q.dtype in gathered.DTYPES  # an FP8 pool may serve float32 models
@@ -264,28 +258,16 @@ class TritonLaunch:
         k: Tensor,
         out: Tensor,
         expansion: Expansion,
-        scaling: float,
+        rule: AttentionRule,
     ) -> None:
-        asking, stored = chunks.rows.asking, self.kernels.stored
-        if asking.start == asking.stop:
-            return
-        spans, places = chunks.rows.spans[asking], chunks.rows.address[layer, asking, 0]
-        if expanded.serves(stored, q.dtype, expansion):
-            rows = expanded.LatentRows(spans, places, self.tables)
-            expanded.attend(q, k[:, 0], stored, rows, expansion, out, scaling=scaling)
-            return
-        for (begin, end, first, last, _), place in zip(
-            spans.tolist(), places.tolist(), strict=True
-        ):
-            out[begin:end] = latents.prefill(
-                q[begin:end],
-                k[first:last, 0],
-                self.kernels.pool.entries,
-                self.tables,
-                place,
-                expand=expansion.expand,
-                scaling=scaling,
-            )
+        known, stored = chunks.rows, self.kernels.stored
+        asking, where = known.asking, (self.kernels.pool.entries, self.tables)
+        if not expanded.serves(stored, q.dtype, expansion):
+            latents.prefill_rows(q, k[:, 0], out, *where, known, layer, expansion, rule)
+        elif asking.start < asking.stop:
+            places = known.address[layer, asking, 0]
+            rows = expanded.LatentRows(known.spans[asking], places, self.tables)
+            expanded.attend(q, k[:, 0], stored, rows, expansion, out, scaling=rule.scaling)
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `Launch`."""

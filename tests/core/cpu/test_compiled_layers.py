@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tangram.kernels.cpu.torch_kernels import TorchKernels
+from tangram.kernels.cpu.cpu_kernels import CpuKernels
 from tangram.model import experts
 from tangram.model.attention import StepAttention
 from tangram.model.compiled import compile_layers
@@ -104,7 +104,7 @@ def test_engines_answer_as_without_compiled_layers(tokenizer: PreTrainedTokenize
     models = [tiny_model(tiny_config("llama"), tokenizer) for _ in range(2)]
 
     def answer(number: int) -> list[list[int]]:
-        return run(small_engine(models[number], TorchKernels), PROMPTS)
+        return run(small_engine(models[number], CpuKernels), PROMPTS)
 
     expected, backend = answer(0), CountedGraphs()
     for loaded in models:

@@ -23,12 +23,12 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from tangram.cache.step import Step
 from tangram.cli import app
 from tangram.config import EngineConfig
 from tangram.engine.drafts.model_drafts import ModelDrafter
 from tangram.engine.drafts.speculation import Speculation
 from tangram.engine.loop import Engine
+from tangram.engine.passes.forward_pass import PlannedStep
 from tangram.engine.setup.build import engine_of
 from tangram.engine.setup.draft_model import PoolShape, draft_bytes, draft_pages
 from tangram.errors import ConfigError
@@ -174,9 +174,9 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
         runner, found = drafter_of(built)._runner, list[int]()
         real = runner.run
 
-        def count(step: Step, *rest: Any) -> Any:
-            found.append(sum(len(row.tokens) for row in step.rows))
-            return real(step, *rest)
+        def count(planned: PlannedStep, *rest: Any) -> Any:
+            found.append(sum(len(row.tokens) for row in planned.step.rows))
+            return real(planned, *rest)
 
         monkeypatch.setattr(runner, "run", count)
         return found

@@ -4,6 +4,7 @@ specification.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numba
@@ -17,9 +18,12 @@ from torch import Tensor
 from tangram.errors import IntegrityError
 from tangram.kernels import reference
 from tangram.kernels.cpu import compiled_attention, decode_loops
+from tangram.kernels.cpu.cpu_kernels import CpuKernels
 from tangram.kernels.cpu.entry_products import widen
-from tangram.kernels.interface import AttentionRule
+from tangram.kernels.dispatch import pool_kernels
+from tangram.kernels.interface import AttentionRule, KvPool
 from tangram.kernels.narrow import NARROW, as_entries
+from tangram.kernels.reference_kernels import ReferenceKernels
 from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.split import plan_plain
@@ -61,12 +65,12 @@ def run_reference(batch: Batch, plan: WorkPlan, layer: int, **options: object) -
 def run_compiled(
     batch: Batch, plan: WorkPlan, layer: int, threads: int = 1, **options: object
 ) -> Tensor:
-    out = batch.q.new_empty((*batch.q.shape[:2], batch.v.shape[-1]))
+    first, pages = np.append(0, np.cumsum(batch.counts)), (batch.pool, batch.tables, batch.lengths)
+    known = compiled_attention.CpuPlan.build(plan, batch.rows.address, threads)
     rule = AttentionRule(SCALING, **options)  # type: ignore[arg-type]
-    built = compiled_attention.CpuPlan.build(plan, batch.rows, threads)
-    first = np.append(0, np.cumsum(batch.counts))
-    rows = compiled_attention.DecodePass(batch.pool, batch.tables, batch.lengths, first)
-    rows.run(batch.q, batch.k, batch.v, out, built, layer, rule)
+    out = batch.q.new_empty((*batch.q.shape[:2], batch.v.shape[2]))
+    rows = compiled_attention.DecodePass(*pages, first, known)
+    rows.run(batch.q, batch.k, batch.v, out, layer, rule)
     return out
 
 
@@ -254,14 +258,16 @@ def test_two_threads_give_the_same_bits_every_time() -> None:
         assert torch.equal(run_compiled(batch.copy(), plan, 0, threads=2), alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_pools_are_served_too(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "run", "serving"),
+    [(torch.bfloat16, run_compiled, CpuKernels), (torch.float16, run_reference, ReferenceKernels)],
+)
+def test_half_precision_pools_are_served_too(
+    dtype: torch.dtype, run: Callable[..., Tensor], serving: type[ReferenceKernels]
+) -> None:
     batch = make_batch(2, 2, 3, 64, dtype=dtype)
-    compiled = compiled_attention.runs_compiled(batch.pool)
-    assert compiled == (dtype is torch.bfloat16)
-    run = run_compiled if compiled else run_reference
     out = run(batch.copy(), plan_aot(batch.rows, 8), 0)
-    assert out.dtype == dtype
+    assert out.dtype == dtype and type(pool_kernels(KvPool(batch.pool, 3, 2, 2))) is serving
     torch.testing.assert_close(
         out, dense_decode(batch, 0, softcap=None, sinks=None), rtol=2e-2, atol=2e-2
     )

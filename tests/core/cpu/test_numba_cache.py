@@ -60,10 +60,10 @@ from tests.paged import SCALING, make_batch
 for dtype in (torch.float32, torch.float8_e4m3fn):
     one = make_batch(3, 2, 3, 64, longest=400, seed=1)
     where = as_entries(one.pool, dtype), one.tables, one.lengths, np.arange(len(one.q) + 1)
-    plan = compiled_attention.CpuPlan.build(plan_plain(one.rows), one.rows, 1)
+    plan = compiled_attention.CpuPlan.build(plan_plain(one.rows), one.rows.address, 1)
     rule = AttentionRule(SCALING)
     out = torch.empty_like(one.q)
-    compiled_attention.DecodePass(*where).run(one.q, one.k, one.v, out, plan, 0, rule)
+    compiled_attention.DecodePass(*where, plan).run(one.q, one.k, one.v, out, 0, rule)
     print(out.numpy().tobytes().hex())
 """
 

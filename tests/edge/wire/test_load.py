@@ -19,7 +19,7 @@ import httpx
 import pytest
 import torch
 
-from tangram.cache.step import Step
+from tangram.engine.passes.forward_pass import PlannedStep
 from tangram.serve.options import ServerOptions
 from tests.small_engines import check_books
 
@@ -161,11 +161,10 @@ def test_who_is_being_answered_has_a_place_in_every_step_at_ten_times_the_load(
     steps: list[tuple[set[str], int]] = []
     run = server.engine._runner.run
 
-    def watch_load(step: Step, *rest: Any) -> Any:
-        steps.append(
-            ({row.request_id for row in step.rows}, sum(len(row.tokens) for row in step.rows))
-        )
-        return run(step, *rest)
+    def watch_load(planned: PlannedStep, *rest: Any) -> Any:
+        rows = planned.step.rows
+        steps.append(({row.request_id for row in rows}, sum(len(row.tokens) for row in rows)))
+        return run(planned, *rest)
 
     monkeypatch.setattr(server.engine._runner, "run", watch_load)
     with ThreadPoolExecutor(41) as pool:

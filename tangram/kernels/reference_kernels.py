@@ -1,23 +1,19 @@
-"""Attention without Triton.
+"""The reference backend: attention as `reference.py` specifies it, on any device in any dtype.
 
-Decode and prefill are compiled where `compiled_attention.py` can, and the torch specification
-otherwise.
+It computes what has failed elsewhere (`tangram replay`), and serves where no other backend does: on
+a CPU pools in float16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tangram.kernels import latents, reference
-from tangram.kernels.cpu import compiled_attention
-from tangram.kernels.cpu.waiting import WaitPolicy
 from tangram.kernels.interface import (
     AttentionRule,
     DecodedRows,
@@ -28,7 +24,6 @@ from tangram.kernels.interface import (
 )
 from tangram.plan.cost import CostModel
 from tangram.plan.form import WorkPlan
-from tangram.plan.records import as_words
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.plan.schedule import Decoding, Schedule, plan_by_budgets, plan_shared
 from tangram.types import Int32
@@ -40,30 +35,21 @@ GRAIN = {"tasks_per_worker": 4, "min_tokens": 128, "tile_tokens": 128}
 BY_BUDGETS = Schedule("aot", plan_by_budgets, GRAIN, ctas=1)
 # Rows that share pages read these together.
 SHARING = Schedule("packing:thrifty", plan_shared, GRAIN, ctas=1)
-# Decodes q [T, Q, D], k and v into out [T, Q, V], all of the decode rows, in one `layer`.
-LoadedDecode = Callable[..., object]
 NOTHING_FUSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({})
 
 
-class TorchKernels:
+class ReferenceKernels:
     """`PoolKernels` for any device and dtype.
 
     Every batch is decoded by `schedule`. None splits by budgets, and where rows share pages, packs
-    them. Without `compiled` everything runs as `reference.py` specifies, on a CPU, too.
+    them.
     """
 
     fused_scores = NOTHING_FUSED
 
-    def __init__(
-        self, pool: KvPool, schedule: Schedule | None = None, *, compiled: bool = True
-    ) -> None:
-        self._pool, self._schedule, self._waiting = pool, schedule, WaitPolicy()
-        # By queries of a row: the last plan, and what compiled code reads of it.
-        self._plans: dict[int, tuple[WorkPlan, compiled_attention.CpuPlan]] = {}
+    def __init__(self, pool: KvPool, schedule: Schedule | None = None) -> None:
+        self.pool, self._schedule = pool, schedule
         rehearse_planning()
-        self._compiled = compiled and compiled_attention.runs_compiled(pool.entries)
-        if self._compiled:
-            compiled_attention.warm_up(pool.entries.dtype)
 
     def width(self, tokens: int, queries: int) -> int:
         """See `PoolKernels`: always `tokens`."""
@@ -74,80 +60,53 @@ class TorchKernels:
         schedule = self._schedule or (SHARING if batch.forest.nodes else BY_BUDGETS)
         return schedule.plan(batch, WORKERS, CostModel()), schedule.kind
 
-    def launch(self, addresses: PassAddresses, tables: Tensor) -> TorchLaunch:
+    def launch(self, addresses: PassAddresses, tables: Tensor) -> ReferenceLaunch:
         """See `PoolKernels`. No pass is padded."""
-        self._waiting.adjust()
-        decoding = self._load(addresses, tables)
-        return TorchLaunch(self._pool, addresses, tables, decoding, self._compiled)
+        return ReferenceLaunch(self.pool, addresses, tables)
 
-    def rehearse(self, addresses: PassAddresses, tables: Tensor) -> Iterator[TorchLaunch]:
+    def rehearse(self, addresses: PassAddresses, tables: Tensor) -> Iterator[ReferenceLaunch]:
         """See `PoolKernels`: nothing is compiled."""
         return iter(())
 
-    def _load(self, addresses: PassAddresses, tables: Tensor) -> LoadedDecode | None:
-        decode = addresses.decode
-        if decode is None:
-            return None
-        entries = self._pool.entries
-        where = entries, tables, torch.tensor(addresses.lengths, device=entries.device).view(-1)
-        if self._compiled:
-            first = np.append(0, np.cumsum(decode.counts, dtype=np.int64))
-            rows = compiled_attention.DecodePass(*where, first)
-            return partial(rows.run, plan=self._find_plan(decode))
-        plan, counts, address = decode.plan, decode.counts, decode.batch.rows.address
-
-        def by_reference(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, layer: int, rule: AttentionRule
-        ) -> None:
-            heads, width = address[layer], v.shape[-1]
-            places = heads["table"], heads["column"], heads["length_index"]
-            reference.append(k, v, *where, *places, counts)
-            out.copy_(
-                reference.decode(q, *where, plan, layer, rule, counts=counts, value_dim=width)
-            )
-
-        return by_reference
-
-    def _find_plan(self, decode: DecodedRows) -> compiled_attention.CpuPlan:
-        queries = decode.batch.queries
-        known, plan = self._plans.get(queries, (None, None))
-        if plan is None or known is not decode.plan:
-            plan = compiled_attention.CpuPlan.build(decode.plan, decode.batch.rows)
-            self._plans[queries] = decode.plan, plan
-        return plan
-
 
 @dataclass(frozen=True, eq=False)
-class TorchLaunch:
-    """`Launch` of the pass at `addresses`; `decoding` computes its decode rows in one layer.
-
-    Prefill is `compiled` where it can be.
-    """
+class ReferenceLaunch:
+    """`Launch` of the pass at `addresses`, over the block `tables`."""
 
     pool: KvPool
     addresses: PassAddresses
     tables: Tensor
-    decoding: LoadedDecode | None
-    compiled: bool
-    padded_tokens = None
-    captured = None
+    shape = None
 
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
     ) -> None:
         """See `Launch`."""
-        tokens = self.addresses.width
-        if self.decoding is None:
+        rows = self.addresses.decode
+        if rows is None:
             return
-        found, q, k, v = out[:tokens], q[:tokens], k[:tokens], v[:tokens]
+        tokens = rows.tokens
+        if tokens < rows.width:  # planned for other kernels, as a pass that is replayed
+            out[tokens : rows.width] = 0
+        found, q, k, v = (x[:tokens] for x in (out, q, k, v))
         narrow = self.pool.scales is not None and out.dtype is not torch.float32
         if narrow:  # products with scales are not rounded to 16 bits
             found, q, k, v = found.float(), q.float(), k.float(), v.float()
         q, k, v = self._fold(layer, q, k, v)
-        self.decoding(q, k, v, found, layer=layer, rule=rule)
+        self._run_plan(rows, layer, rule, q, k, v, found)
         self._unfold(layer, found)
         if narrow:
             out[:tokens] = found
+
+    def _run_plan(self, rows: DecodedRows, layer: int, rule: AttentionRule, *x: Tensor) -> None:
+        """Append the tokens k and v of `rows`, then decode: `x` are q, k, v and out of a layer."""
+        q, k, v, out = x
+        lengths = torch.tensor(self.addresses.lengths, device=q.device).view(-1)
+        pages, heads = (self.pool.entries, self.tables, lengths), rows.address[layer]
+        places = heads["table"], heads["column"], heads["length_index"]
+        reference.append(k, v, *pages, *places, rows.counts)
+        how, value_dim = (rows.plan, layer, rule), v.shape[-1]
+        out.copy_(reference.decode(q, *pages, *how, counts=rows.counts, value_dim=value_dim))
 
     def prefill(
         self,
@@ -160,51 +119,37 @@ class TorchLaunch:
         expansion: Expansion | None,
     ) -> Tensor:
         """See `Launch`."""
-        known, pool = self.addresses.prefill, self.pool.entries
-        rows = range(known.asking.start, known.asking.stop)
-        if not rows:
-            return out
-        spans = known.spans
-        for row in rows:
+        known, asking = self.addresses.prefill, self._asking
+        for row in asking:
             if known.whole[layer, row]:
-                stored = slice(int(spans["key_begin"][row]), int(spans["key_end"][row]))
-                keys, values = self._divide(layer, k[stored].float(), v[stored].float())
+                _, _, first, last, _ = known.spans[row].tolist()
+                keys, values = self._divide(layer, k[first:last].float(), v[first:last].float())
                 self._store(layer, row, keys.transpose(0, 1), values.transpose(0, 1))
-        q, k, v = self._fold(layer, q, k, v)
-        where = pool, self.tables
-        compiled = (
-            self.compiled and expansion is None and compiled_attention.prefills_compiled(q, pool)
-        )
-        if compiled:
-            asking = known.asking
-            addresses, asked_spans = as_words(known.address[layer, asking]), as_words(spans[asking])
-            compiled_attention.prefill(q, k, v, out, *where, addresses, asked_spans, rule)
-        for row in rows:
-            begin, end, first, last, position = spans[row].tolist()
-            asked, keys = q[begin:end], k[first:last]
-            if expansion is not None:
-                (address,) = known.address[layer, row].tolist()
-                out[begin:end] = latents.prefill(
-                    asked,
-                    keys[:, 0],
-                    *where,
-                    address,
-                    expand=expansion.expand,
-                    scaling=rule.scaling,
-                )
-                continue
-            if not compiled:
-                out[begin:end] = reference.prefill(
-                    asked,
-                    keys,
-                    v[first:last],
-                    *where,
-                    self._find_address(layer, row),
-                    rule,
-                    past_tokens=position,
-                )
-            self._unfold(layer, out[begin:end])
+        if expansion is not None:
+            latents.prefill_rows(
+                q, k[:, 0], out, self.pool.entries, self.tables, known, layer, expansion, rule
+            )
+        elif asking:
+            self._attend(layer, rule, *self._fold(layer, q, k, v), out)
+            spans = known.spans[known.asking]
+            self._unfold(layer, out[spans["query_begin"][0] : spans["query_end"][-1]])
         return out
+
+    @property
+    def _asking(self) -> range:
+        asking = self.addresses.prefill.asking
+        return range(asking.start, asking.stop)
+
+    def _attend(self, layer: int, rule: AttentionRule, *x: Tensor) -> None:
+        """Attend from all asking rows to their pasts and themselves; `x` as in `_run_plan`."""
+        q, k, v, out = x
+        pages, spans = (self.pool.entries, self.tables), self.addresses.prefill.spans
+        for row in self._asking:
+            begin, end, first, last, past = spans[row].tolist()
+            new, place = (k[first:last], v[first:last]), self._find_address(layer, row)
+            out[begin:end] = reference.prefill(
+                q[begin:end], *new, *pages, place, rule, past_tokens=past
+            )
 
     def seal(self, layer: int, rows: slice, ranking: Ranking, k: Tensor, v: Tensor) -> None:
         """See `Launch`."""
