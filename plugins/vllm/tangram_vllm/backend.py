@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,17 +21,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from tangram.compress.profile import ModelFingerprint, Profile
-from tangram.compress.scorers import make_scorer
+from tangram.compress.profile import ModelFingerprint
+from tangram.compress.scorers import Scorer
 from tangram.errors import IntegrityError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import AttentionRule, KvPool
 from tangram.types import Geometry
+from tangram_vllm.keeping import Keeping, NewTokens, find_note_form
 from tangram_vllm.options import PluginOptions
 from tangram_vllm.refusals import EngineWish, LayerWish, refuse_unserved
 from tangram_vllm.slab import CHUNK_TOKENS, Slab, full_geometry
-from tangram_vllm.slab_step import Keeping, SlabStep, StepBuilder
+from tangram_vllm.slab_step import LayerRule, SlabStep, StepBuilder
 from tangram_vllm.spec import SlabSpec
+from tangram_vllm.surroundings import Surrounded
 
 
 class TangramBackend(AttentionBackend):
@@ -78,11 +81,12 @@ class TangramBackend(AttentionBackend):
         layers = 1 if profile is None else profile.model.layers
         heads = spec.num_kv_heads
         geometry = full_geometry(layers, heads, heads, spec.head_size)
-        slab = Slab.lay_out(geometry, profile, spec.block_size, spec.block_size)
+        notes = find_note_form(profile, spec.dtype.itemsize)
+        slab = Slab.lay_out(geometry, profile, spec.block_size, spec.block_size, notes)
         return SlabSpec.of(spec, slab, layers, publish_decoded=options.publish_decoded)
 
 
-class TangramAttention(AttentionImpl[SlabStep]):
+class TangramAttention(Surrounded, AttentionImpl[SlabStep]):
     """The attention of one layer."""
 
     def __init__(
@@ -108,13 +112,32 @@ class TangramAttention(AttentionImpl[SlabStep]):
             kv_sharing_target_layer_name is not None,
             tuple(sorted(name for name, value in others.items() if value is not None)),
         )
-        config, profile = get_current_vllm_config(), PluginOptions.read().load_profile()
-        refuse_unserved(EngineWish(config, layer, profile))
+        config, options = get_current_vllm_config(), PluginOptions.read()
+        profile = options.load_profile()
+        refuse_unserved(EngineWish(config, layer, profile, options.untested_vllm))
         if profile is not None:
             profile.check_model(_fingerprint(config))
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        self._rule = AttentionRule(scale, None, logits_soft_cap or None, sinks)
+        self._known = LayerRule(AttentionRule(scale, None, logits_soft_cap or None, sinks))
+        self._reads_hidden = False
+
+    def prepare(self, wish: EngineWish, scorer: Scorer) -> None:
+        """Look around for what `scorer` needs; the model is complete.
+
+        Raises `ConfigError` if it cannot be seen.
+        """
+        around = self.surroundings
+        rotary = None if around is None else around.find_rotary()
+        layer = LayerWish(
+            rotates_halves=rotary is not None, has_hidden=around is not None and around.has_hidden
+        )
+        refuse_unserved(replace(wish, layer=layer))
+        if "rotary" in scorer.needs:
+            self._known = self._known._replace(rotary=rotary)
+        if "hidden" in scorer.needs and around is not None and not self._reads_hidden:
+            self._reads_hidden = True
+            around.watch()
 
     def forward(
         self,
@@ -132,9 +155,14 @@ class TangramAttention(AttentionImpl[SlabStep]):
         if attn_metadata is not None:
             tokens = slice(0, attn_metadata.num_actual_tokens)
             number = attn_metadata.layers[layer.layer_name]
-            q, k, v, out = (x[tokens] for x in (query, key, value, output))
-            attn_metadata.step.attend(number, q, k, v, out, self._rule)
+            new = NewTokens(query[tokens], key[tokens], value[tokens], self._take_hidden(tokens))
+            attn_metadata.step.attend(number, new, output[tokens], self._known)
         return output
+
+    def _take_hidden(self, tokens: slice) -> Tensor | None:
+        if self.surroundings is None or not self._reads_hidden:
+            return None
+        return self.surroundings.take_hidden()[tokens]
 
 
 class TangramMetadata:
@@ -161,7 +189,12 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
         self._numbers = {name: number for number, name in enumerate(layer_names)}
         options = PluginOptions.read()
         self._profile = options.load_profile()
-        self._keeping = None if self._profile is None else _make_keeping(self._profile)
+        self._keeping = None
+        if self._profile is not None:
+            self._keeping = Keeping.of(self._profile, options.gate)
+            wish = EngineWish(vllm_config, LayerWish(), self._profile, options.untested_vllm)
+            for layer in self._layers.values():
+                layer.impl.prepare(wish, self._keeping.scorer)
         # Compiles, before the first request, what its step would compile.
         like = torch.zeros(1, 1, 2, 16, 16, dtype=kv_cache_spec.dtype, device=device)
         pool_kernels(KvPool(like, 1, 1, 1))
@@ -187,7 +220,8 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
         """Made at the first step, when the cache is there."""
         config, geometry = self.vllm_config, self._geometry
         longest = config.model_config.max_model_len
-        slab = Slab.lay_out(geometry, self._profile, self.kv_cache_spec.block_size, longest)
+        notes = find_note_form(self._profile, self.kv_cache_spec.dtype.itemsize)
+        slab = Slab.lay_out(geometry, self._profile, self.kv_cache_spec.block_size, longest, notes)
         pool = self._view_pool(slab)
         return StepBuilder(
             slab,
@@ -222,19 +256,6 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
         whole = cache.as_strided((cache.shape[0] * apart,), (1,))
         pool = whole.view(-1, *shape)
         return KvPool(pool, geometry.group_size, geometry.layers, geometry.kv_heads)
-
-
-def _make_keeping(profile: Profile) -> Keeping:
-    """What `profile` keeps. Raises `ProfileError` if its scorer had other parameters."""
-    scorer = make_scorer(profile.scorer.name)
-    profile.check_options(
-        scorer=scorer.name,
-        scope=profile.scope,
-        kv_retention=profile.kv_retention,
-        chunk_tokens=profile.chunk_tokens,
-        parameters=scorer.parameters(),
-    )
-    return Keeping(scorer, profile.sink_tokens, profile.window_tokens)
 
 
 def _fingerprint(config: VllmConfig) -> ModelFingerprint:

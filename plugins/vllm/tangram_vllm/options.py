@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tangram.compress.library import find_shipped_profiles
 from tangram.compress.profile import Profile
@@ -20,13 +21,23 @@ class PluginOptions(BaseModel):
     `profile` decides how many entries each head keeps, and by which scorer: a file of `tangram
     calibrate`, or the name of one that ships with Tangram. None keeps everything (ρ 1.0). Chunks
     that decode filled are published to the prefix cache if `publish_decoded` is set: then later
-    turns find them, but what they find depends on the batches that decoded them.
+    turns find them, but what they find depends on the batches that decoded them. The scorer
+    fastkvzip reads the `gate`, a file; None is the one that ships for the model of the profile.
+    `untested_vllm` tries a vLLM of another minor version than the one that is served.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     profile: str | None = Field(default=None, min_length=1)
     publish_decoded: bool = False
+    gate: Path | None = Field(default=None, strict=False)
+    untested_vllm: bool = False
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> Self:
+        if self.gate is not None and self.profile is None:
+            raise ValueError("a gate needs a profile for fastkvzip")
+        return self
 
     @classmethod
     def read(cls) -> PluginOptions:

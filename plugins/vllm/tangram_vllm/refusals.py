@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm import __version__
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 
 from tangram.compress.profile import Profile
+from tangram.compress.scorers import SCORERS
 from tangram.errors import ConfigError
 
 SERVED_VLLM = "0.32"
-SERVED_SCORERS = ("keydiff", "streaming_llm", "tova")
+SERVED_SCORERS = [name for name, each in SCORERS.items() if "reconstruction" not in each.needs]
 SERVED_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -29,15 +30,21 @@ class LayerWish:
     attention: str = "decoder"
     shares_cache: bool = False
     others: tuple[str, ...] = ()  # names of arguments that only other backends know
+    rotates_halves: bool = True
+    has_hidden: bool = True
 
 
 @dataclass(frozen=True)
 class EngineWish:
-    """What the engine was asked for: vLLM's config, one layer, and the profile, if there is one."""
+    """What the engine was asked for: vLLM's config, one layer, and the profile, if there is one.
+
+    `untested_vllm` is the option.
+    """
 
     config: VllmConfig
     layer: LayerWish
     profile: Profile | None
+    untested_vllm: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,15 @@ def _scorer(asked: EngineWish) -> str | None:
     return None if asked.profile is None else asked.profile.scorer.name
 
 
+def _needs(asked: EngineWish, what: str) -> bool:
+    scorer = _scorer(asked)
+    return scorer in SCORERS and what in SCORERS[scorer].needs
+
+
 REFUSALS: Sequence[RefusedWish] = (
     RefusedWish(
         "another minor version of vLLM",
-        lambda asked: not __version__.startswith(f"{SERVED_VLLM}."),
+        lambda asked: not (__version__.startswith(f"{SERVED_VLLM}.") or asked.untested_vllm),
         f"the interfaces that the plugin extends change: install vLLM {SERVED_VLLM}",
     ),
     RefusedWish(
@@ -82,10 +94,26 @@ REFUSALS: Sequence[RefusedWish] = (
         "a block consists of pages of 16 tokens: give --block-size 512",
     ),
     RefusedWish(
-        "a scorer that reads more than a step has of a chunk",
+        "a scorer with a second pass",
         lambda asked: _scorer(asked) not in (None, *SERVED_SCORERS),
-        "vLLM cuts steps anywhere, and has no second pass and no hidden states for attention: "
-        f"calibrate with {', '.join(SERVED_SCORERS)}",
+        f"vLLM computes a token once: calibrate with {', '.join(SERVED_SCORERS)}",
+    ),
+    RefusedWish(
+        "a scorer of hidden states in a compiled model",
+        lambda asked: (
+            _needs(asked, "hidden") and asked.config.compilation_config.mode != CompilationMode.NONE
+        ),
+        "what torch.compile makes of a model calls no hook between layers: give --enforce-eager",
+    ),
+    RefusedWish(
+        "hidden states of this model",
+        lambda asked: _needs(asked, "hidden") and not asked.layer.has_hidden,
+        "its attention modules are called otherwise than with hidden_states: choose keydiff",
+    ),
+    RefusedWish(
+        "a scorer that undoes the rotation of this model",
+        lambda asked: _needs(asked, "rotary") and not asked.layer.rotates_halves,
+        "it is not one of halves by positions in the text: choose keydiff",
     ),
     RefusedWish(
         "latents (MLA)",

@@ -145,7 +145,7 @@ class SlabManager(FullAttentionManager):
         """
         form = self._form
         full, open_tokens = divmod(num_tokens, self.block_size)
-        wanted = full * form.columns + -(-open_tokens // form.raw_tokens)
+        wanted = full * form.columns + form.count_raw_blocks(open_tokens)
         missing = []
         for place in range(len(held), wanted):
             chunk, column = divmod(place, form.columns)

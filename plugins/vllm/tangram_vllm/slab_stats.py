@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.loggers import PrometheusStatLogger, create_metric_per_engine
 
+from tangram_vllm.keeping import find_note_form
 from tangram_vllm.options import PluginOptions, is_wanted
 from tangram_vllm.slab import Slab, full_geometry
 
@@ -66,7 +67,8 @@ class _SlabMetrics:
             heads = model.kv_heads, model.query_heads, model.head_dim
             geometry = full_geometry(model.layers, *heads)
             chunk_tokens = profile.chunk_tokens
-            self._slab = Slab.lay_out(geometry, profile, chunk_tokens, chunk_tokens)
+            notes = find_note_form(profile, self._config.model_config.dtype.itemsize)
+            self._slab = Slab.lay_out(geometry, profile, chunk_tokens, chunk_tokens, notes)
 
     def _make(self, kind: Any, name: str, documentation: str, **more: str) -> dict[int, Any]:
         metric = kind(

@@ -7,7 +7,7 @@ chunk that ends is sealed, so that a row may read what another row of its step s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.compress.scorers import ChunkView, Scorer
+from tangram.compress.scorers import ChunkView
 from tangram.kernels import reference
 from tangram.kernels.interface import (
     AttentionRule,
@@ -27,12 +27,13 @@ from tangram.kernels.interface import (
     PoolKernels,
     PrefillRows,
 )
-from tangram.model.sealing import ChunkRanking
+from tangram.model.rotary import Rotary
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import ADDRESS, PAST, SPAN, Records
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
+from tangram_vllm.keeping import Keeping, NewTokens, NotePlaces, NoteStore
 from tangram_vllm.slab import Slab
 
 GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's life
@@ -128,33 +129,40 @@ class FlatTables:
         row[layout.raw_entries(chunk, np.arange(layout.chunk_pages))] = slab.raw_pages(raw)
 
 
-class Keeping(NamedTuple):
-    """What stays of a chunk: the best by `scorer`, behind tokens that always stay.
+class LayerRule(NamedTuple):
+    """How a layer attends, and its rotation, where the scorer reads that."""
 
-    These are the first `sinks` of a sequence and the last `window` of a chunk.
-    """
+    attention: AttentionRule
+    rotary: Rotary | None = None
 
-    scorer: Scorer
-    sinks: int
-    window: int
+
+class Noting(NamedTuple):
+    """The `tokens` of the flattened batch that are noted, and their places."""
+
+    tokens: Tensor
+    places: NotePlaces
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkSeal:
     """The seal of the chunk that `segment` ends: prefill row `number` of the launch.
 
-    `past` [L, H] are records of `PAST`, by which the segment's past is read.
+    `past` [L, H] are records of `PAST`, by which the segment's past is read; `noted` are the raw
+    tokens of its chunk before it that have notes.
     """
 
     keeping: Keeping
     segment: Segment
     number: int
     past: Records
+    noted: NotePlaces | None
 
-    def run(self, step: SlabStep, layer: int, qkv: Sequence[Tensor], scaling: float) -> None:
+    def run(
+        self, step: SlabStep, layer: int, new: NewTokens, notes: Tensor, known: LayerRule
+    ) -> None:
         """Keep what the scorer chooses of one layer of the chunk: its raw past and new tokens."""
-        segment, keeping = self.segment, self.keeping
-        queries, keys, values = (x[segment.places].transpose(0, 1) for x in qkv)
+        segment = self.segment
+        queries, keys, values = (x[segment.places].transpose(0, 1) for x in new[:3])
         if segment.raw_past:
             held = [
                 step.read(table, column, length - segment.raw_past, length)
@@ -163,10 +171,13 @@ class ChunkSeal:
             old_keys, old_values = (torch.stack(parts) for parts in zip(*held, strict=True))
             keys = torch.cat([old_keys, keys], dim=1)
             values = torch.cat([old_values, values], dim=1)
+        notes = notes[segment.places]
+        if self.noted is not None:
+            notes = torch.cat([self.noted.read(layer), notes])
         start = segment.chunk * segment.chunk_tokens
-        chunk = ChunkView(queries, keys, values, start, layer, scaling)
-        scores = keeping.scorer.score(chunk)[None]
-        ranking = ChunkRanking(scores, keeping.sinks, keeping.window)
+        scaling, rotary = known.attention.scaling, known.rotary
+        chunk = ChunkView(queries, keys, values, start, layer, scaling, rotary)
+        ranking = self.keeping.rank(chunk, notes)
         rows = slice(self.number, self.number + 1)
         step.launch.seal(layer, rows, ranking, keys.transpose(0, 1), values.transpose(0, 1))
 
@@ -182,16 +193,21 @@ class SlabStep:
     pool: KvPool
     tables: Tensor
     launch: Launch
+    keeping: Keeping | None
     seals: Sequence[ChunkSeal]
+    noting: Noting | None
     order: Tensor | None
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
-    ) -> None:
-        """Seal, append and attend: q [T, Q, D], k and v [T, H, D] → out [T, Q, D]."""
-        for seal in self.seals:
-            seal.run(self, layer, (q, k, v), rule.scaling)
-        asked = out
+    def attend(self, layer: int, new: NewTokens, out: Tensor, known: LayerRule) -> None:
+        """Seal, note, append and attend: the output [T, Q, D] of `new` tokens → out."""
+        rule = known.attention
+        if self.keeping is not None and (self.seals or self.noting):
+            notes = self.keeping.note(layer, new, rule.scaling)
+            for seal in self.seals:
+                seal.run(self, layer, new, notes, known)
+            if self.noting is not None:
+                self.noting.places.write(layer, notes[self.noting.tokens])
+        (q, k, v), asked = new[:3], out
         if self.order is not None:
             q, k, v, asked = q[self.order], k[self.order], v[self.order], torch.empty_like(out)
         self.launch.decode(layer, q, k, v, asked, rule)
@@ -235,7 +251,8 @@ class StepBuilder:
         most_queries: int,
     ) -> None:
         self._slab, self._pool, self._kernels = slab, pool, kernels
-        self._keeping = keeping
+        self._keeping = None if slab.layout.keeps_everything else keeping
+        self._store = None if slab.notes is None else NoteStore(slab, slab.notes, pool.entries)
         self._most_rows, self._most_queries = most_rows, most_queries
         # A row has one table for the chunk that it ends in, and one for a chunk that it ends.
         self._tables = FlatTables(slab, 2 * most_rows)
@@ -264,20 +281,53 @@ class StepBuilder:
         prefill = self._prefill(rest, ending, tables, 0 if decoded is None else decoded.width)
         flat = self._tables.flat.to(self._pool.entries.device)
         launch = self._kernels.launch(PassAddresses(self._lengths.copy(), decoded, prefill), flat)
-        seals = self._seals(ending, tables, len(rest))
-        return SlabStep(self._pool, flat, launch, seals, self._order([*decode, *rest]))
+        seals = self._seals(ending, tables, cells, len(rest))
+        noting, order = self._note(tables, cells), self._order([*decode, *rest])
+        return SlabStep(self._pool, flat, launch, self._keeping, seals, noting, order)
 
     def _seals(
-        self, ending: Sequence[Segment], tables: Mapping[Segment, int], first: int
+        self, ending: Sequence[Segment], tables: Mapping[Segment, int], cells: Int32, first: int
     ) -> list[ChunkSeal]:
         """The seals of chunks that end, which are prefill rows from number `first` on."""
         if self._keeping is None:
             return []
         pasts = self._pasts(ending, [tables[segment] for segment in ending])
+        store = self._store
         return [
-            ChunkSeal(self._keeping, segment, first + at, pasts[:, at])
+            ChunkSeal(
+                self._keeping,
+                segment,
+                first + at,
+                pasts[:, at],
+                None
+                if store is None
+                else store.find(self._raw_blocks(segment, cells), 0, segment.raw_past),
+            )
             for at, segment in enumerate(ending)
         ]
+
+    def _note(self, segments: Iterable[Segment], cells: Int32) -> Noting | None:
+        """What is noted of new tokens: nothing of a chunk that the step has as a whole."""
+        store = self._store
+        if store is None:
+            return None
+        noted = [segment for segment in segments if segment.raw_past or not segment.seals]
+        if not noted:
+            return None
+        found = [
+            store.find(self._raw_blocks(each, cells), each.raw_past, each.raw_past + each.tokens)
+            for each in noted
+        ]
+        tokens = [
+            torch.arange(each.places.stop - places.shape[1], each.places.stop)
+            for each, (_, places) in zip(noted, found, strict=True)
+        ]
+        places = torch.cat([places for _, places in found], dim=1)
+        return Noting(torch.cat(tokens).to(places.device), found[0]._replace(places=places))
+
+    def _raw_blocks(self, segment: Segment, cells: Int32) -> Int64:
+        first = segment.chunk * self._slab.columns
+        return cells[segment.row, first : first + self._slab.raw_blocks].astype(np.int64)
 
     @property
     def _chunk_tokens(self) -> int:

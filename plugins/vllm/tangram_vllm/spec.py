@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -17,12 +18,11 @@ from tangram_vllm.slab import Slab
 class SlabSpec(FullAttentionSpec):
     """The spec of each layer. A block of `block_size` tokens holds one sealed chunk, see `Slab`.
 
-    `raw_tokens` fit into a raw block, `raw_blocks` hold a chunk, `columns` are its cells in a block
-    table. The manager publishes chunks that decode filled if `publish_decoded` is set.
+    Of `raw_ends` and `columns`, its cells in a block table, see `Slab`, too. The manager publishes
+    chunks that decode filled if `publish_decoded` is set.
     """
 
-    raw_tokens: int
-    raw_blocks: int
+    raw_ends: tuple[int, ...]
     columns: int
     publish_decoded: bool
 
@@ -43,11 +43,19 @@ class SlabSpec(FullAttentionSpec):
         }
         return cls(
             **known | changed,
-            raw_tokens=slab.raw_tokens,
-            raw_blocks=slab.raw_blocks,
+            raw_ends=slab.raw_ends,
             columns=slab.columns,
             publish_decoded=publish_decoded,
         )
+
+    @property
+    def raw_blocks(self) -> int:
+        """Blocks that hold a whole raw chunk."""
+        return len(self.raw_ends) - 1
+
+    def count_raw_blocks(self, tokens: int) -> int:
+        """Blocks that hold so many raw tokens of a chunk."""
+        return bisect_left(self.raw_ends, tokens)
 
     @property
     def kept_share(self) -> float:

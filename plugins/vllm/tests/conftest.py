@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines import CHUNK, fork, make_tiny, tiny_profile
+from engines import CHUNK, fork, make_tiny, tiny_options
 from tangram.model.convert import convert_gguf
 from tangram.model.source import EMBEDDED, gguf_file
 
@@ -22,9 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def half(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The options of the plugin at ρ 0.5 for the tiny model."""
-    path = tmp_path_factory.mktemp("profiles") / "tiny.json"
-    tiny_profile().save(path)
-    return {"profile": str(path)}
+    return tiny_options(tmp_path_factory.mktemp("profiles"))
 
 
 @pytest.fixture(scope="session")

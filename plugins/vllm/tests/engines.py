@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from tangram.compress.profile import (
     ProfileOptions,
     ScorerSpec,
 )
-from tangram.compress.scorers import default_scope, make_scorer
+from tangram.compress.scorers import default_scope, make_scorer, takes_gate
+from tangram.compress.scorers.gate import Gate, GateShape, save_gate
+from tangram_vllm.refusals import SERVED_VLLM
 
 CHUNK = 64  # of the tiny model
 SHIPPED = "smollm2.keydiff.model.c512.r0.5.json"
@@ -51,7 +54,8 @@ def environment(options: dict[str, Any] | None) -> dict[str, str]:
     """The variables of a process of vLLM, with the plugin if there are `options`."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if options is not None:
-        own["TANGRAM_VLLM"] = json.dumps(options)
+        untested = not version("vllm-cpu").startswith(f"{SERVED_VLLM}.")
+        own["TANGRAM_VLLM"] = json.dumps(options | ({"untested_vllm": True} if untested else {}))
     return own
 
 
@@ -140,10 +144,25 @@ def make_tiny(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<299>").save_pretrained(folder)
 
 
-def tiny_profile(scorer: str = "keydiff", kv_retention: float = 0.5) -> Profile:
+def make_gate(path: Path) -> Path:
+    """A random gate for the tiny model."""
+    import torch
+
+    shape = GateShape(layers=3, hidden=128, kv_heads=2, group_size=2, head_dim=8, sinks=4)
+    torch.manual_seed(6)
+    layers = [
+        {name: torch.randn(size) for name, size in shape.tensor_shapes().items()} for _ in range(3)
+    ]
+    save_gate(path, Gate(shape, tuple(layers)))
+    return path
+
+
+def tiny_profile(
+    scorer: str = "keydiff", kv_retention: float = 0.5, gate: Path | None = None
+) -> Profile:
     """Uneven budgets for the tiny model."""
     budgets = np.random.default_rng(3).uniform(0.1, 0.9, (3, 2))
-    made = make_scorer(scorer)
+    made = make_scorer(scorer, gate=gate)
     return Profile.from_statistics(
         budgets,
         np.zeros_like(budgets),
@@ -163,10 +182,22 @@ def tiny_profile(scorer: str = "keydiff", kv_retention: float = 0.5) -> Profile:
     )
 
 
+def tiny_options(folder: Path, scorer: str = "keydiff") -> dict[str, str]:
+    """The options of the plugin at ρ 0.5 for the tiny model, with files in `folder`."""
+    path, gate = folder / f"{scorer}.json", folder / "gate.safetensors"
+
+    def make() -> None:
+        tiny_profile(scorer, gate=make_gate(gate) if takes_gate(scorer) else None).save(path)
+
+    done = fork(make, {})
+    assert done.succeeded, done.log
+    return {"profile": str(path)} | ({"gate": str(gate)} if takes_gate(scorer) else {})
+
+
 def smollm2_profile(scorer: str) -> Profile:
     """The shipped budgets of the embedded model, for `scorer`."""
     shipped = Profile.load(find_shipped_profiles() / SHIPPED)
-    spec = ScorerSpec(scorer, make_scorer(scorer).parameters())
+    spec = ScorerSpec(scorer, make_scorer(scorer, model=shipped.model).parameters())
     return shipped.model_copy(update={"scorer": spec, "scope": default_scope(scorer)})
 
 

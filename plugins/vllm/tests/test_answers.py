@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines import CHUNK, EngineOutcome, Request, prompt_of, run
+from engines import CHUNK, EngineOutcome, Request, prompt_of, run, tiny_options
 
 LENGTHS = (5, 63, 64, 65, 200, 333)
 CUT = {"max_num_batched_tokens": 97}  # steps that end anywhere in a chunk
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
 
 
 def requests(lengths: tuple[int, ...] = LENGTHS, new: int = 70) -> list[Request]:
@@ -19,11 +21,15 @@ def requests(lengths: tuple[int, ...] = LENGTHS, new: int = 70) -> list[Request]
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(tiny: dict[str, Any], half: dict[str, Any]) -> EngineOutcome:
+def run_alone(tiny: dict[str, Any], options: dict[str, Any]) -> EngineOutcome:
     """Every request by itself, in steps that take whole prompts, without a prefix cache."""
     rounds = [[one] for one in requests()]
-    return run({**tiny, "enable_prefix_caching": False}, rounds, half)
+    return run({**tiny, "enable_prefix_caching": False}, rounds, options)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: dict[str, Any], half: dict[str, Any]) -> EngineOutcome:
+    return run_alone(tiny, half)
 
 
 def alone_tokens(alone: EngineOutcome) -> list[list[list[int]]]:
@@ -92,11 +98,28 @@ def test_preemption_changes_no_answer(
 def test_drafts_are_accepted_and_refused_across_chunk_ends(
     alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any]
 ) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
-    drafted = run({**tiny, **CUT, "speculative_config": drafts}, [requests()], half)
+    drafted = run({**tiny, **CUT, "speculative_config": DRAFTS}, [requests()], half)
     assert drafted.tokens() == alone_tokens(alone)
     accepted = drafted.counters["vllm:spec_decode_num_accepted_tokens"]
     assert 0 < accepted < drafted.counters["vllm:spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "expected_attention", "fastkvzip"])
+def test_what_a_scorer_reads_outlasts_steps(
+    tiny: dict[str, Any], tmp_path: Path, scorer: str
+) -> None:
+    """Queries and scores of raw tokens, with cuts, hits, drafts and preemption at once."""
+    options = tiny_options(tmp_path, scorer)
+    alone = run_alone(tiny, options)
+    small = {**tiny, **CUT, "max_model_len": 512, "num_gpu_blocks_override": 24}
+    engine = {**small, "speculative_config": DRAFTS, "enforce_eager": scorer == "fastkvzip"}
+    together = run(engine, [requests(), requests()], options)
+    assert together.tokens(0) == together.tokens(1) == alone_tokens(alone)
+    assert together.counters["vllm:num_preemptions"] > 0
+    assert together.counters["vllm:prefix_cache_hits"] > 0
+    accepted = together.counters["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < together.counters["vllm:spec_decode_num_draft_tokens"]
+    assert together.free == together.blocks - 1
 
 
 def test_generated_text_is_published_only_if_asked_for(

@@ -16,15 +16,17 @@ from vllm.v1.request import Request
 
 from engines import CHUNK, tiny_profile
 from tangram_vllm.plugin import register
-from tangram_vllm.slab import Slab, full_geometry
+from tangram_vllm.slab import NoteForm, Slab, full_geometry
 from tangram_vllm.spec import SlabSpec
 
 BLOCKS = 40
 
 
-def make_spec(kv_retention: float | None, *, publish_decoded: bool = False) -> SlabSpec:
+def make_spec(
+    kv_retention: float | None, *, notes: NoteForm | None = None, publish_decoded: bool = False
+) -> SlabSpec:
     profile = None if kv_retention is None else tiny_profile(kv_retention=kv_retention)
-    slab = Slab.lay_out(full_geometry(3, 2, 4, 32), profile, CHUNK, CHUNK)
+    slab = Slab.lay_out(full_geometry(3, 2, 4, 32), profile, CHUNK, CHUNK, notes)
     plain = FullAttentionSpec(block_size=CHUNK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     return SlabSpec.of(plain, slab, 3, publish_decoded=publish_decoded)
 
@@ -112,7 +114,7 @@ class RandomSchedule:
         form, own = self.spec, self.manager.get_block_ids(one.request.request_id)[0]
         full, rest = divmod(one.request.num_computed_tokens, CHUNK)
         sealed = range(form.columns - 1, full * form.columns, form.columns)
-        raw = range(full * form.columns, full * form.columns + -(-rest // form.raw_tokens))
+        raw = range(full * form.columns, full * form.columns + form.count_raw_blocks(rest))
         needed = [*sealed, *raw]
         assert all(own[place] for place in needed)
         assert [one.cells[place] for place in needed] == [own[place] for place in needed]
@@ -121,10 +123,21 @@ class RandomSchedule:
         assert sum(block != 0 for block in own) <= full + 1 + open_blocks
 
 
-@pytest.mark.parametrize("kv_retention", [None, 0.5, 0.3])
-@pytest.mark.parametrize("publish_decoded", [False, True])
-def test_accounts_of_random_schedules(kv_retention: float | None, publish_decoded: bool) -> None:
-    spec = make_spec(kv_retention, publish_decoded=publish_decoded)
+@pytest.mark.parametrize(
+    ("kv_retention", "notes", "publish_decoded"),
+    [
+        (None, None, False),
+        (None, None, True),
+        (0.5, None, False),
+        (0.5, NoteForm(32, 128), True),
+        (0.3, None, True),
+        (0.3, NoteForm(0, 128), False),
+    ],
+)
+def test_accounts_of_random_schedules(
+    kv_retention: float | None, notes: NoteForm | None, publish_decoded: bool
+) -> None:
+    spec = make_spec(kv_retention, notes=notes, publish_decoded=publish_decoded)
     schedule = RandomSchedule(spec, seed=1)
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:

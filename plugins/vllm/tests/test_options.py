@@ -33,6 +33,7 @@ def test_shipped_profiles_go_by_their_name(monkeypatch: pytest.MonkeyPatch) -> N
         ('{"kv_retention": 0.5}', r"kv_retention is 0.5: Extra inputs .*options: profile, publ"),
         ('{"profile": ["a", "b"]}', r"profile is \['a', 'b'\]: Input should be a valid string"),
         ('{"publish_decoded": 1}', r"publish_decoded is 1: Input should be a valid boolean"),
+        ('{"gate": "a.safetensors"}', r"the value is .*: Value error, a gate needs a profile"),
         ("yes", r"the value is 'yes': Invalid JSON"),
     ],
 )

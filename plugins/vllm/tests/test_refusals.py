@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CompilationMode
 
-from engines import CHUNK, attempt, smollm2_profile, tiny_profile
+from engines import CHUNK, attempt, tiny_options, tiny_profile
+from tangram.compress.profile import Profile, ScorerSpec
 from tangram.errors import ConfigError
 from tangram_vllm import refusals
 from tangram_vllm.refusals import REFUSALS, EngineWish, LayerWish, refuse_unserved
@@ -27,6 +29,7 @@ def config(**changes: Any) -> Any:
         "speculative_config": None,
         "scheduler_config": SimpleNamespace(async_scheduling=False),
         "use_v2_model_runner": False,
+        "compilation_config": SimpleNamespace(mode=CompilationMode.NONE),
     }
     for name, value in changes.items():
         part, _, field = name.partition("__")
@@ -41,6 +44,11 @@ def drafts(method: str) -> Any:
     return SimpleNamespace(method=method)
 
 
+def scored_by(scorer: str) -> Profile:
+    spec = ScorerSpec(scorer, {})
+    return tiny_profile().model_copy(update={"scorer": spec})
+
+
 PLAIN = LayerWish()
 CASES: dict[str, EngineWish] = {
     "options in --additional-config": EngineWish(
@@ -52,8 +60,15 @@ CASES: dict[str, EngineWish] = {
     "a block size that is no multiple of 16": EngineWish(
         config(cache_config__block_size=24), PLAIN, None
     ),
-    "a scorer that reads more than a step has of a chunk": EngineWish(
-        config(cache_config__block_size=512), PLAIN, smollm2_profile("kvzip")
+    "a scorer with a second pass": EngineWish(config(), PLAIN, scored_by("kvzip")),
+    "a scorer of hidden states in a compiled model": EngineWish(
+        config(compilation_config__mode=CompilationMode.VLLM_COMPILE), PLAIN, scored_by("fastkvzip")
+    ),
+    "hidden states of this model": EngineWish(
+        config(), LayerWish(has_hidden=False), scored_by("fastkvzip")
+    ),
+    "a scorer that undoes the rotation of this model": EngineWish(
+        config(), LayerWish(rotates_halves=False), scored_by("expected_attention")
     ),
     "latents (MLA)": EngineWish(config(model_config__use_mla=True), PLAIN, None),
     "sliding windows": EngineWish(config(), LayerWish(sliding_window=128), None),
@@ -101,6 +116,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "__version__", "0.33.1")
     with pytest.raises(ConfigError, match=r"another minor version of vLLM: .* install vLLM 0.32"):
         refuse_unserved(EngineWish(config(), PLAIN, None))
+    refuse_unserved(EngineWish(config(), PLAIN, None, untested_vllm=True))
 
 
 def test_an_engine_that_is_not_served_does_not_start(
@@ -109,6 +125,15 @@ def test_an_engine_that_is_not_served_does_not_start(
     outcome, log = attempt({**tiny, "block_size": 128}, [], half)
     assert outcome is None
     assert "does not serve a block size that is not the profile's chunk" in log
+
+
+def test_hidden_states_are_refused_where_a_model_is_compiled(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    options = tiny_options(tmp_path, "fastkvzip")
+    outcome, log = attempt({**tiny, "enforce_eager": False}, [], options)
+    assert outcome is None
+    assert "does not serve a scorer of hidden states in a compiled model" in log
 
 
 def test_a_profile_of_another_model_is_refused(tiny: dict[str, Any]) -> None:

@@ -118,6 +118,10 @@ class Scorer(ABC):
         """The shortest chunk this method can score."""
         return 1
 
+    def count_queries(self, chunk_tokens: int) -> int:
+        """How many of a chunk's queries this method reads at most: its last ones."""
+        return chunk_tokens
+
     def check_tokens(self, chunk_tokens: int) -> None:
         """Raise `ConfigError` if a chunk of `chunk_tokens` is too short."""
         if chunk_tokens < self.fewest_tokens:

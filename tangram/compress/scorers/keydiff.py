@@ -18,6 +18,10 @@ class KeyDiff(Scorer):
     name: ClassVar[str] = "keydiff"
     kernel: ClassVar[str | None] = "keydiff"
 
+    def count_queries(self, chunk_tokens: int) -> int:
+        """See `Scorer`: none."""
+        return 0
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32 in [-1, 1]."""
         keys = chunk.keys.float()

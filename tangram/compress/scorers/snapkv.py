@@ -41,6 +41,10 @@ class SnapKV(Scorer):
         """The observation window and one token to score."""
         return self.window_tokens + 1
 
+    def count_queries(self, chunk_tokens: int) -> int:
+        """See `Scorer`: the observation window."""
+        return self.window_tokens
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32. Raises `ConfigError` if the chunk is no longer than the window."""
         self.check_tokens(chunk.tokens)

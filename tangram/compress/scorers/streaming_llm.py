@@ -20,6 +20,10 @@ class StreamingLLM(Scorer):
 
     name: ClassVar[str] = "streaming_llm"
 
+    def count_queries(self, chunk_tokens: int) -> int:
+        """See `Scorer`: none."""
+        return 0
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32: the same for every head."""
         places = torch.arange(1, chunk.tokens + 1, dtype=torch.float32, device=chunk.keys.device)

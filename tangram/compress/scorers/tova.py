@@ -36,6 +36,10 @@ class TOVA(Scorer):
         """The last token is the query, the others are scored."""
         return 2
 
+    def count_queries(self, chunk_tokens: int) -> int:
+        """See `Scorer`: the last one."""
+        return 1
+
     def score(self, chunk: ChunkView) -> Tensor:
         """[H, C] float32; the last token outranks all others. Raises `ConfigError` if C is 1."""
         self.check_tokens(chunk.tokens)

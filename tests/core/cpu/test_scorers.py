@@ -279,6 +279,9 @@ def test_every_scorer_keeps_the_contract(
     assert scores.dtype == torch.float32
     assert scores.isfinite().all()
     assert torch.equal(scores, scorer.score(chunk))
+    unread = CHUNK - min(CHUNK, scorer.count_queries(CHUNK))
+    few = dataclasses.replace(chunk, queries=chunk.queries[:, unread:])
+    assert torch.equal(scores, scorer.score(few))
     for name in ("queries", "keys", "values", "hidden"):
         assert torch.equal(getattr(chunk, name), getattr(before, name)), (
             f"{scorer.name} changed the chunk's {name}"
