@@ -125,7 +125,7 @@ class Slab:
         """Blocks that hold a whole raw chunk."""
         return len(self.raw_ends) - 1
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Columns of a chunk in a row of vLLM's block table."""
         return 1 if self.layout.keeps_everything else self.raw_blocks + 1

@@ -27,12 +27,14 @@ from tangram.kernels.interface import (
     PoolKernels,
     PrefillRows,
 )
+from tangram.kernels.transfer import upload
 from tangram.model.rotary import Rotary
 from tangram.plan.forest import Forest, build_forest, units_of
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import ADDRESS, PAST, SPAN, Records
 from tangram.plan.schedule import Decoding
 from tangram.types import Int32, Int64
+from tangram_vllm.flat_tables import FlatTables
 from tangram_vllm.keeping import Keeping, NewTokens, NotePlaces, NoteStore
 from tangram_vllm.slab import Slab
 
@@ -89,44 +91,6 @@ def cut(begin: Sequence[int], end: Sequence[int], chunk_tokens: int) -> list[lis
         first += stop - start
         rows.append(segments)
     return rows
-
-
-class FlatTables:
-    """Flat block tables of the kernels, written from vLLM's cells.
-
-    A table has the sealed chunks before some chunk, and the raw pages of that chunk.
-    """
-
-    def __init__(self, slab: Slab, tables: int) -> None:
-        self._slab, self._width = slab, int(slab.layout.group_offset[-1])
-        self.flat = torch.zeros(tables * self._width, dtype=torch.int32)
-        self._rows = self.flat.numpy().reshape(tables, self._width)
-        self._known: list[tuple[int, bytes] | None] = [None] * tables
-
-    @property
-    def width(self) -> int:
-        """Entries of a table."""
-        return self._width
-
-    def write(self, table: int, cells: Int32, chunk: int) -> None:
-        """The table that tokens of `chunk` read; `cells` are a row of vLLM's block table.
-
-        A table that holds it already is left.
-        """
-        slab, layout = self._slab, self._slab.layout
-        cells = cells[: (chunk + 1) * slab.columns].astype(np.int64)
-        known = chunk, cells.tobytes()
-        if self._known[table] == known:
-            return
-        self._known[table] = known
-        row, last = self._rows[table], slab.columns - 1
-        for before in range(chunk):
-            block = cells[before * slab.columns + last]
-            row[layout.span_entries(before)] = block * slab.pages + slab.sealed_places
-        raw = np.zeros(slab.raw_blocks, np.int64)
-        open_blocks = cells[chunk * slab.columns :][: slab.raw_blocks]
-        raw[: len(open_blocks)] = open_blocks
-        row[layout.raw_entries(chunk, np.arange(layout.chunk_pages))] = slab.raw_pages(raw)
 
 
 class LayerRule(NamedTuple):
@@ -186,8 +150,7 @@ class ChunkSeal:
 class SlabStep:
     """One step on the device; its `launch` runs the attention of each layer.
 
-    `order` are the places of the flattened batch in the order of the launch: tokens of decode rows
-    first. None if they lie so.
+    `order` says where the launch has the tokens of the flattened batch; None if they lie so.
     """
 
     pool: KvPool
@@ -196,7 +159,7 @@ class SlabStep:
     keeping: Keeping | None
     seals: Sequence[ChunkSeal]
     noting: Noting | None
-    order: Tensor | None
+    order: TokenOrder | None
 
     def attend(self, layer: int, new: NewTokens, out: Tensor, known: LayerRule) -> None:
         """Seal, note, append and attend: the output [T, Q, D] of `new` tokens → out."""
@@ -207,19 +170,31 @@ class SlabStep:
                 seal.run(self, layer, new, notes, known)
             if self.noting is not None:
                 self.noting.places.write(layer, notes[self.noting.tokens])
-        (q, k, v), asked = new[:3], out
-        if self.order is not None:
-            q, k, v, asked = q[self.order], k[self.order], v[self.order], torch.empty_like(out)
+        (q, k, v), asked, order = new[:3], out, self.order
+        if order is not None:
+            q, k, v = q[order.tokens], k[order.tokens], v[order.tokens]
+            asked = torch.empty_like(q)
         self.launch.decode(layer, q, k, v, asked, rule)
         answered = self.launch.prefill(layer, q, k, v, asked, rule, None)
-        if self.order is not None:
-            out[self.order] = answered
+        if order is not None:
+            torch.index_select(answered, 0, order.places, out=out)
         elif answered is not out:
             out.copy_(answered)
 
     def read(self, table: int, column: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [end - begin, D] of one head's entries [begin, end)."""
         return reference.gather(self.pool.entries, self.tables, table, column, begin, end)
+
+
+class TokenOrder(NamedTuple):
+    """The tokens of a step in the order of its launch: those of decode rows first, and padded.
+
+    `tokens` are their places in the flattened batch, where padding is the first token, `places` [T]
+    those of the flattened batch in the launch.
+    """
+
+    tokens: Tensor
+    places: Tensor
 
 
 class KeptPlan(NamedTuple):
@@ -255,7 +230,7 @@ class StepBuilder:
         self._store = None if slab.notes is None else NoteStore(slab, slab.notes, pool.entries)
         self._most_rows, self._most_queries = most_rows, most_queries
         # A row has one table for the chunk that it ends in, and one for a chunk that it ends.
-        self._tables = FlatTables(slab, 2 * most_rows)
+        self._tables = FlatTables(slab, 2 * most_rows, pool.entries.device)
         self._lengths = np.zeros((2 * most_rows, len(slab.layout.groups)), np.int32)
         self._planned: KeptPlan | None = None
 
@@ -265,8 +240,7 @@ class StepBuilder:
         `cells` [R, n] are rows of vLLM's block table.
         """
         rows = cut(begin, end, self._chunk_tokens)
-        for row, stop in enumerate(end):
-            self._tables.write(row, cells[row], stop // self._chunk_tokens)
+        self._tables.write(np.arange(len(rows)), cells, np.asarray(end) // self._chunk_tokens)
         decodes = [len(row) == 1 and row[0].tokens <= self._most_queries for row in rows]
         decode = [row[0] for row, alone in zip(rows, decodes, strict=True) if alone]
         rest = [
@@ -278,11 +252,12 @@ class StepBuilder:
         tables = {segment: self._find_table(segment, cells, end) for segment in (*decode, *rest)}
         ending = [segment for segment in tables if segment.seals and self._keeping is not None]
         decoded = self._decode(decode, tables, cells) if decode else None
-        prefill = self._prefill(rest, ending, tables, 0 if decoded is None else decoded.width)
-        flat = self._tables.flat.to(self._pool.entries.device)
+        width = 0 if decoded is None else decoded.width
+        prefill = self._prefill(rest, ending, tables, width)
+        flat = self._tables.flat()
         launch = self._kernels.launch(PassAddresses(self._lengths.copy(), decoded, prefill), flat)
         seals = self._seals(ending, tables, cells, len(rest))
-        noting, order = self._note(tables, cells), self._order([*decode, *rest])
+        noting, order = self._note(tables, cells), self._order(decode, rest, width)
         return SlabStep(self._pool, flat, launch, self._keeping, seals, noting, order)
 
     def _seals(
@@ -338,15 +313,25 @@ class StepBuilder:
         if not segment.raw_past or segment.chunk == end[segment.row] // self._chunk_tokens:
             return segment.row
         table = self._most_rows + segment.row
-        self._tables.write(table, cells[segment.row], segment.chunk)
+        row = slice(segment.row, segment.row + 1)
+        self._tables.write(np.array([table]), cells[row], np.array([segment.chunk]))
         return table
 
-    def _order(self, segments: Sequence[Segment]) -> Tensor | None:
-        firsts = [segment.first for segment in segments]
-        if firsts == sorted(firsts):
+    def _order(
+        self, decode: Sequence[Segment], rest: Sequence[Segment], width: int
+    ) -> TokenOrder | None:
+        """The tokens of `decode`, padded to `width`, and those of `rest`."""
+        places = [np.arange(each.first, each.first + each.tokens) for each in (*decode, *rest)]
+        tokens = np.concatenate(places)
+        padding = width - sum(segment.tokens for segment in decode)
+        if not padding and (np.diff(tokens) == 1).all():
             return None
-        places = [np.arange(segment.first, segment.first + segment.tokens) for segment in segments]
-        return torch.from_numpy(np.concatenate(places)).to(self._pool.entries.device)
+        begin = width - padding
+        back = np.empty_like(tokens)
+        back[tokens] = np.arange(len(tokens)) + padding * (np.arange(len(tokens)) >= begin)
+        tokens = np.insert(tokens, begin, np.zeros(padding, np.int64))
+        device = self._pool.entries.device
+        return TokenOrder(upload(tokens, device), upload(back, device))
 
     def _decode(
         self, segments: Sequence[Segment], tables: Mapping[Segment, int], cells: Int32
@@ -372,7 +357,7 @@ class StepBuilder:
         layout, geometry = self._slab.layout, self._slab.layout.geometry
         first = layout.head_address.view(ADDRESS)[..., 0]
         address = np.empty((geometry.layers, len(tables), geometry.kv_heads), ADDRESS)
-        address["table"] = first["table"][:, None] + (tables * self._tables.width)[:, None]
+        address["table"] = first["table"][:, None] + (tables * self._tables.host.shape[1])[:, None]
         address["column"] = first["column"][:, None]
         address["length_index"] = (
             first["length_index"][:, None] + (tables * self._lengths.shape[1])[:, None]
@@ -389,7 +374,7 @@ class StepBuilder:
         """The prefix forest: which rows share which sealed chunks, by the pages of one head."""
         layout, nothing = self._slab.layout, np.zeros_like(chunks)
         pages = np.full(len(chunks), layout.sealed_pages[layout.head_group[0, 0]], np.int64)
-        units = units_of(self._tables.flat.numpy(), table, pages, chunks, nothing)
+        units = units_of(self._tables.host.ravel(), table, pages, chunks, nothing)
         return build_forest(*units, chunks)
 
     def _prefill(
@@ -430,7 +415,7 @@ class StepBuilder:
         pasts = np.empty((geometry.layers, len(segments), geometry.kv_heads), PAST)
         for number, (segment, table) in enumerate(zip(segments, tables, strict=True)):
             addressed = pasts[:, number]
-            addressed["table"] = heads["table"] + table * self._tables.width
+            addressed["table"] = heads["table"] + table * self._tables.host.shape[1]
             addressed["column"] = heads["column"]
             past = layout.lengths(segment.chunk, segment.raw_past if raw else 0)
             addressed["length"] = past[layout.head_group]

