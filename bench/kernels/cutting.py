@@ -125,7 +125,6 @@ class LongRows:
             np.zeros((load.rows, load.layers, load.heads), np.int64),
             _share_nothing,
             load.queries,
-            load.rows,
         )
         plan = schedule.plan(batch, multiprocessors, CostModel())
         decoder = GpuDecode(

@@ -141,7 +141,8 @@ def build_measured(
     if acceptance is not None and found.drafter is not None:
         found.drafter = CoinDrafter(found.drafter, acceptance, loaded.device)
     found.counters = tally = Tally(found.most)
-    return MeasuredEngine(Engine(replace(parts, speculation=found)), tally)
+    scheduler = replace(parts.scheduler, drafts=found)
+    return MeasuredEngine(Engine(replace(parts, scheduler=scheduler, speculation=found)), tally)
 
 
 def say_always(loaded: LoadedModel) -> None:
