@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     planners = {
         "plain": partial(plan_plain, batch.rows),
         "aot": partial(plan_aot, batch.rows, WORKERS),
-        "workqueue": partial(plan_workqueue, batch.rows, batch.lengths, WORKERS),
+        "workqueue": partial(plan_workqueue, batch.rows, batch.lengths, Grain(WORKERS)),
         "workqueue, layer by layer": lambda: [
             plan_workqueue(batch.rows.layer(layer), batch.lengths, Grain(WORKERS))
             for layer in range(options.layers)
@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             batch.lengths,
             forest,
             batch.kept_tokens,
-            WORKERS,
+            Grain(WORKERS),
             group=GROUP,
             cost=CostModel(),
         )
