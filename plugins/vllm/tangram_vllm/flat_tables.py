@@ -12,9 +12,9 @@ from tangram_vllm.slab import Slab
 
 
 class FlatTables:
-    """So many tables, each with the sealed chunks before some chunk, and its raw pages.
+    """`tables` flat tables: each has the sealed chunks before one chunk, and the raw pages of it.
 
-    They lie on the host, and a copy on `device`, which follows when it is asked for.
+    They are written on the host. `flat` brings what has changed to their copy on `device`.
     """
 
     def __init__(self, slab: Slab, tables: int, device: torch.device) -> None:

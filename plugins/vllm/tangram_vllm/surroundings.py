@@ -45,7 +45,8 @@ class Surroundings:
     def find_rotary(self) -> Rotary | None:
         """The rotation of the module; None unless it turns halves, by positions in the text.
 
-        vLLM has a table of it. Behind its end turns are those to the last row and on from there.
+        vLLM has a table with a row for each position. A position beyond its end is turned by the
+        last row, and then by the row of the positions that are left.
         """
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
         from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
