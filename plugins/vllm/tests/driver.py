@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 
@@ -49,6 +50,15 @@ def read_counters(llm: LLM) -> dict[str, float]:
         for metric in llm.get_metrics()
         if (value := getattr(metric, "value", None)) is not None
     }
+
+
+def on_device(plugin: bool) -> dict[str, Any]:
+    """The arguments of an engine with or without the plugin, besides those of a CPU's."""
+    if current_platform.is_cpu():
+        return {}
+    # Beside other engines on one card.
+    room = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.02}
+    return room | ({"attention_backend": "CUSTOM", "async_scheduling": False} if plugin else {})
 
 
 def start(engine: dict[str, Any]) -> LLM:

@@ -10,7 +10,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +50,17 @@ class EngineOutcome:
 
 def environment(options: dict[str, Any] | None) -> dict[str, str]:
     """The variables of a process of vLLM, with the plugin if there are `options`."""
-    from tangram_vllm.refusals import SERVED_VLLM  # imports vLLM
+    from vllm import __version__
 
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from tangram_vllm.refusals import SERVED_VLLM
+
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
     if options is not None:
-        untested = not version("vllm-cpu").startswith(f"{SERVED_VLLM}.")
+        untested = not __version__.startswith(f"{SERVED_VLLM}.")
         own["TANGRAM_VLLM"] = json.dumps(options | ({"untested_vllm": True} if untested else {}))
     return own
 
@@ -101,7 +106,7 @@ def attempt(
 
     with tempfile.TemporaryDirectory() as name:
         found = Path(name) / "found.json"
-        job = {"engine": engine, "rounds": rounds}
+        job = {"engine": driver.on_device(options is not None) | engine, "rounds": rounds}
         done = fork(lambda: found.write_text(json.dumps(driver.run(job))), environment(options))
         if not done.succeeded:
             return None, done.log
