@@ -21,7 +21,7 @@ def stage(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host
-    pinned = torch.empty_like(host, pin_memory=True)
+    pinned = torch.empty_like(host, device="cpu", pin_memory=True)
     # By NumPy: torch copies by all of its threads, and waits milliseconds for those that sleep.
     np.copyto(pinned.numpy(), array)
     return pinned

@@ -129,7 +129,9 @@ class GpuDecode:
             group, finishes = self._group * self._queries, np.asarray(self.capacity.finishes)
             # Megabytes: written directly to memory that the device reads.
             words = count_words(plan, self._options)
-            whole = torch.empty(words, dtype=torch.int32, pin_memory=self._pool.is_cuda)
+            whole = torch.empty(
+                words, dtype=torch.int32, device="cpu", pin_memory=self._pool.is_cuda
+            )
             packed = pack(plan, group, self._options, lengths, finishes, whole.numpy())
             misfit = self.capacity.misfit(plan, packed)
             if misfit is not None:
