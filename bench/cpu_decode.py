@@ -45,7 +45,8 @@ def generate_seconds(
         times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    answers = loaded.model.generate(
+    model: Any = loaded.model
+    answers = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         pad_token_id=0,

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -59,7 +60,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _time(parts: list[nn.Module], rows: int) -> float:
+def _time(parts: list[Any], rows: int) -> float:
     inputs = {width: torch.randn(rows, width) for width in {part.weight.shape[1] for part in parts}}
     begin_s = time.perf_counter()
     for part in parts:

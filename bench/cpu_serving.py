@@ -88,9 +88,8 @@ def _healthy(client: httpx.Client, server: subprocess.Popen[bytes]) -> float:
 def alone_seconds(loaded: LoadedModel) -> float:
     """Seconds of a process with Transformers alone for the same answer."""
     begin = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", ALONE, loaded.model.name_or_path], check=True, capture_output=True
-    )
+    model = str(loaded.model.name_or_path)
+    subprocess.run([sys.executable, "-c", ALONE, model], check=True, capture_output=True)
     return time.perf_counter() - begin
 
 

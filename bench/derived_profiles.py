@@ -47,9 +47,9 @@ def main() -> None:
     print(
         "| ρ | derived of | pages that move | with the nearest shares alone |\n|---|---|---:|---:|"
     )
-    for (ratio, used), pairs in sorted(found.items()):
+    for (ratio, parents), pairs in sorted(found.items()):
         spans = [f"{100 * min(row):.1f}–{100 * max(row):.1f}" for row in zip(*pairs, strict=True)]
-        print(f"| {ratio} | {' and '.join(map(str, used))} | {' | '.join(spans)} |")
+        print(f"| {ratio} | {' and '.join(map(str, parents))} | {' | '.join(spans)} |")
 
 
 if __name__ == "__main__":

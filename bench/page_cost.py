@@ -106,7 +106,9 @@ def measure_prefill(pairs: int) -> Figures:
 
     def prefill() -> float:
         engine.clear_cache()
-        engine._runner.recorder.clear()
+        recorder = engine._runner.recorder
+        assert recorder is not None
+        recorder.clear()
         engine.submit(
             Request(
                 "0",

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tangram.calibrate.published_budgets import SCORERS, ScorerSpec, import_published
+from tangram.calibrate.published_budgets import SCORERS, import_published
 from tangram.compress.dealing import consecutive_heads, deal_heads, heads_of_rank
-from tangram.compress.profile import Profile
+from tangram.compress.profile import Profile, ScorerSpec
 from tangram.types import Int64
 
 RESULT = Path(__file__).parent / "results" / "rank_deal.json"

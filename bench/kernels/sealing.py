@@ -102,7 +102,8 @@ class Layer:
         qkv, out, up, down = self.weights
         first = (self.hidden @ qkv)[:, : HEADS * GROUP * DIM] @ out
         gate, value = (first @ up).chunk(2, dim=-1)
-        return (gate * value) @ down
+        multiplied: Tensor = (gate * value) @ down
+        return multiplied
 
     def scores(self) -> Tensor:
         from tangram.kernels.triton import keydiff

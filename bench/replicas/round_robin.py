@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
 class RoundRobinRouter(RequestRouter):
     """Sends request n to replica n modulo their number, and to those after it if it is full."""
 
-    def initialize_state(self) -> None:
+    def initialize_state(self, **options: Any) -> None:
         """Called by Ray Serve before the first request."""
         self._turn = 0
 

@@ -347,6 +347,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-retention", type=float, help="of tangram and the plugin; 0.25")
     parser.add_argument("--chunk-tokens", type=int, help="of tangram; 512")
     parser.add_argument(
+        "--packs",
+        action="store_true",
+        help="the plugin reads what rows share once; then vLLM schedules no step ahead",
+    )
+    parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of either engine"
     )
     parser.add_argument("--cases", default=",".join(CASES))
@@ -434,7 +439,7 @@ def _start(options: argparse.Namespace) -> Iterator[ServingEngine]:
             options.kv_cache_dtype,
         )
     if options.engine == "plugin":
-        chosen |= choose_plugin_options(_retention(options))
+        chosen |= choose_plugin_options(_retention(options), packs=options.packs)
     if options.http:
         # Where it is not asked for, what it imports need not be there.
         from bench.serving.servers import HttpEngine
@@ -468,6 +473,7 @@ def _name(options: argparse.Namespace) -> str:
         f"chunk{options.chunk_tokens}": options.chunk_tokens is not None,
         "host": options.offload_gib > 0,
         f"api{options.api_processes}": options.api_processes is not None,
+        "packs": options.packs,
     }
     return "-".join([options.engine, *(name for name, chosen in variants.items() if chosen)])
 

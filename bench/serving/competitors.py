@@ -266,15 +266,17 @@ def choose_vllm_options(
     }
 
 
-def choose_plugin_options(kv_retention: float) -> dict[str, Any]:
+def choose_plugin_options(kv_retention: float, *, packs: bool) -> dict[str, Any]:
     """What vLLM is told besides `choose_vllm_options` where the plugin of plugins/vllm serves.
 
+    If it `packs`, chunks that rows share are read once, and no step is scheduled ahead.
     It sets the plugin's variable in this process, with the budgets that ship for `MODEL`.
     """
     shipped = f"qwen3-4b-instruct-2507.keydiff.model.c512.r{kv_retention:g}.json"
     wanted = {} if kv_retention == 1 else {"profile": shipped}
     os.environ |= {"TANGRAM_VLLM": json.dumps(wanted), "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    return {"attention_backend": "CUSTOM", "block_size": 512, "async_scheduling": False}
+    ahead = False if packs else None
+    return {"attention_backend": "CUSTOM", "block_size": 512, "async_scheduling": ahead}
 
 
 def read_vocab_size(model: Path) -> int:

@@ -3,9 +3,10 @@
 #   GIT_COMMIT=$(git rev-parse --short=8 HEAD) bash bench/serving/lease.sh FOLDER vllm 0.5 0.25 1
 #   PLAN=short GIT_COMMIT=… bash bench/serving/lease.sh FOLDER http-vllm vllm http-0.5 0.5 http-0.25 0.25 http-1 1
 # ENGINE is vllm, a ρ, or plugin and a ρ (vLLM with plugins/vllm, from PLUGIN_SITE), and http- before it
-# means its server, asked by clients in processes of their own. Behind it stand its variants: -fp8 (cache), -host (HOST_GIB of host memory, 64), -apiN (API
-# processes), as in http-vllm-fp8-host. Each starts once and is measured case by case. What is measured is
-# kept in FOLDER as it comes, so a lease that ends early loses one case. Afterwards copy its JSON files to
+# means its server, asked by clients in processes of their own. Behind it stand its variants: -fp8 (cache),
+# -host (HOST_GIB of host memory, 64), -apiN (API processes), -packs (plugin: shared prefixes are read
+# once), as in http-vllm-fp8-host. Each starts once and is measured case by case. What is measured is kept
+# in FOLDER as it comes, so a lease that ends early loses one case. Afterwards copy its JSON files to
 # bench/results and run `python -m bench.render`. PLAN says which loads, SEATS how many rows a step has at most:
 #   table   the first table's. On an H200 vllm takes some 6 minutes, ρ 0.5 and 0.25 four each, ρ 1 three
 #   short   five loads of 32 to 256 streams, one minute and the start of each ENGINE (reckoned)
@@ -36,7 +37,8 @@ for engine in "$@"; do
       fp8) options+=(--kv-cache-dtype fp8) ;;
       host) options+=(--offload-gib "${HOST_GIB:-64}") ;;
       api*) options+=(--api-processes "${variant#api}") ;;
-      *) echo "$engine is left out: $variant is no variant, fp8, host and apiN are"; continue 2 ;;
+      packs) options+=(--packs) ;;
+      *) echo "$engine is left out: $variant is no variant, fp8, host, apiN and packs are"; continue 2 ;;
     esac
   done
   [ -z "${TRACE:-}" ] || options+=(--trace "$TRACE" --seconds "${TRACE_S:-120}" --speeds "${SPEEDS:-1}"

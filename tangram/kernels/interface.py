@@ -316,6 +316,14 @@ class PoolKernels(Protocol):
         """Launches of a pass, one after the other, that together run all decode kernels."""
         ...
 
+    def reserve(self, rows: DecodedRows) -> None:
+        """Keep buffers for passes of as many rows, with one token each, of any lengths.
+
+        Later launches of the same width, whose rows share nothing, use these buffers: a graph that
+        was captured over one of them replays all. Raises `ConfigError` if `rows` share something.
+        """
+        ...
+
 
 # Chooses the kernels of a pool.
 KernelChoice = Callable[[KvPool], PoolKernels]

@@ -68,6 +68,9 @@ class ReferenceKernels:
         """See `PoolKernels`: nothing is compiled."""
         return iter(())
 
+    def reserve(self, rows: DecodedRows) -> None:
+        """See `PoolKernels`: there are no buffers, and no graphs."""
+
 
 @dataclass(frozen=True, eq=False)
 class ReferenceLaunch:

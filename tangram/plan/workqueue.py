@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tangram.plan.form import DecodeRows, WorkPlan
-from tangram.plan.loops import count_parts, gather_lengths
+from tangram.plan.loops import SPARE, count_parts, gather_lengths
 from tangram.plan.split import Sources, finish, require_positive
 from tangram.types import Float64, Int32
 
@@ -61,6 +61,12 @@ class Grain:
             tile_tokens=self.tile_tokens,
             min_tokens=self.min_tokens,
         )
+
+
+def count_most_tasks(cells: int, grain: Grain) -> int:
+    """The most tasks of a layer of so many (row, KV head) cells, whatever their lengths."""
+    wanted = max(int(FINER * grain.workers * grain.tasks_per_worker), int(SPARE * cells))
+    return wanted + cells  # of each cell the number of parts may be rounded up
 
 
 def plan_workqueue(rows: DecodeRows, lengths: Int32, grain: Grain) -> WorkPlan:

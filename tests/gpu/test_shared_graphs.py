@@ -77,6 +77,33 @@ def test_agents_that_come_and_go_need_no_new_buffers(
     assert load(apart) is not rehearsed, "rows that share nothing launch fewer kernels"
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300) | st.integers(1, 60_000), min_size=1, max_size=MOST_ROWS),
+    heads=st.sampled_from(["32/8", "8/8", "64/4", "28/4"]),
+)
+def test_rows_of_any_lengths_fit_what_is_reserved(lengths: list[int], heads: str) -> None:
+    from tangram.kernels.triton.triton_kernels import TritonKernels
+
+    geometry = BatchGeometry.of_heads(heads, 16)
+    pool = torch.empty(1, 1, 2, 16, geometry.head_dim, dtype=torch.bfloat16)
+    kernels = TritonKernels(KvPool(pool, geometry.group, 1, geometry.kv_heads), card=CARDS[90])
+    width = kernels.width(len(lengths), 1)
+
+    def decode(lengths: list[int]) -> DecodedRows:
+        case, count = own_case("rows", lengths, geometry, seed=0), len(lengths)
+        nothing = build_forest(np.zeros((count, 0), np.int64), *np.zeros((2, count), np.int64))
+        kept = np.full(case.shape, CHUNK)
+        batch = Decoding(case.rows, case.lengths, geometry.group, kept, lambda: nothing)
+        ones = np.ones(count, np.int32)
+        return DecodedRows.of(batch, kernels.plan(batch)[0], ones, width)
+
+    kernels.reserve(decode([1] * width))
+    flat = np.zeros(MOST_ROWS, np.int32)
+    reserved = kernels._decoding.load(decode([1] * width), flat).decoder
+    assert kernels._decoding.load(decode(lengths), flat).decoder is reserved
+
+
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_what_is_captured_before_serving_fits_what_is_served(width: int) -> None:
     """Passes are captured over empty sequences, and planned as for long ones."""

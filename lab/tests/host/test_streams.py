@@ -140,13 +140,15 @@ def test_options_are_spelled_as_the_command_has_them() -> None:
 def test_the_plugin_is_started_with_budgets_that_ship(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TANGRAM_VLLM", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
-    options = choose_vllm_options(40960) | choose_plugin_options(0.5)
+    options = choose_vllm_options(40960) | choose_plugin_options(0.5, packs=False)
     command = " ".join(spell_options(options))
-    for option in ("--attention-backend CUSTOM", "--block-size 512", "--no-async-scheduling"):
+    for option in ("--attention-backend CUSTOM", "--block-size 512"):
         assert option in command
+    assert "async" not in command
     wanted = json.loads(os.environ["TANGRAM_VLLM"])
     assert (find_shipped_profiles() / wanted["profile"]).is_file()
-    choose_plugin_options(1.0)
+    packing = choose_plugin_options(1.0, packs=True)
+    assert "--no-async-scheduling" in spell_options(packing)
     assert json.loads(os.environ["TANGRAM_VLLM"]) == {}
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -26,6 +28,7 @@ from tangram.compress.scorers import Scorer
 from tangram.errors import IntegrityError
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import AttentionRule, KvPool
+from tangram.kernels.transfer import upload
 from tangram.types import Geometry
 from tangram_vllm.keeping import Keeping, NewTokens, find_note_form
 from tangram_vllm.options import PluginOptions
@@ -153,23 +156,22 @@ class TangramAttention(Surrounded, AttentionImpl[SlabStep]):
     ) -> Tensor:
         """See vLLM: query [T, Q, D], key and value [T, H, D] → output [T, Q, D]."""
         if attn_metadata is not None:
-            tokens = slice(0, attn_metadata.num_actual_tokens)
             number = attn_metadata.layers[layer.layer_name]
-            new = NewTokens(query[tokens], key[tokens], value[tokens], self._take_hidden(tokens))
-            attn_metadata.step.attend(number, new, output[tokens], self._known)
+            new = NewTokens(query, key, value, self._take_hidden())
+            attn_metadata.step.attend(number, new, output, self._known)
         return output
 
-    def _take_hidden(self, tokens: slice) -> Tensor | None:
+    def _take_hidden(self) -> Tensor | None:
         if self.surroundings is None or not self._reads_hidden:
             return None
-        return self.surroundings.take_hidden()[tokens]
+        return self.surroundings.take_hidden()
 
 
-class TangramMetadata:
+class TangramMetadata(NamedTuple):
     """A step, and the numbers of layers by vLLM's names for them."""
 
-    def __init__(self, step: SlabStep, layers: dict[str, int], tokens: int) -> None:
-        self.step, self.layers, self.num_actual_tokens = step, layers, tokens
+    step: SlabStep
+    layers: dict[str, int]
 
 
 class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
@@ -206,14 +208,41 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
         fast_build: bool = False,
     ) -> TangramMetadata:
         """See vLLM."""
-        common = common_attn_metadata
+        return self._build(common_attn_metadata)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TangramMetadata:
+        """See vLLM: a step in which every row decodes a token."""
+        return self._build(common_attn_metadata, reserves=True)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """See vLLM: graphs of whole decode steps, whose rows share nothing.
+
+        A scorer that reads more than entries is asked within a step, which no graph can do.
+        """
+        options = PluginOptions.read()
+        profile = options.load_profile()
+        reads = profile is None or Keeping.of(profile, options.gate).reads_entries
+        if reads and vllm_config.scheduler_config.async_scheduling:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    def _build(self, common: CommonAttentionMetadata, *, reserves: bool = False) -> TangramMetadata:
         first = common.query_start_loc_cpu.numpy()
-        end = common.seq_lens.cpu().numpy()
+        # Exact: only where drafts are verified before the host knows which were refused is it not.
+        end = common.seq_lens_cpu_upper_bound.numpy()
         begin = end - (first[1:] - first[:-1])
-        rows = [row for row in range(common.num_reqs) if end[row] > begin[row]]
-        cells = common.block_table_tensor.cpu().numpy()[rows]
-        step = self._steps.build(cells, begin[rows].tolist(), end[rows].tolist())
-        return TangramMetadata(step, self._numbers, common.num_actual_tokens)
+        rows = np.flatnonzero(end > begin)
+        cells = common.block_table_tensor
+        if len(rows) < len(cells):
+            cells = cells[upload(rows, cells.device)]
+        spans = begin[rows].tolist(), end[rows].tolist()
+        step = self._steps.build(cells, *spans, padded=common.num_reqs, reserves=reserves)
+        return TangramMetadata(step, self._numbers)
 
     @cached_property
     def _steps(self) -> StepBuilder:
@@ -230,6 +259,7 @@ class TangramBuilder(AttentionMetadataBuilder[TangramMetadata]):
             self._keeping,
             most_rows=config.scheduler_config.max_num_seqs,
             most_queries=self.reorder_batch_threshold or 1,
+            shares=not config.scheduler_config.async_scheduling,
         )
 
     @cached_property

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tangram.compress.profile import Profile
 from tangram.compress.scorers import SCORERS, ChunkView, Scorer, make_scorer
+from tangram.kernels.transfer import upload
 from tangram.model.sealing import ChunkRanking
-from tangram.types import Int64
 from tangram_vllm.slab import NoteForm, Slab
 
 
@@ -64,17 +64,26 @@ class Keeping(NamedTuple):
         tokens = ChunkView(queries, keys, values, 0, layer, scaling, hidden=new.hidden)
         return self.scorer.score(tokens).T.contiguous().view(new.q.dtype)
 
-    def rank(self, chunk: ChunkView, notes: Tensor) -> ChunkRanking:
-        """The order of the entries of `chunk`, which needs no queries, by `notes` [n, elements].
+    @property
+    def reads_entries(self) -> bool:
+        """Whether the scorer reads keys and values of the chunk, and nothing else."""
+        return self.scorer.count_queries(1) == 0 and not self.scorer.needs
 
-        They are those of its last n tokens.
+    def score(self, chunk: ChunkView, notes: Tensor | None) -> Tensor:
+        """[H, C]: the scores of `chunk`, by `notes` [n, elements] of its last n tokens.
+
+        None of a scorer that `reads_entries`. Else `chunk` needs no queries.
         """
-        if self.scorer.by_token:
-            scores = notes.view(torch.float32).T
-        else:
+        if notes is not None and self.scorer.by_token:
+            return notes.view(torch.float32).T
+        if notes is not None:
             queries = torch.unflatten(notes, 1, (-1, chunk.keys.shape[2])).transpose(0, 1)
-            scores = self.scorer.score(replace(chunk, queries=queries))
-        return ChunkRanking(scores[None], self.sinks, self.window)
+            chunk = replace(chunk, queries=queries)
+        return self.scorer.score(chunk)
+
+    def rank(self, scores: Tensor) -> ChunkRanking:
+        """The order of the entries of N chunks with `scores` [N, H, C]."""
+        return ChunkRanking(scores, self.sinks, self.window)
 
 
 class NotePlaces(NamedTuple):
@@ -100,11 +109,16 @@ class NoteStore:
         self._slab, self._first = slab, form.first
         self._vectors = entries.view(-1, slab.note_vector)
 
-    def find(self, blocks: Int64, begin: int, end: int) -> NotePlaces:
+    def find(self, blocks: Tensor, begin: int, end: int) -> NotePlaces:
         """Those of the noted ones of tokens [begin, end) of a chunk with raw `blocks`."""
-        noted = np.arange(max(begin, self._first), max(end, self._first))
-        places = torch.from_numpy(self._slab.note_places(blocks, noted))
-        return NotePlaces(self._vectors, places.to(self._vectors.device))
+        slab, device = self._slab, self._vectors.device
+        numbers, vectors = slab.note_numbers(
+            np.arange(max(begin, self._first), max(end, self._first))
+        )
+        block, page = np.divmod(numbers, slab.pages)
+        inside = upload(page * slab.page_vectors + vectors, device)
+        first = blocks.long() * (slab.pages * slab.page_vectors)
+        return NotePlaces(self._vectors, first[upload(block, device)] + inside)
 
 
 def find_note_form(profile: Profile | None, element_bytes: int) -> NoteForm | None:

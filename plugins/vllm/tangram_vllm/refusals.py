@@ -175,9 +175,12 @@ REFUSALS: Sequence[RefusedWish] = (
         f"their layers would share the blocks of the model's: choose {', '.join(SERVED_DRAFTS)}",
     ),
     RefusedWish(
-        "async scheduling",
-        lambda asked: bool(asked.config.scheduler_config.async_scheduling),
-        "it was not tried: give --no-async-scheduling",
+        "drafts with async scheduling",
+        lambda asked: (
+            asked.config.speculative_config is not None
+            and bool(asked.config.scheduler_config.async_scheduling)
+        ),
+        "lengths are then known on the device alone: give --no-async-scheduling",
     ),
     RefusedWish(
         "model runner V2",

@@ -152,32 +152,34 @@ class Slab:
         places[np.lexsort((layout.span_group, rank))] = np.arange(layout.span_pages)
         return places
 
-    def raw_pages(self, blocks: Int64) -> Int64:
-        """[chunk rows, groups]: the pages of a chunk's raw rows in its raw `blocks`."""
-        return self._pages_at(
-            blocks, self._row_ends[:-1, None] + np.arange(len(self.layout.groups))
-        )
+    @cached_property
+    def raw_numbers(self) -> Int64:
+        """[chunk rows, groups]: the numbers of a chunk's raw rows among its raw pages.
 
-    def _pages_at(self, blocks: Int64, numbers: Int64) -> Int64:
-        """The pages of the pool that are the raw pages `numbers` of a chunk in `blocks`."""
-        return np.asarray(blocks[numbers // self.pages] * self.pages + numbers % self.pages)
+        Raw page n lies in raw block n // `pages`, where it is page n % `pages`.
+        """
+        return self._row_ends[:-1, None] + np.arange(len(self.layout.groups))
 
     @cached_property
     def note_vector(self) -> int:
         """Elements that notes are written by: a page and the notes of a token have whole ones."""
         return 1 if self.notes is None else math.gcd(self.notes.elements, self._page_elements)
 
-    def note_places(self, blocks: Int64, places: Int64) -> Int64:
-        """[L, n, vectors]: where the tokens at `places` [n] of a chunk in `blocks` have notes.
+    def note_numbers(self, places: Int64) -> tuple[Int64, Int64]:
+        """[L, n, vectors], twice: where the tokens at `places` [n] of a chunk have notes.
 
-        These are numbers of vectors of `note_vector` elements in the pool.
+        First the numbers of raw pages (`raw_numbers`), then those of vectors of `note_vector`
+        elements in these pages.
         """
-        layout, vector = self.layout, self.note_vector
-        a_token = 0 if self.notes is None else self.notes.elements // vector
-        a_page = self._page_elements // vector
+        layout = self.layout
+        a_token = 0 if self.notes is None else self.notes.elements // self.note_vector
         rows, inside = np.divmod(places, layout.page_tokens)
         layers = np.arange(layout.geometry.layers)[:, None]
         tokens = (layers * layout.page_tokens + inside)[..., None]
-        pages, vectors = np.divmod(tokens * a_token + np.arange(a_token), a_page)
-        first = self._row_ends[rows][:, None] + len(layout.groups)
-        return self._pages_at(blocks, first + pages) * a_page + vectors
+        pages, vectors = np.divmod(tokens * a_token + np.arange(a_token), self.page_vectors)
+        return self._row_ends[rows][:, None] + len(layout.groups) + pages, vectors
+
+    @property
+    def page_vectors(self) -> int:
+        """Vectors of `note_vector` elements in a page."""
+        return self._page_elements // self.note_vector

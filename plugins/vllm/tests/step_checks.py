@@ -15,7 +15,6 @@ from tangram.compress.scorers import ChunkView, takes_gate
 from tangram.compress.select import keep, protect
 from tangram.kernels.dispatch import pool_kernels
 from tangram.kernels.interface import AttentionRule, KernelChoice, KvPool
-from tangram.types import Int32
 from tangram_vllm.keeping import Keeping, NewTokens, find_note_form
 from tangram_vllm.slab import Slab, full_geometry
 from tangram_vllm.slab_step import LayerRule, SlabStep, StepBuilder
@@ -31,18 +30,25 @@ def make_slab(profile: Profile) -> Slab:
 
 
 def make_steps(
-    slab: Slab, keeping: Keeping, blocks: int, kernels: KernelChoice = pool_kernels
+    slab: Slab,
+    keeping: Keeping,
+    blocks: int,
+    kernels: KernelChoice = pool_kernels,
+    *,
+    shares: bool = True,
 ) -> StepBuilder:
     layout = slab.layout
     shape = layout.heads_per_page, 2, layout.page_tokens, DIM
     pool = KvPool(torch.zeros(blocks * slab.pages, *shape), GROUP, LAYERS, HEADS)
-    return StepBuilder(slab, pool, kernels(pool), keeping, most_rows=4, most_queries=3)
+    return StepBuilder(
+        slab, pool, kernels(pool), keeping, most_rows=4, most_queries=3, shares=shares
+    )
 
 
-def cells_of(slab: Slab, first: int, tokens: int) -> Int32:
+def cells_of(slab: Slab, first: int, tokens: int) -> Tensor:
     """A row of vLLM's block table whose blocks are numbered from `first` on."""
     cells = -(-tokens // CHUNK) * slab.columns
-    return np.arange(first, first + cells, dtype=np.int32)
+    return torch.arange(first, first + cells, dtype=torch.int32)
 
 
 def turn(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +123,7 @@ def check_cuts_of(keeping: Keeping, slab: Slab, seed: int, kernels: KernelChoice
     rng, tokens = np.random.default_rng(seed), (200, 150)
     steps = make_steps(slab, keeping, 60, kernels)
     drawn = [draw(count, seed + at) for at, count in enumerate(tokens)]
-    cells = np.zeros((2, 4 * slab.columns), np.int32)
+    cells = torch.zeros(2, 4 * slab.columns, dtype=torch.int32)
     for row, first in enumerate((1, 30)):
         own = cells_of(slab, first, tokens[row])
         cells[row, : len(own)] = own
@@ -144,7 +150,7 @@ def check_sharing() -> None:
     profile = tiny_profile()
     slab = make_slab(profile)
     steps = make_steps(slab, Keeping.of(profile, None), 60)
-    cells = np.stack([cells_of(slab, first, 500) for first in (1, 30)])
+    cells = torch.stack([cells_of(slab, first, 500) for first in (1, 30)])
     apart = steps.build(cells, [400, 420], [401, 421]).launch.addresses.decode
     shared = 3 * slab.columns
     cells[1, :shared] = cells[0, :shared]
@@ -164,3 +170,35 @@ def check_plans() -> None:
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]
     assert plans[2] is not plans[3]  # it has another chunk
+
+
+def check_reserved(kernels: KernelChoice = pool_kernels) -> None:
+    """Steps of any lengths have the same buffers; chunks are sealed behind them."""
+    profile = tiny_profile()
+    keeping, slab = Keeping.of(profile, None), make_slab(profile)
+    steps = make_steps(slab, keeping, 120, kernels, shares=False)
+    nothing = torch.zeros(4, 8 * slab.columns, dtype=torch.int32)
+    graph = steps.build(nothing, [0] * 4, [1] * 4, padded=4, reserves=True).launch
+    lengths = 70, 200, 3
+    drawn = [draw(count, at) for at, count in enumerate(lengths)]
+    expected = [attend_naively(slab, keeping, each) for each in drawn]
+    cells = torch.zeros(4, 8 * slab.columns, dtype=torch.int32)
+    for row, count in enumerate(lengths):
+        own = cells_of(slab, 1 + 30 * row, count)
+        cells[row, : len(own)] = own
+    begin = [40, 120, 1]
+    filled = [tuple(x[:, :end] for x in one) for one, end in zip(drawn, begin, strict=True)]
+    run(steps.build(cells[:3], [0] * 3, begin), filled)
+    while rows := [row for row, count in enumerate(lengths) if begin[row] < count]:
+        at = [begin[row] for row in rows]
+        step = steps.build(cells[rows], at, [place + 1 for place in at], padded=4)
+        assert step.launch.shape == graph.shape
+        if graph.shape is not None:
+            assert step.launch.rows.decoder is graph.rows.decoder
+        parts = [
+            tuple(x[:, place : place + 1] for x in drawn[row])
+            for row, place in zip(rows, at, strict=True)
+        ]
+        for row, place, found in zip(rows, at, run(step, parts), strict=True):
+            assert torch.allclose(found[:, 0], expected[row][:, place], rtol=1e-4, atol=1e-5)
+            begin[row] = place + 1

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 
 from engines import CHUNK, EngineOutcome, Request, prompt_of, run, tiny_options
 
@@ -60,6 +61,17 @@ def test_steps_may_be_cut_anywhere(
 ) -> None:
     together = run({**tiny, "max_num_batched_tokens": most}, [requests()], half)
     assert together.tokens() == alone_tokens(alone)
+
+
+@pytest.mark.skipif(current_platform.is_cpu(), reason="vLLM schedules nothing ahead on a CPU")
+@pytest.mark.parametrize("eager", [True, False])
+def test_steps_may_be_scheduled_ahead_and_replayed(
+    alone: EngineOutcome, tiny: dict[str, Any], half: dict[str, Any], eager: bool
+) -> None:
+    ahead = {**tiny, **CUT, "async_scheduling": True, "enforce_eager": eager}
+    found = run(ahead, [requests(), requests()], half)
+    assert found.tokens(0) == found.tokens(1) == alone_tokens(alone)
+    assert found.free == found.blocks - 1
 
 
 def test_a_compiled_model_answers_alike(

@@ -89,7 +89,11 @@ CASES: dict[str, EngineWish] = {
     "drafts that have a KV cache": EngineWish(
         config(speculative_config=drafts("eagle")), PLAIN, None
     ),
-    "async scheduling": EngineWish(config(scheduler_config__async_scheduling=True), PLAIN, None),
+    "drafts with async scheduling": EngineWish(
+        config(scheduler_config__async_scheduling=True, speculative_config=drafts("ngram")),
+        PLAIN,
+        None,
+    ),
     "model runner V2": EngineWish(config(use_v2_model_runner=True), PLAIN, None),
 }
 

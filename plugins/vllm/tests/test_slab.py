@@ -7,6 +7,7 @@ import pytest
 
 from engines import CHUNK, smollm2_profile, tiny_profile
 from tangram.cache.layout import Layout
+from tangram.types import Int64
 from tangram_vllm.slab import NoteForm, Slab, full_geometry
 
 
@@ -26,11 +27,16 @@ def small(sealed_pages: list[int]) -> Slab:
     )
 
 
+def pages_at(slab: Slab, blocks: Int64, numbers: Int64) -> Int64:
+    """The pages of the pool that are raw pages `numbers` of a chunk in `blocks`."""
+    return blocks[numbers // slab.pages] * slab.pages + numbers % slab.pages
+
+
 def test_worked_example() -> None:
     slab = small([3, 1, 2])
     assert (slab.pages, slab.raw_ends, slab.columns) == (6, (0, 8, 16), 3)
     assert slab.sealed_places.tolist() == [0, 3, 5, 1, 2, 4]
-    assert slab.raw_pages(np.array([10, 20])).tolist() == [
+    assert pages_at(slab, np.array([10, 20]), slab.raw_numbers).tolist() == [
         [60, 61, 62],
         [63, 64, 65],
         [120, 121, 122],
@@ -41,7 +47,7 @@ def test_worked_example() -> None:
 def test_whole_chunks_are_sealed_as_they_lie() -> None:
     slab = small([4, 4])
     assert (slab.raw_blocks, slab.columns, slab.kept_share) == (1, 1, 1.0)
-    rows = slab.raw_pages(np.array([0]))
+    rows = pages_at(slab, np.array([0]), slab.raw_numbers)
     assert rows.T.ravel().tolist() == slab.sealed_places.tolist()
 
 
@@ -56,15 +62,15 @@ def test_a_block_has_one_place_for_each_thing(kv_retention: float, notes: NoteFo
     assert sorted(slab.sealed_places.tolist()) == list(range(slab.layout.span_pages))
     assert slab.pages <= slab.layout.span_pages * (1 + 1 / 32)
     blocks = np.arange(slab.raw_blocks) + 3
-    raw = slab.raw_pages(blocks)
+    raw = pages_at(slab, blocks, slab.raw_numbers)
     pages = raw.ravel().tolist()
     assert len(set(pages)) == len(pages) == slab.layout.chunk_pages * len(slab.layout.groups)
     noted = np.arange(0 if notes is None else notes.first, CHUNK)
-    found = slab.note_places(blocks, noted)
+    numbers, vectors = slab.note_numbers(noted)
+    found = pages_at(slab, blocks, numbers) * slab.page_vectors + vectors
     assert found[0, 0].size * slab.note_vector == (0 if notes is None else notes.elements)
     assert len(np.unique(found)) == found.size
-    page_vectors = slab.layout.page_bytes(1) // slab.note_vector
-    held = found // page_vectors
+    held = found // slab.page_vectors
     assert not set(held.ravel().tolist()) & set(pages)
     # The first tokens need the first blocks alone.
     for count, end in enumerate(slab.raw_ends):

@@ -25,5 +25,9 @@ def test_plans_are_kept_while_rows_grow() -> None:
     check("check_plans")
 
 
+def test_steps_without_sharing_reserve_their_buffers() -> None:
+    check("check_reserved")
+
+
 def test_shared_chunks_are_read_once() -> None:
     check("check_sharing")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.interface import DecodedRows, PassShape
 from tangram.kernels.transfer import stage
 from tangram.kernels.triton.decode_launch import FEW_PARTS, MANY_PARTS, GpuDecode, PlanBuffers
@@ -58,6 +59,7 @@ class DecodeBuffers:
         self._plans = PlanBuffers(self._device)
         # By rows, and what their shape has but its tokens, which drafts change from step to step.
         self._decoders: dict[tuple[int, int, int, bool], GpuDecode] = {}
+        self._reserved = set[tuple[int, int, int, bool]]()
         self._addresses: dict[int, tuple[Records, Tensor]] = {}  # by rows: whose, and where
         self._first_tokens: dict[int, Tensor] = {}
         self._lengths: Tensor | None = None
@@ -71,12 +73,26 @@ class DecodeBuffers:
         place = rows, decode.queries, plan.tile_tokens, plan.shares_rows
         known = self._decoders.get(place)
         if known is None or not known.takes(plan, decode.lengths):
+            if place in self._reserved:
+                raise IntegrityError(f"a plan of {rows} rows does not fit what is reserved for all")
             least = None if known is None else known.capacity
             if plan.shares_rows and least is None:
                 least = self._sharing(decode, rows)
             needed = self._capacity(decode, self._options).with_slack(least)
             known = self._decoders[place] = self._decoder(decode, self._options, needed)
         return self._load(known, decode, lengths)
+
+    def reserve(self, decode: DecodedRows, most_tasks: int) -> None:
+        """See `PoolKernels`: a layer has up to `most_tasks` tasks. Raises `ConfigError`."""
+        plan = decode.plan
+        if plan.shares_rows or decode.queries > 1:
+            raise ConfigError("only rows of one token that share nothing have reserved buffers")
+        options, cells = self._options.of_rows(1), decode.width * plan.kv_heads
+        needed = self._capacity(decode, options).sharing(options, self._group, 1, most_tasks)
+        capacity = needed.holding(plan.layers, most_tasks, cells)
+        place = decode.width, 1, plan.tile_tokens, False
+        self._decoders[place] = self._decoder(decode, options, capacity)
+        self._reserved.add(place)
 
     def rehearse(self, decode: DecodedRows, lengths: Int32) -> Iterator[LoadedRows]:
         """The rows of `decode`, by plans that together launch all decode kernels."""

@@ -16,7 +16,7 @@ from tangram.kernels.interface import MOST_QUERIES
 from tangram.kernels.triton.sorted_tasks import find_finishers, find_kinds, sort_by_kind
 from tangram.kernels.triton.tiling import Tile
 from tangram.plan.form import Bool, WorkPlan
-from tangram.plan.records import as_words
+from tangram.plan.records import ENTRY, SEGMENT, TASK, as_words
 from tangram.plan.rehearsal import rehearse_planning
 from tangram.types import Int32, Int64
 
@@ -237,6 +237,15 @@ class Capacity:
         finishes = self.launching_all(options, self.segment_parts).finishes
         segments = max(self.segments, least)
         return replace(self, tasks=tasks, finishes=finishes, segments=segments)
+
+    def holding(self, layers: int, tasks: int, cells: int) -> Capacity:
+        """The same for so many `tasks` of each layer, of one row each, and `cells` of rows."""
+        records = {"tasks": (TASK, tasks), "entries": (ENTRY, tasks), "segments": (SEGMENT, cells)}
+        sizes = {
+            name: layers * count * record.itemsize // WORD_BYTES
+            for name, (record, count) in records.items()
+        }
+        return replace(self, sizes=self.sizes | sizes, slots=tasks, segment_parts=tasks)
 
     def with_slack(self, least: Capacity | None) -> Capacity:
         """Space for later plans too: doubled for a first one, or else at least `least`."""

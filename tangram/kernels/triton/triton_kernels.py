@@ -17,6 +17,7 @@ from tangram.kernels import latents, reference
 from tangram.kernels.interface import (
     MOST_BYTES,
     AttentionRule,
+    DecodedRows,
     Expansion,
     KvPool,
     PassAddresses,
@@ -34,6 +35,7 @@ from tangram.kernels.triton.padded import LoadedPrefill, RowBuffers, RowShape, i
 from tangram.kernels.triton.stored import StoredPool
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule, plan_shared
+from tangram.plan.workqueue import Grain, count_most_tasks
 
 OF_LATENTS: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"gate": gate.score})
 SCORES = MappingProxyType({"keydiff": keydiff.score, **OF_LATENTS})
@@ -100,6 +102,11 @@ class TritonKernels:
         if addresses.decode is not None:
             for rows in self._decoding.rehearse(addresses.decode, addresses.lengths):
                 yield self._launch(addresses, tables, rows)
+
+    def reserve(self, rows: DecodedRows) -> None:
+        """See `PoolKernels`."""
+        grain = Grain(self._card.processors * self._programs, finer=True)
+        self._decoding.reserve(rows, count_most_tasks(rows.width * self.pool.heads, grain))
 
     def _launch(
         self, addresses: PassAddresses, tables: Tensor, rows: LoadedRows | None

@@ -17,7 +17,7 @@ from tangram.plan.aot import plan_aot
 from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.records import RangeKind
 from tangram.plan.split import plan_plain
-from tangram.plan.workqueue import Grain, plan_workqueue
+from tangram.plan.workqueue import Grain, count_most_tasks, plan_workqueue
 from tangram.types import Int32
 from tangram_lab.baselines.uniform import plan_buckets, plan_uniform_splits
 from tangram_lab.kernel_benchmarks.plan_check import check_plan
@@ -66,6 +66,18 @@ def test_a_plan_covers_every_entry_once_and_survives_growth(
     for plan in every_plan(rows, lengths, workers, tile_tokens):
         for grown_tokens in (0, 1, 300):
             check_plan(plan, rows, lengths + np.int32(grown_tokens))
+
+
+@given(batches(), st.sampled_from([1, 2, 7, 132]), st.booleans())
+def test_a_layer_has_no_more_tasks_than_can_be_told_beforehand(
+    batch: tuple[DecodeRows, Int32], workers: int, finer: bool
+) -> None:
+    rows, lengths = batch
+    grain = Grain(workers, tile_tokens=16, min_tokens=16, finer=finer)
+    plan = plan_workqueue(rows, lengths, grain)
+    most = count_most_tasks(rows.shape[0] * rows.shape[2], grain)
+    assert np.diff(plan.layer_indptr).max() <= most
+    assert plan.partial_slots <= most
 
 
 @given(batches(), st.sampled_from([1, 7, 132]))
