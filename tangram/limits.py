@@ -12,6 +12,15 @@ from tangram.errors import ConfigError, RequestError
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
+# Of all schemas of a request together: 200 tools of MCP servers have 0.7 MB, which takes a third of
+# a second to make a grammar of.
+MAX_TOOLS = 256
+MAX_SCHEMA_BYTES = 2 << 20
+MAX_SCHEMA_LEVELS = 64
+MAX_PROPERTIES = 10_000
+MAX_ENUM_VALUES = 10_000
+MAX_PATTERN_CHARACTERS = 8000
+MAX_MULTIPLES = 10_000
 
 # Names that Transformers and the server pass to a chat template, and functions that templates call:
 # no request may set these.

@@ -122,6 +122,12 @@ class SamplingParams:
     logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
     max_tokens: Annotated[int | None, TOKEN_COUNT] = 16
     min_tokens: Annotated[int, Bounds(0, TOKEN_COUNT.high)] = 0
+    thinking_token_budget: Annotated[
+        int | None, Bounds(0, TOKEN_COUNT.high), Meta(description="the most tokens of a thought")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool, Meta(description="false: the answer's special tokens are in its text, by name")
+    ] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -330,12 +336,13 @@ class Marks:
 
     In an answer each stands as a `Mark`. After one of `heads`, up to the next of them all, text is
     not searched for stop strings. `words` are ordinary tokens: their text is the mark, or the part
-    of it that they spell.
+    of it that they spell. `thinking` is how the thoughts are marked.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     words: Mapping[int, str] = field(default_factory=dict)
+    thinking: ThinkingFormat | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class Admission:
         retention = self.retention_for(request)
         self.check_drafts(request)
         check_tokens(request.sampling, self.vocab_size)
+        thinking = request.marks.thinking
+        if request.sampling.thinking_token_budget is not None and thinking and thinking.channels:
+            message = "thinking_token_budget: this model thinks on a channel, without a budget"
+            raise RequestError(f"{message}: leave it out", "thinking_token_budget")
         return retention, self.max_tokens_for(request, retention)
 
     def retention_for(self, request: Request) -> Retention:

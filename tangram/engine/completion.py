@@ -17,10 +17,12 @@ from tangram.engine.sampling.sampler import SampleRow
 from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.engine.text.answer_text import TextStream, end_tokens
 from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.thought_budget import ThoughtBudget
 from tangram.types import (
     ChosenToken,
     Event,
     FinishReason,
+    Matcher,
     Request,
     SamplingParams,
     SamplingValues,
@@ -217,8 +219,9 @@ class Answers:
         ends = end_tokens(self._codec, sampling)
         prompt = np.asarray(request.prompt_token_ids, np.int64)
         limit = len(prompt) + max_tokens - 1
-        # A grammar's mask would have to follow the drafts.
-        speculative = request.grammar is None and request.speculative is not False
+        # A mask would have to follow the drafts.
+        free = request.grammar is None and sampling.thinking_token_budget is None
+        speculative = free and request.speculative is not False
         first, *others = [
             Completion(
                 request,
@@ -289,12 +292,25 @@ class Answers:
             seed=seed,
             sample_index=index,
             device=self._device,
-            matcher=None if request.grammar is None else request.grammar.begin(),
+            matcher=self._begin_matcher(request),
             end_token_ids=ends,
             defaults=self._defaults,
         )
         if not sampling.stop:
             return sampler, None
         return sampler, TextStream(
-            self._codec, stop=sampling.stop, prompt_token_ids=prompt, marks=request.marks
+            self._codec,
+            stop=sampling.stop,
+            prompt_token_ids=prompt,
+            marks=request.marks,
+            skip_special=sampling.skip_special_tokens,
         )
+
+    def _begin_matcher(self, request: Request) -> Matcher | None:
+        """What says which tokens an answer to `request` may have; None for any."""
+        inner = None if request.grammar is None else request.grammar.begin()
+        most, form = request.sampling.thinking_token_budget, request.marks.thinking
+        if most is None or form is None or form.channels:
+            return inner
+        prompt = request.prompt_token_ids
+        return ThoughtBudget(self._codec, form, prompt, most, self._vocab_size, inner)

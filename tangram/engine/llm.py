@@ -16,7 +16,7 @@ from tangram.engine.setup.build import build_engine
 from tangram.engine.text.answer_text import read_text
 from tangram.engine.text.codec import TextCodec
 from tangram.errors import ConfigError, RequestError, TangramError
-from tangram.types import Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, Marks, Request, SamplingParams, TokenLogprob, Usage
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -154,6 +154,8 @@ class LLM:
         for collector, each in zip(collectors, params, strict=True):
             self._count += 1
             number = str(self._count)
+            thinks = each.thinking_token_budget is not None
+            fields["marks"] = Marks(thinking=self.engine.codec.thinking_format if thinks else None)
             requests.append(Request(number, collector.prompt, each, collector.take, **fields))
         self.engine.submit(*requests)
         console = Console(stderr=True)

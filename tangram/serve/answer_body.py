@@ -147,6 +147,7 @@ if TYPE_CHECKING:  # a type checker cannot read classes that are made: it knows 
         n: int
         logprobs: int | None
         max_tokens: int | None
+        thinking_token_budget: int | None
 else:
     ResponseFields = create_model(
         "ResponseFields",

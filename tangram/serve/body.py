@@ -42,6 +42,11 @@ Label = Annotated[
     Text, Field(max_length=_MAX_LABEL_CHARACTERS, description="a label, without effect")
 ]
 
+Note = Annotated[
+    dict[str, Any] | None,
+    Field(description="a note, without effect: prefixes are cached without it"),
+]
+
 # As OpenAI bounds them: pairs, and characters of keys and values.
 Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],

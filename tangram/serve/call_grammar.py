@@ -60,6 +60,13 @@ class CallGrammar:
             rules = self._start()
         return _source(["%llguidance {}", *rules, *self._bodies()])
 
+    def describe_arguments(self) -> str:
+        """A grammar of the arguments of the `tools` alone; any model's tokens can spell them."""
+        if self.form.style is CallStyle.TAGGED:
+            return _source(["%llguidance {}", "start: body", *self._bodies()])
+        either = " | ".join(json_rule(tool.arguments()) for tool in self.tools)
+        return _source([f"start: {either}"])
+
     def _start(self) -> list[str]:
         calls = self._calls()
         before, thought = self.answer.describe_thought()

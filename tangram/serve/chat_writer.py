@@ -11,6 +11,8 @@ from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions
 from tangram.types import TokenLogprob
 
+_THOUGHT = ("reasoning_content", "reasoning")  # two names, of two kinds of clients
+
 
 class ChatWriter(ChunkWriter):
     """Spells chats. `thinks` says whether the model marks its thoughts, so they can be counted."""
@@ -27,8 +29,9 @@ class ChatWriter(ChunkWriter):
         logprobs: bool,
         thinks: bool = False,
         options: StreamOptions | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
-        super().__init__(codec, head, logprobs=logprobs, options=options)
+        super().__init__(codec, head, logprobs=logprobs, options=options, warnings=warnings)
         self.shows_reasoning_tokens = thinks
         self._calls_written = defaultdict[int, int](int)
 
@@ -38,10 +41,10 @@ class ChatWriter(ChunkWriter):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def write_delta(self, index: int, content: Content) -> Json:
-        """Thoughts in `reasoning_content`, text in `content`, each call whole in `tool_calls`."""
+        """Thoughts under two names, text in `content`, each call whole in `tool_calls`."""
         delta: Json = {}
         if content.thought:
-            delta["reasoning_content"] = content.thought
+            delta |= dict.fromkeys(_THOUGHT, content.thought)
         if content.text:
             delta["content"] = content.text
         if content.calls:
@@ -57,7 +60,7 @@ class ChatWriter(ChunkWriter):
         text = content.text or None if content.calls else content.text
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if content.thought:
-            message["reasoning_content"] = content.thought
+            message |= dict.fromkeys(_THOUGHT, content.thought)
         if content.calls:
             message["tool_calls"] = [call.json() for call in content.calls]
         return {"index": index, "message": message, **self._write_ending(index, content)}

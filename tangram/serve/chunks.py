@@ -59,7 +59,8 @@ class Content:
 class ChunkWriter(Writer):
     """Spells answers whose `head` (id, time, model) is in every chunk.
 
-    With `logprobs` the client wants log-probabilities; `options` are those of its stream.
+    With `logprobs` the client wants log-probabilities; `options` are those of its stream. The whole
+    answer has `warnings`, and of a stream the first chunk.
     """
 
     id_prefix: ClassVar[str]
@@ -68,7 +69,13 @@ class ChunkWriter(Writer):
     shows_reasoning_tokens = False
 
     def __init__(
-        self, codec: TextCodec, head: Json, *, logprobs: bool, options: StreamOptions | None = None
+        self,
+        codec: TextCodec,
+        head: Json,
+        *,
+        logprobs: bool,
+        options: StreamOptions | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._codec, self._head, self._wants_logprobs = codec, head, logprobs
         self._options = StreamOptions() if options is None else options
@@ -76,6 +83,7 @@ class ChunkWriter(Writer):
         self._has_constant_frames = not (logprobs or self._options.continuous_usage_stats)
         self._choices = defaultdict[int, Content](Content)
         self._frames: dict[int, tuple[str, str]] = {}
+        self._warnings: Json = {"warnings": list(warnings)} if warnings else {}
 
     def begin(self) -> Iterator[str]:
         """Nothing."""
@@ -113,7 +121,7 @@ class ChunkWriter(Writer):
             self.write_choice(index, self._choices[index]) for index in sorted(self._choices)
         ]
         head = self._head | {"object": self.whole_object}
-        return head | {"choices": choices, "usage": self._write_usage(usage)}
+        return head | {"choices": choices, "usage": self._write_usage(usage)} | self._warnings
 
     def _frame_around(self, index: int) -> tuple[str, str]:
         """What stands before and after the text in a chunk of completion `index`."""
@@ -147,7 +155,8 @@ class ChunkWriter(Writer):
 
     def _write_chunk(self, choices: list[Json], tail: Json) -> str:
         head = self._head | {"object": self.chunk_object}
-        return _write_frame(head | {"choices": choices} | tail)
+        warnings, self._warnings = self._warnings, {}
+        return _write_frame(head | {"choices": choices} | tail | warnings)
 
     def _write_running_usage(self, usage: AnswerUsage) -> Json:
         if not self._options.include_usage:

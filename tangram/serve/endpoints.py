@@ -55,10 +55,10 @@ class Endpoints:
         return await self._prepare_response(body, record)
 
     async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
-        prompt, grammar, form = await self.prompts.prepare_chat(body)
-        marks = form.list_shown_marks(body.offered)
+        chat = await self.prompts.prepare_chat(body)
+        form, marks = chat.form, chat.form.list_shown_marks(chat.tools)
         head = self._make_head(ChatWriter.id_prefix)
-        generation = _make_generation(head["id"], [prompt], body, record, grammar, marks)
+        generation = _make_generation(head["id"], [chat.prompt], body, record, chat.grammar, marks)
         if body.service_tier is not None:
             head["service_tier"] = "default"
         writer = ChatWriter(
@@ -67,9 +67,9 @@ class Endpoints:
             logprobs=body.logprobs,
             thinks=form.thinking is not None,
             options=body.stream_options,
+            warnings=chat.warnings,
         )
-        reader = form.reader(body.offered)
-        return PreparedRequest(generation, reader, writer)
+        return PreparedRequest(generation, form.reader(chat.tools), writer)
 
     async def _prepare_completion(
         self, body: CompletionRequest, record: Record | None
@@ -95,7 +95,10 @@ class Endpoints:
             n=body.n,
             options=body.stream_options,
         )
-        generation = _make_generation(head["id"], prompts, body, record, grammar)
+        codec = self.prompts.codec
+        thinks = body.thinking_token_budget is not None
+        marks = Marks(thinking=codec.thinking_format if thinks else None)
+        generation = _make_generation(head["id"], prompts, body, record, grammar, marks)
         return PreparedRequest(generation, TextReader, writer)
 
     async def _prepare_response(
@@ -106,14 +109,15 @@ class Endpoints:
             as_chat = await asyncio.to_thread(body.chat)  # thousands of messages take a while
         except ValidationError as error:
             raise of_validation(error, body.rename_field) from error
-        prompt, grammar, form = await self.prompts.prepare_chat(as_chat, body.rename_field)
-        marks = form.list_shown_marks(as_chat.offered)
+        if body.truncation == "auto":
+            as_chat = await self.prompts.truncate(as_chat, body.max_output_tokens)
+        chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
+        marks = chat.form.list_shown_marks(chat.tools)
         response_id = f"resp_{uuid.uuid4().hex}"
-        generation = _make_generation(response_id, [prompt], body, record, grammar, marks)
+        generation = _make_generation(response_id, [chat.prompt], body, record, chat.grammar, marks)
         values = self.sampling.with_stated(generation.first.sampling)
-        writer = ResponsesWriter(body, response_id, self.model, values)
-        reader = form.reader(as_chat.offered)
-        return PreparedRequest(generation, reader, writer)
+        writer = ResponsesWriter(body, response_id, self.model, values, chat.warnings)
+        return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
 
     def _make_head(self, prefix: str) -> Json:
         identity = f"{prefix}-{uuid.uuid4().hex}"

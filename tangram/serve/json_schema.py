@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import chain
 from reprlib import repr as shortened
@@ -19,14 +19,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from tangram.errors import RequestError
+from tangram.limits import (
+    MAX_ENUM_VALUES,
+    MAX_MULTIPLES,
+    MAX_PATTERN_CHARACTERS,
+    MAX_PROPERTIES,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_LEVELS,
+)
 from tangram.serve.body import deeper_than
-
-MAX_SCHEMA_BYTES = 65_536
-MAX_SCHEMA_LEVELS = 64
-MAX_PROPERTIES = 1000
-MAX_ENUM_VALUES = 1000
-MAX_PATTERN_CHARACTERS = 2000
-MAX_MULTIPLES = 10_000
 
 _ONE = {"items", "additionalProperties"}
 _LISTED = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -50,7 +51,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 @dataclass
 class SchemaBounds:
-    """Sums over the schemas of one request. `check` each of them."""
+    """Sums over the schemas of one request. `measure` each of them, then `check` it."""
 
     schema_bytes: int = 0
     properties: int = 0
@@ -58,10 +59,8 @@ class SchemaBounds:
     pattern_characters: int = 0
     multiples: int = 0
 
-    def check(self, schema: dict[str, Any], field: str) -> None:
-        """Raise `RequestError` for a place at or under `field` that is out of bounds or without
-        effect.
-        """
+    def measure(self, schema: dict[str, Any], field: str) -> None:
+        """Raise `RequestError` (`field`) for a schema that is too large or deep, or no Unicode."""
         size, levels = _least_size(schema)
         if levels > MAX_SCHEMA_LEVELS + 1 or (
             size <= MAX_SCHEMA_BYTES and deeper_than(schema, MAX_SCHEMA_LEVELS)
@@ -82,6 +81,19 @@ class SchemaBounds:
             ) from error
         self.schema_bytes += size
         _at_most(self.schema_bytes, MAX_SCHEMA_BYTES, "bytes of schema", field)
+
+    def check(self, schema: dict[str, Any], field: str) -> None:
+        """Raise `RequestError` for a place at or under `field` that is out of bounds or without
+        effect. Then it does not count.
+        """
+        before = replace(self)
+        try:
+            self._check(schema, field)
+        except RequestError:
+            vars(self).update(vars(before))
+            raise
+
+    def _check(self, schema: dict[str, Any], field: str) -> None:
         places = [(schema, field)]
         while places:
             found, place = places.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from tangram.serve.body import Body, Text, deeper_than, describe_object, encodable, texts_in
+from tangram.serve.body import Body, Note, Text, deeper_than, describe_object, encodable, texts_in
 from tangram.serve.parsing import has_more_items
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import MESSAGE, wrong_field
@@ -27,6 +27,7 @@ _MAX_ARGUMENT_LEVELS = 64
 # In all calls of a conversation together: the template gets them at once.
 MAX_ARGUMENT_ITEMS = 2**17
 _PART = frozenset({"type", "text"})
+_NOTE = "cache_control"
 
 
 def text_of_parts(content: Any, info: ValidationInfo) -> Any:
@@ -44,7 +45,8 @@ def text_of_parts(content: Any, info: ValidationInfo) -> Any:
                 f"parts of type {kind!r} are not supported: this model reads text parts only"
             )
         if kind == "text":
-            part = without_unknown(part, _PART, {}, info.context)
+            named = {name: value for name, value in part.items() if name != _NOTE}
+            part = without_unknown(named, _PART, {}, info.context)
         if kind != "text" or part.keys() != _PART or not isinstance(part["text"], str):
             raise ValueError('a content part must be {"type": "text", "text": "..."}')
         texts.append(part["text"])
@@ -54,6 +56,7 @@ def text_of_parts(content: Any, info: ValidationInfo) -> Any:
 def describe_parts(*types: str) -> WithJsonSchema:
     """A text, or a list of parts of these types."""
     part = describe_object(type={"enum": list(types)}, text={"type": "string"})
+    part["properties"][_NOTE] = {}
     return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": part}]})
 
 
@@ -120,9 +123,11 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(text_of_parts), describe_parts("text")] = ""
     name: Text | None = None
+    cache_control: Note = None
     reasoning_content: Text | None = Field(
         default=None, description="what the model thought before its answer"
     )
+    reasoning: Text | None = Field(default=None, description="another name of `reasoning_content`")
     tool_calls: list[CallMessage] = Field(default=[], max_length=_MAX_CALLS, fail_fast=True)
     tool_call_id: CallId | None = None
 
@@ -138,12 +143,14 @@ class ChatMessage(Body):
                 "tool_call_id",
                 "'tool_call_id' is required in messages of 'tool' and allowed there only",
             )
-        if self.reasoning_content is not None and self.role != "assistant":
-            message = (
-                f"'reasoning_content' is allowed in messages of 'assistant', not of {self.role!r}"
-            )
-            raise wrong_field("reasoning_content", message)
-        said = self.model_fields_set & {"content", "reasoning_content"}
+        for name in ("reasoning_content", "reasoning"):
+            if getattr(self, name) is not None and self.role != "assistant":
+                message = f"'{name}' is allowed in messages of 'assistant', not of {self.role!r}"
+                raise wrong_field(name, message)
+        if None not in (given := {self.reasoning, self.reasoning_content}) and len(given) > 1:
+            message = "'reasoning' and 'reasoning_content' differ: send one of them"
+            raise wrong_field("reasoning", message)
+        said = self.model_fields_set & {"content", "reasoning_content", "reasoning"}
         if not said and not self.tool_calls:
             raise wrong_field("content", "'content' is required in a message without 'tool_calls'")
         return self
@@ -159,7 +166,9 @@ class ChatMessage(Body):
         given = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content
+            if self.reasoning is None
+            else self.reasoning,
         }
         return message | {field: value for field, value in given.items() if value is not None}
 
@@ -177,3 +186,39 @@ Messages = Annotated[
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(_few_arguments),
 ]
+
+
+class PromptEnd(Body):
+    """How the prompt of a conversation ends, as in vLLM.
+
+    With `continue_final_message` the answer goes on with the last message, of `assistant`.
+    """
+
+    add_generation_prompt: bool = Field(
+        default=True, description="false: without the beginning of an answer"
+    )
+    continue_final_message: bool = Field(
+        default=False, description="the answer goes on with the last message"
+    )
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """What the chat template is told of it, besides its defaults."""
+        if self.continue_final_message:
+            return {"add_generation_prompt": False, "continue_final_message": True}
+        return {} if self.add_generation_prompt else {"add_generation_prompt": False}
+
+    def check_end(self, messages: Sequence[ChatMessage]) -> None:
+        """Raise a validation error if the prompt of `messages` cannot end so."""
+        if not self.continue_final_message:
+            return
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            message = "'continue_final_message' and 'add_generation_prompt' are true: send one"
+            raise wrong_field("continue_final_message", message)
+        last = messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.content.strip():
+            message = (
+                "'continue_final_message' needs a last message of 'assistant' that has a text "
+                "and no calls"
+            )
+            raise wrong_field("continue_final_message", message)

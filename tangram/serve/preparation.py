@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -139,7 +139,15 @@ class Preparation:
                 "grammar_queue_full",
             )
 
+    async def find_faults(self, sources: Sequence[str], field: str) -> Mapping[int, str]:
+        """Which of `sources` are no grammars, by their places, and why. Raises as `grammar`."""
+        return await self._try(field, self._engine.grammars.find_faults, sources)
+
     async def _compile(self, source: str, field: str) -> Grammar:
+        return await self._try(field, self._engine.grammars.compile, source, field)
+
+    async def _try(self, field: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work` on a grammar in `field`, one after the other."""
         loop = asyncio.get_running_loop()
 
         def free(_: object) -> None:
@@ -148,7 +156,7 @@ class Preparation:
 
         # The time limit excludes the wait for other grammars. The lock is free when the thread is.
         await self._compiling.acquire()
-        future = self._compiler.submit(self._engine.grammars.compile, source, field)
+        future = self._compiler.submit(work, *args, **kwargs)
         future.add_done_callback(free)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), _MOST_COMPILING_S)

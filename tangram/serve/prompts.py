@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from tangram.errors import RequestError
 from tangram.limits import check_size
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import ServedEngine
+from tangram.serve.call_grammar import CallGrammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
+from tangram.serve.offer import Offer
 from tangram.serve.preparation import Preparation
 from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.structured import Tool
 from tangram.serve.template import FIELD, Template
 from tangram.types import Grammar
 
+_SPARE_SHARE = 8  # of the context, for the answer to a conversation that was cut
 _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this "
     "server cannot read: leave them out, or choose another model"
 )
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """The tokens of a conversation, the grammar of its answer and the answer's form.
+
+    `tools` may be called. `warnings` are for the answer.
+    """
+
+    prompt: tuple[int, ...]
+    grammar: Grammar | None
+    form: AnswerForm
+    tools: Sequence[Tool]
+    warnings: Sequence[str]
 
 
 class Prompts:
@@ -31,8 +51,8 @@ class Prompts:
 
     async def prepare_chat(
         self, body: ChatRequest, rename_field: Callable[[str], str] = str
-    ) -> tuple[tuple[int, ...], Grammar | None, AnswerForm]:
-        """The tokens of a conversation, the grammar of its answer, and the answer's form.
+    ) -> PreparedChat:
+        """A conversation ready for the engine.
 
         `rename_field` maps the names of fields of the chat endpoint to those of another endpoint.
         Raises `RequestError`.
@@ -40,7 +60,21 @@ class Prompts:
         form = AnswerForm.of(self.codec)
         if body.tools and form.tools is None:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        body.check_schemas(SchemaBounds())  # before anything is made of them
+        # Before anything is made of them; those of 200 tools take a while.
+        if body.tools or body.shaped:
+            offer = await self._preparation.parser.run(_check_schemas, body)
+        else:
+            offer = Offer(free=False, tools={})
+        prompt = await self._tokenize(body, form, rename_field)
+        form = form.after(self.codec, prompt)
+        grammar = await self._compile_chat(body, offer, form, rename_field)
+        offered, warnings = list(offer.tools.values()), offer.list_warnings(rename_field)
+        return PreparedChat(prompt, grammar, form, offered, warnings)
+
+    async def _tokenize(
+        self, body: ChatRequest, form: AnswerForm, rename_field: Callable[[str], str]
+    ) -> tuple[int, ...]:
+        """The tokens of the conversation of `body`, to which an answer in `form` belongs."""
         tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
         if form.channels:  # the template of GPT-OSS takes no tool without one
             for tool in tools:
@@ -53,13 +87,87 @@ class Prompts:
         options = self._template.set_variables(
             body.chat_template_kwargs, body.reasoning_effort, body.verbosity
         )
-        prompt = await self.tokenize_chat(messages, field, tools, options)
-        form = form.after(self.codec, prompt)
-        return prompt, await self._compile(body.grammar(form), rename_field), form
+        options |= body.template_options
+        return await self.tokenize_chat(messages, field, tools, options)
+
+    async def truncate(self, body: ChatRequest, answer_tokens: int | None) -> ChatRequest:
+        """`body` without its oldest messages, as few as let it fit with an answer.
+
+        System messages stay, and the rest begins with a message of `user`: the last such message,
+        if not even that fits.
+        """
+        turns = [at for at, message in enumerate(body.messages) if message.role == "user"]
+
+        def begin(at: int) -> ChatRequest:
+            kept = [
+                message
+                for place, message in enumerate(body.messages)
+                if place >= at or message.role in ("system", "developer")
+            ]
+            return body.model_copy(update={"messages": kept})
+
+        most = self._most_tokens
+        if not turns or await self._fits(body, min(answer_tokens or 1, most // 2)):
+            return body
+        room = min(answer_tokens or most // _SPARE_SHARE, most // 2)
+        low, high = 1, len(turns) - 1  # of the places in `turns`
+        while low < high:
+            middle = (low + high) // 2
+            fits = await self._fits(begin(turns[middle]), room)
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return begin(turns[low]) if low < len(turns) else body
+
+    async def _fits(self, body: ChatRequest, answer_tokens: int) -> bool:
+        """Whether a conversation and an answer fit. Raises as `prepare_chat` does."""
+        try:
+            self._check_size(texts_in([each.for_template() for each in body.messages]), "messages")
+        except RequestError:
+            return False
+        tokens = await self._tokenize(body, AnswerForm.of(self.codec), str)
+        return len(tokens) + answer_tokens <= self._most_tokens
+
+    async def _compile_chat(
+        self, body: ChatRequest, offer: Offer, form: AnswerForm, rename_field: Callable[[str], str]
+    ) -> Grammar | None:
+        """The grammar of the answer. Tools that stand in its way are held to no schema."""
+
+        async def compile_now() -> Grammar | None:
+            tools = list(offer.tools.values())
+            return await self._compile(body.grammar(form, tools), rename_field)
+
+        try:
+            return await compile_now()
+        except RequestError as error:
+            first = error
+        for loosen in (self._loosen_faulty, _loosen_all):
+            if not offer.held:
+                break
+            await loosen(offer, form, first)
+            with suppress(RequestError):
+                return await compile_now()
+        raise first
+
+    async def _loosen_faulty(self, offer: Offer, form: AnswerForm, _: RequestError) -> None:
+        """Loosen the tools of which no grammar can be made."""
+        assert form.tools is not None
+        sources = dict[int, str]()
+        for at, tool in offer.held.items():
+            alone = CallGrammar([tool], form.tools, forced=False, parallel=False, schema=None)
+            try:
+                sources[at] = alone.describe_arguments()
+            except RequestError as error:
+                field = error.field.replace("tools[0]", f"tools[{at}]", 1)
+                offer.loosen([at], error.rename(field))
+        faults = await self._preparation.find_faults(list(sources.values()), "tools")
+        places = list(sources)
+        for number, reason in faults.items():
+            field = f"tools[{places[number]}].function.parameters"
+            offer.loosen([places[number]], _explain_fault(reason, field))
 
     async def compile_grammar(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of the answers to `body`; None for any text."""
-        body.check_schemas(SchemaBounds())
+        if body.shaped:
+            await self._preparation.parser.run(body.check_schemas, SchemaBounds())
         return await self._compile(body.grammar(AnswerForm()), str)
 
     async def _compile(
@@ -116,3 +224,18 @@ class Prompts:
 
     def _check_size(self, texts: Iterable[str], field: str) -> None:
         check_size(texts, field, self._most_tokens, self.codec.longest_token_bytes)
+
+
+def _check_schemas(body: ChatRequest) -> Offer:
+    """What `body` offers. Raises `RequestError` for a schema that cannot be followed but must."""
+    bounds = SchemaBounds()
+    body.check_schemas(bounds)
+    return Offer.of(body, bounds)
+
+
+async def _loosen_all(offer: Offer, _: AnswerForm, error: RequestError) -> None:
+    offer.loosen(list(offer.held), error)
+
+
+def _explain_fault(reason: str, field: str) -> RequestError:
+    return RequestError(lambda name: f"{name}: {reason}", field)

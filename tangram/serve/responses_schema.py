@@ -9,12 +9,13 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchem
 from pydantic_core import CoreSchema
 
 from tangram.errors import RequestError
+from tangram.limits import MAX_TOOLS
 from tangram.serve.answer_body import MaxTokens, ResponseFields
 from tangram.serve.body import Body, Json, Label, Metadata, Text, describe_object, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
-from tangram.serve.structured import MAX_TOOLS, NAME, Function, JsonSchema, NamedTool
+from tangram.serve.structured import NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
 from tangram.serve.unsupported import RESPONSES
 
@@ -120,6 +121,9 @@ class ResponsesRequest(ResponseFields):
         WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
     ] = "auto"
     parallel_tool_calls: bool = True
+    truncation: Literal["disabled", "auto"] = Field(
+        default="disabled", description="auto: the oldest items are left out of too long an input"
+    )
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
     safety_identifier: Label | None = None

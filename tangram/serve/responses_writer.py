@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
 from tangram.serve.body import Json, texts_in
@@ -18,12 +18,21 @@ _LEFT_OUT: Json = {"instructions": None, "tools": []}
 
 
 class ResponsesWriter(Writer):
-    """Spells the answer `response_id` of `model` to `body`, for which `values` hold."""
+    """Spells the answer `response_id` of `model` to `body`, for which `values` hold.
+
+    It has `warnings` where there are some.
+    """
 
     def __init__(
-        self, body: ResponsesRequest, response_id: str, model: str, values: SamplingValues
+        self,
+        body: ResponsesRequest,
+        response_id: str,
+        model: str,
+        values: SamplingValues,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._body, self._id, self._model, self._values = body, response_id, model, values
+        self._warnings = {"warnings": list(warnings)} if warnings else {}
         self._created_s = int(time.time())
         self._output = Output()
         self._finish: Finish | None = None
@@ -91,13 +100,14 @@ class ResponsesWriter(Writer):
             "tools": [tool.model_dump() for tool in body.tools],
             "tool_choice": _write_tool_choice(body),
             "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
-            "truncation": "disabled",
+            "truncation": body.truncation,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "metadata": body.metadata,
             "store": False,
             "user": body.user,
             "usage": None if usage is None else _write_usage(usage),
+            **self._warnings,
         }
 
     def _make_opening(self) -> Json:

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, model_validator
 
 from tangram.errors import RequestError
-from tangram.limits import MAX_LOGPROBS
+from tangram.limits import MAX_LOGPROBS, MAX_TOOLS
 from tangram.serve.answer_body import TOKENS, MaxTokens, SamplingFields, list_of
 from tangram.serve.body import Body, Json, Label, Metadata, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
-from tangram.serve.messages import Messages
-from tangram.serve.structured import MAX_TOOLS, ResponseFormat, Tool, ToolChoice, check_tools
+from tangram.serve.messages import Messages, PromptEnd
+from tangram.serve.structured import ResponseFormat, Tool, ToolChoice
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
 
@@ -28,6 +28,7 @@ class StreamOptions(Body):
     """Options of a stream: `include_usage` adds a last chunk with the usage of the request.
 
     With `continuous_usage_stats` too, every chunk has what its choice has used so far, as in vLLM.
+    Without a stream they change nothing.
     """
 
     refused = STREAM_OPTIONS
@@ -41,14 +42,6 @@ class _GeneratingFields(SamplingFields):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise wrong_field(
-                "stream_options", "'stream_options' is allowed only when 'stream' is true"
-            )
-        return self
-
     @property
     def shaped(self) -> bool:
         """Whether the answer is constrained."""
@@ -57,12 +50,13 @@ class _GeneratingFields(SamplingFields):
     def check_schemas(self, bounds: SchemaBounds) -> None:
         """Raise `RequestError` naming a schema that is out of `bounds`."""
         if self.response_format is not None and (json := self.response_format.json_schema):
+            bounds.measure(json.schema_, "response_format.json_schema.schema")
             bounds.check(json.schema_, "response_format.json_schema.schema")
 
-    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
-        """The grammar of an answer in `form`, and the field that requires it; None for any text.
+    def grammar(self, form: AnswerForm, tools: Sequence[Tool] = ()) -> tuple[str, str] | None:
+        """The grammar of an answer in `form` that may call `tools`, and the field that requires it.
 
-        Its schemas were checked.
+        None for any text. Its schemas were checked.
         """
         schema = self.answer_schema
         return None if schema is None else (answer_grammar(schema, form), "response_format")
@@ -93,7 +87,7 @@ class _GeneratingFields(SamplingFields):
         return error
 
 
-class ChatRequest(_GeneratingFields):
+class ChatRequest(PromptEnd, _GeneratingFields):
     """The body of POST /v1/chat/completions.
 
     Without a token limit the model's own holds, or an answer may fill the context.
@@ -142,19 +136,12 @@ class ChatRequest(_GeneratingFields):
         """Whether the answer is constrained."""
         return bool(self.offered) or super().shaped
 
-    def check_schemas(self, bounds: SchemaBounds) -> None:
-        """As for every request; those of tools too."""
-        super().check_schemas(bounds)
-        check_tools(self.tools, bounds)
-
-    def grammar(self, form: AnswerForm) -> tuple[str, str] | None:
+    def grammar(self, form: AnswerForm, tools: Sequence[Tool] = ()) -> tuple[str, str] | None:
         """As for every request, with tool calls as part of it."""
-        if self.offered and form.tools is not None:
+        if tools and form.tools is not None:
             parallel = self.parallel_tool_calls and isinstance(self.tool_choice, str)
             forced = self.tool_choice != "auto"
-            calls = CallGrammar(
-                self.offered, form.tools, forced, parallel, self.answer_schema, form
-            )
+            calls = CallGrammar(tools, form.tools, forced, parallel, self.answer_schema, form)
             return calls.source(), "tools"
         return super().grammar(form)
 
@@ -171,6 +158,7 @@ class ChatRequest(_GeneratingFields):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        self.check_end(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong_field(
                 "top_logprobs", "'top_logprobs' is allowed only when 'logprobs' is true"

@@ -11,11 +11,10 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic_core import CoreSchema
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Json, Text, describe_object, encodable
+from tangram.serve.body import Body, Json, Note, Text, describe_object, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.unsupported import wrong_field
 
-MAX_TOOLS = 128
 _MAX_DESCRIPTION_CHARACTERS = 65_536  # of what has no effect; a tool's is part of the prompt
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -71,6 +70,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Note = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
@@ -82,6 +82,11 @@ class Tool(Body):
         if self.function.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.function.parameters}
+
+    def loose_copy(self) -> Tool:
+        """The tool as one whose arguments are any object."""
+        free = Function(name=self.function.name, parameters={"type": "object"})
+        return self.model_copy(update={"function": free})
 
 
 @dataclass(frozen=True)
@@ -118,20 +123,25 @@ ToolChoice = Annotated[
 ]
 
 
-def check_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
-    """Raise `RequestError` for a duplicate name, or for parameters that are out of `bounds` or no
-    object.
-    """
+def measure_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
+    """Raise `RequestError` for a duplicate name, or for parameters that nothing can be made of."""
     names: set[str] = set()
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
             raise _explain_duplicate(tool.function.name, f"{field}.name")
         names.add(tool.function.name)
-        arguments = tool.arguments()
-        if arguments["type"] != "object":
-            raise _explain_type(arguments["type"], f"{field}.parameters.type")
-        bounds.check(arguments, f"{field}.parameters")
+        bounds.measure(tool.arguments(), f"{field}.parameters")
+
+
+def check_arguments(tool: Tool, field: str, bounds: SchemaBounds) -> None:
+    """Raise `RequestError` for a tool, at `field`, whose parameters are out of `bounds` or no
+    object.
+    """
+    arguments = tool.arguments()
+    if arguments["type"] != "object":
+        raise _explain_type(arguments["type"], f"{field}.parameters.type")
+    bounds.check(arguments, f"{field}.parameters")
 
 
 def _explain_duplicate(function: str, field: str) -> RequestError:

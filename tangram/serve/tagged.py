@@ -125,11 +125,17 @@ def make_tagged_rules(
         tag = json.dumps(f"<parameter={key}>\n")
         yield f"{inside}: {tag} ({_choices(value, schema, place, to_the_letter)})"
         parts.append(inside if key in required else f"{inside}?")
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
+        parts.append("any*")
     head = json.dumps(f"<function={name}>\n")
     yield f'{rule}: {head} {" ".join(parts)} "</function>"'
 
 
-BARE_TEXT = ["BARE: /(.|\\n)*/", 'bare[lazy]: BARE "\\n</parameter>\\n"']
+BARE_TEXT = [
+    "BARE: /(.|\\n)*/",
+    'bare[lazy]: BARE "\\n</parameter>\\n"',
+    'any: "<parameter=" /[^<>\\n]+/ ">\\n" bare',
+]
 _END = json.dumps("\n</parameter>\n")
 
 

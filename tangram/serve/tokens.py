@@ -8,13 +8,13 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from tangram.serve.answer_body import TOKENS
 from tangram.serve.body import Body, Text
-from tangram.serve.messages import Messages
+from tangram.serve.messages import Messages, PromptEnd
 from tangram.serve.service import Service
 from tangram.serve.template import FIELD, TemplateOptions
 from tangram.serve.unsupported import TOKENIZE, wrong_field
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(PromptEnd):
     """Either `prompt`, a raw text, or `messages`, a conversation up to its answer.
 
     `model` None is the served model.
@@ -33,6 +33,11 @@ class TokenizeRequest(Body):
     def _one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise wrong_field("prompt", "send either 'prompt' or 'messages'")
+        if self.messages is not None:
+            self.check_end(self.messages)
+        elif named := self.model_fields_set & PromptEnd.model_fields.keys():
+            name = min(named)
+            raise wrong_field(name, f"'{name}' goes with 'messages' only: leave it out")
         if self.chat_template_kwargs and self.messages is None:
             raise wrong_field(FIELD, f"'{FIELD}' goes with 'messages' only: leave it out")
         always = self.messages is None
@@ -48,6 +53,7 @@ class TokenizeRequest(Body):
         """The tokens that the server would compute; raises `RequestError` if they never fit."""
         if self.messages is not None:
             options = service.template.set_variables(self.chat_template_kwargs)
+            options |= self.template_options
             messages = [message.for_template() for message in self.messages]
             return await service.prompts.tokenize_chat(messages, "messages", options=options)
         return await service.prompts.tokenize_text(self.prompt or "")

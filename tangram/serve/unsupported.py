@@ -31,7 +31,6 @@ COMMON: NoOps = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
@@ -40,10 +39,8 @@ COMMON: NoOps = {
 
 CHAT: NoOps = {
     **COMMON,
-    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
@@ -74,24 +71,11 @@ RESPONSES: NoOps = {
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 
-TOKENIZE: NoOps = {
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "return_token_strs": (False,),
-    "tools": ([],),
-}
+TOKENIZE: NoOps = {"chat_template": (), "return_token_strs": (False,), "tools": ([],)}
 
-MESSAGE: NoOps = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "reasoning": (),
-    "refusal": (),
-}
+MESSAGE: NoOps = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 
 STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 

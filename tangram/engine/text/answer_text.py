@@ -38,6 +38,9 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out."""
 
+    def verbatim(self, token_ids: Sequence[int], field: str) -> str:
+        """The text of `token_ids`, special tokens by name."""
+
 
 class TextStream:
     """One answer as its tokens arrive, cut before the first stop string, which sets `stopped`.
@@ -45,7 +48,8 @@ class TextStream:
     Its text contains whole characters only. All pieces add up to `codec.decode` of the tokens as it
     reads after `prompt_token_ids` (a leading space stays). Known difference: where a byte-fallback
     vocabulary yields invalid UTF-8, characters sent before stay. Of special tokens only `marks` are
-    in it; stop strings are not searched across one. Each token costs a bounded amount of work.
+    in it; stop strings are not searched across one. With `skip_special` false the others are text
+    too, by name. Each token costs a bounded amount of work.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class TextStream:
         stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
         marks: Marks = _NONE,
+        skip_special: bool = True,
     ) -> None:
+        self._codec, self._skip_special = codec, skip_special
         self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
         self._stop = _StopStrings(stop)
         self._marks, self._in_head = marks, False
@@ -64,12 +70,12 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
         """What is certain with these tokens too. Push nothing more once it has `stopped`."""
         if self._marks.names.keys().isdisjoint(token_ids):
-            text = self._search(self._detokenizer.push(token_ids))
+            text = self._search(self._read(token_ids))
             return [text] if text else []
         pieces: list[Piece] = []
         for marked, run in groupby(token_ids, self._marks.names.__contains__):
             tokens = list(run)
-            text = self._detokenizer.flush() if marked else self._detokenizer.push(tokens)
+            text = self._detokenizer.flush() if marked else self._read(tokens)
             pieces.append(self._search(text))
             if self.stopped:
                 break
@@ -78,6 +84,18 @@ class TextStream:
                 pieces += [Mark(self._marks.names[token]) for token in tokens]
                 self._in_head = tokens[-1] in self._marks.heads
         return [piece for piece in pieces if piece]
+
+    def _read(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens that are no marks."""
+        special = () if self._skip_special else self._codec.special_token_ids
+        if not special or not any(token in special for token in token_ids):
+            return self._detokenizer.push(token_ids)
+        return "".join(
+            self._detokenizer.flush() + self._codec.verbatim([token], "skip_special_tokens")
+            if token in special
+            else self._detokenizer.push([token])
+            for token in token_ids
+        )
 
     def _search(self, text: str) -> str:
         """`text` as far as no stop string may begin in it."""
@@ -106,7 +124,11 @@ class AnswerText:
     ) -> None:
         self._ends = end_tokens(codec, sampling)
         self._stream = TextStream(
-            codec, stop=sampling.stop, prompt_token_ids=prompt_token_ids, marks=marks
+            codec,
+            stop=sampling.stop,
+            prompt_token_ids=prompt_token_ids,
+            marks=marks,
+            skip_special=sampling.skip_special_tokens,
         )
 
     def take(self, event: Event) -> list[Piece]:

@@ -272,6 +272,15 @@ class TextCodec:
             return self._decode_one(token_ids[0])
         return self._decode(list(token_ids), skip_special_tokens=True)
 
+    def encode_mark(self, mark: str) -> tuple[int, ...]:
+        """The tokens of the name of a mark, which is one token where the model has it."""
+        return tuple(self.tokenizer.encode(mark, add_special_tokens=False))
+
+    def read_known(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens by name and unknown ones left out."""
+        known = [token for token in token_ids if 0 <= token < len(self.tokenizer)]
+        return self._decode(known, skip_special_tokens=False)
+
     def verbatim(self, token_ids: Sequence[int], field: str) -> str:
         """The text of `token_ids`, special tokens by name.
 

@@ -28,7 +28,7 @@ from tangram.errors import MachineError, RequestError
 from tangram.types import UInt8
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -36,30 +36,36 @@ if TYPE_CHECKING:
 _MOST_REASON_CHARACTERS = 300
 _KEPT_GRAMMARS = 32
 _KEPT_REFUSALS = 128
+_KEPT_SOURCE_CHARACTERS = 1 << 22  # a compiled grammar takes some 30 bytes for each
 # Signals that end the server and its child processes; they say nothing about a grammar.
 _ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 # Errors for which llguidance gives only the name of a state.
 _IN_WORDS = dict.fromkeys(("NoExtension", "NoExtensionBias"), "no text satisfies it")
+_TOO_LARGE = f"takes more than {MOST_CPU_S} s or too much memory to make a grammar of"
 _log = logging.getLogger("tangram")
 T = TypeVar("T")
 
 
-class _Recent(OrderedDict[tuple[str, str], T]):
-    """The `most` entries that were used last, by source and field."""
+class _Recent(OrderedDict[tuple[str, ...], T]):
+    """The `most` entries that were used last, by texts of bounded length together."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
-    def find(self, key: tuple[str, str]) -> T | None:
+    def find(self, key: tuple[str, ...]) -> T | None:
         if key in self:
             self.move_to_end(key)
         return self.get(key)
 
-    def keep(self, key: tuple[str, str], value: T) -> None:
+    def keep(self, key: tuple[str, ...], value: T) -> None:
         self[key] = value
-        if len(self) > self._most:
+        while len(self) > self._most or self._characters > _KEPT_SOURCE_CHARACTERS:
             self.popitem(last=False)
+
+    @property
+    def _characters(self) -> int:
+        return sum(len(text) for key in self for text in key)
 
 
 class GrammarCompiler:
@@ -78,6 +84,7 @@ class GrammarCompiler:
         # evict no grammar.
         self._compiled = _Recent[CompiledGrammar](_KEPT_GRAMMARS)
         self._refused = _Recent[str](_KEPT_REFUSALS)
+        self._faults = _Recent[dict[int, str]](_KEPT_REFUSALS)
         self._keeping = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -131,6 +138,25 @@ class GrammarCompiler:
             self._compiled.keep((source, field), grammar)
         return grammar
 
+    def find_faults(self, sources: Sequence[str]) -> dict[int, str]:
+        """Which of `sources` are no grammars, by their places, and why.
+
+        Raises `MachineError` if the check could not run.
+        """
+        key = tuple(sources)
+        with self._keeping:
+            known = self._faults.find(key)
+        if known is not None:
+            return known
+        tried = _try(sources, "tools")
+        reasons = [*tried, *[_TOO_LARGE] * (len(sources) - len(tried))]
+        faults = {
+            at: _in_one_line(reason) for at, reason in enumerate(reasons) if reason is not None
+        }
+        with self._keeping:
+            self._faults.keep(key, faults)
+        return faults
+
     def _compile(self, source: str, field: str) -> CompiledGrammar:
         if self._tokens is None:
             message = (
@@ -138,7 +164,8 @@ class GrammarCompiler:
                 "bytes of its tokens"
             )
             raise RequestError(f"{message}: leave the field out", field)
-        _try(source, field)
+        if not _try([source], field):
+            raise RequestError(f"{field} {_TOO_LARGE}: make it simpler", field)
         matcher = LLMatcher(
             self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS
         )
@@ -149,39 +176,36 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, source, field)
 
 
-def _try(source: str, field: str) -> None:
-    """Raise `RequestError` (`field`) if compiling `source` exceeds the limits of time and memory.
+def _try(sources: Sequence[str], field: str) -> list[str | None]:
+    """What is wrong with each of `sources` that compiles within the limits of time and memory.
 
-    Raises `MachineError` if the trial could not run; the log has the reason.
+    The first that does not ends the list. Raises `MachineError` if the trial could not run; the log
+    has the reason.
     """
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
     try:
         ended = subprocess.run(
-            command, input=source.encode(), capture_output=True, timeout=MOST_S, check=False
+            command,
+            input=json.dumps(list(sources)).encode(),
+            capture_output=True,
+            timeout=MOST_S,
+            check=False,
         )
-        code, begun = ended.returncode, ended.stdout == BEGUN
+        code, begun = ended.returncode, ended.stdout.startswith(BEGUN)
+        written = ended.stdout.removeprefix(BEGUN).splitlines()
         reason = f"code {code}, {ended.stderr[-_MOST_REASON_CHARACTERS:]!r}"
     except subprocess.TimeoutExpired:
-        code, begun, reason = (
-            None,
-            False,
-            f"not ended in {MOST_S} s, too few of them on a processor",
-        )
+        code, begun, written = None, False, []
+        reason = f"not ended in {MOST_S} s, too few of them on a processor"
     except OSError as error:
-        code, begun, reason = None, False, str(error)
-    if code == 0:
-        return
+        code, begun, written, reason = None, False, [], str(error)
     if not begun or code in _ENDED_FROM_OUTSIDE:
         _log.error("the trial process of a grammar could not run: %s", reason)
         raise MachineError(
             f"{field}: the server could not try the grammar just now: send the request again in a "
             "while"
         )
-    raise RequestError(
-        f"{field} takes more than {MOST_CPU_S} s or too much memory to make a grammar of: make it "
-        "simpler",
-        field,
-    )
+    return [json.loads(line) for line in written]
 
 
 def _describe(backend: Tokenizer) -> str:
@@ -242,6 +266,10 @@ class GrammarMatcher:
 
 def _reason(matcher: LLMatcher) -> str:
     """llguidance's message in one line."""
-    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    return _in_one_line(matcher.get_error())
+
+
+def _in_one_line(error: str) -> str:
+    text = " ".join(error.replace("<non-verbose/>", "").split())
     text = _IN_WORDS.get(text, text)
     return text if len(text) <= _MOST_REASON_CHARACTERS else f"{text[:_MOST_REASON_CHARACTERS]}…"

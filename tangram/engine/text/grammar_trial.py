@@ -1,17 +1,19 @@
-"""Try in a separate process whether a grammar can be compiled within limits.
+"""Try in a separate process whether grammars can be compiled within limits.
 
 llguidance limits its work except for one part: the intersection of several expressions. That can
 grow exponentially in time and memory, and a thread cannot be stopped. The process has little memory
 and can be killed.
 
-    python -P grammar_trial.py < SOURCE     # code 0: it ends, well or with a reason
+    python -P grammar_trial.py < SOURCES    # a list in JSON
 
-It writes `BEGUN` when only the grammar can cause a failure. It imports nothing of Tangram, so that
-it starts in a tenth of a second.
+It writes `BEGUN` when only a grammar can cause a failure. Then it writes a line of JSON for each
+grammar that ends: null, or why it is none for tokens that are bytes. It imports nothing of Tangram,
+so that it starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -21,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 # Of a processor's time, and of time: more, so that a busy machine is not taken for a large grammar.
 MOST_CPU_S, MOST_S = 2, 30
 MOST_BYTES = 1 << 30
+MOST_REASON_CHARACTERS = 500  # so few that a line is written as a whole
 BEGUN = b"begun\n"
 
 # Limits of work in llguidance's units: about 20 ms to build a lexer, 7 ms for a token.
@@ -36,14 +39,17 @@ LIMITS = LLParserLimits(
 
 
 def main() -> None:
-    """Compile the grammar on standard input, with bytes as tokens."""
+    """Compile the grammars on standard input, with bytes as tokens."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     # The process that started it may be gone; beyond the first limit the kernel sends SIGXCPU.
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 1))
-    source = sys.stdin.buffer.read().decode()
+    sources = json.load(sys.stdin.buffer)
     tokens = LLTokenizer("byte")
     os.write(sys.stdout.fileno(), BEGUN)
-    LLMatcher(tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS)
+    for source in sources:
+        matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=LIMITS)
+        reason = matcher.get_error()[:MOST_REASON_CHARACTERS] if matcher.is_error() else None
+        os.write(sys.stdout.fileno(), json.dumps(reason).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def marks(
         if name.strip() and any(name in text for text in texts):
             (names if token.special else words)[number] = name
     heads = frozenset(number for number, name in names.items() if name in _HEADS)
-    return Marks(names, heads, words)
+    return Marks(names, heads, words, thinking)
 
 
 def _object(match: re.Match[str]) -> ToolFormat | None:

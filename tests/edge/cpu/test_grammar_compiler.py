@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_what_was_made_or_refused_before_is_tried_no_more(
     for source in bad:
         with pytest.raises(RequestError, match="nowhere"):
             grammars.compile(source, "tools")
-    assert tried == [source.encode() for source in (good, *bad)]
+    assert tried == [json.dumps([source]).encode() for source in (good, *bad)]
     for found in (grammars.look_up, grammars.compile):
         assert found(good, "tools") is made
         with pytest.raises(RequestError, match="nowhere_2") as told:

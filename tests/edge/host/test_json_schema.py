@@ -23,7 +23,9 @@ def properties(count: int, schema: Any = True) -> dict[str, Any]:
 
 
 def check(schema: dict[str, Any]) -> None:
-    SchemaBounds().check(schema, "f")
+    bounds = SchemaBounds()
+    bounds.measure(schema, "f")
+    bounds.check(schema, "f")
 
 
 @pytest.mark.parametrize(
@@ -58,15 +60,15 @@ def test_what_schemas_usually_are_passes(schema: dict[str, Any]) -> None:
     [
         (nest(200), "f", "64"),
         (nest(5_000), "f", "64"),
-        ({"const": [[1]] * 100_000}, "f", "65536"),
-        ({"description": "a" * 70_000}, "f", "65536"),
+        ({"const": [[1]] * 1_000_000}, "f", "2097152"),
+        ({"description": "a" * (2 << 20)}, "f", "2097152"),
         ({"description": "\ud800"}, "f", "surrogate"),
-        (properties(1001), "f.properties", "1000"),
-        (properties(10, properties(100)), "f.properties.p", "1000"),
-        ({"anyOf": [{}] * 1001}, "f.anyOf", "1000"),
-        ({"enum": [1] * 1001}, "f.enum", "1000"),
-        ({"pattern": "a" * 2001}, "f.pattern", "2000"),
-        ({"patternProperties": {"a" * 2001: {}}}, "f.patternProperties", "2000"),
+        (properties(10_001), "f.properties", "10000"),
+        (properties(100, properties(100)), "f.properties.p", "10000"),
+        ({"anyOf": [{}] * 10_001}, "f.anyOf", "10000"),
+        ({"enum": [1] * 10_001}, "f.enum", "10000"),
+        ({"pattern": "a" * 8001}, "f.pattern", "8000"),
+        ({"patternProperties": {"a" * 8001: {}}}, "f.patternProperties", "8000"),
         ({"multipleOf": 99999989}, "f.multipleOf", "10000"),
         ({"items": {"multipleOf": 0.0000123457}}, "f.items.multipleOf", "10000"),
         (properties(3, {"multipleOf": 4999}), "f.properties.p", "10000"),
@@ -98,7 +100,14 @@ def test_what_is_out_of_bounds_or_unknown_is_named(
 
 def test_the_schemas_of_one_request_share_the_bounds() -> None:
     bounds = SchemaBounds()
-    for number in range(10):
+    for number in range(100):
         bounds.check(properties(100), f"tools[{number}]")
-    with pytest.raises(RequestError, match=mentioning("tools[10].properties 1001 1000")):
-        bounds.check(properties(1), "tools[10]")
+    with pytest.raises(RequestError, match=mentioning("tools[100].properties 10001 10000")):
+        bounds.check(properties(1), "tools[100]")
+
+
+def test_a_refused_schema_leaves_the_bounds_to_the_others() -> None:
+    bounds = SchemaBounds()
+    with pytest.raises(RequestError, match="10001"):
+        bounds.check(properties(10_001), "tools[0]")
+    bounds.check(properties(10_000), "tools[1]")

@@ -215,7 +215,7 @@ def test_what_is_not_served_is_let_by_counted_and_logged_once(
     lenient_server: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    part = {"type": "text", "text": "say it", "cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "say it", "cache_hint": {"type": "ephemeral"}}
     unknown = {
         "guided_json": {"type": "object"},
         "temprature": 1,
@@ -241,8 +241,8 @@ def test_what_is_not_served_is_let_by_counted_and_logged_once(
             for (name, labels), value in scrape(client).items()
             if name == "tangram_ignored_fields_total"
         }
-    named = ("guided_json", "store", KWARGS, "reasoning_effort", "verbosity", "cache_control")
-    assert counts == dict.fromkeys(named, 2.0) | {"other": 6.0, "best_of": 1.0}
+    named = ("guided_json", "store", KWARGS, "reasoning_effort", "verbosity")
+    assert counts == dict.fromkeys(named, 2.0) | {"other": 8.0, "best_of": 1.0}
     told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert len(told) == len(set(told)) == 10
     assert any("'temprature'" in line for line in told) and any("'mood'" in line for line in told)

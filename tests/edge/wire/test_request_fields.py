@@ -261,7 +261,6 @@ def test_an_answer_can_be_sent_back_as_the_client_holds_it(fake_server: EngineSe
         *((path, {"cache_salt": "a" * 1025}, "cache_salt", "1024") for path in (CHAT, COMPLETIONS)),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         (
             CHAT,
             {"stream": True, "stream_options": {"verbose": 1}},

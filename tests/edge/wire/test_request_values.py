@@ -273,16 +273,24 @@ TRIALS = [
         response_format=form({"$ref": "file:///etc/passwd"}),
     ),
     chat("schema of itself", 400, SCHEMA, "never", response_format=form({"$ref": "#"})),
-    chat("schema of 100 KB", 400, SCHEMA, "65536", response_format=form({"const": "a" * 100_000})),
-    chat("1,000 properties", 200, response_format=form(wide(1000))),
-    chat("1,001 properties", 400, f"{SCHEMA}.properties", "1000", response_format=form(wide(1001))),
-    chat("100,000 properties", 400, SCHEMA, "65536", response_format=form(wide(100_000))),
     chat(
-        "10,000 values",
+        "schema of 3 MB", 400, SCHEMA, "2097152", response_format=form({"const": "a" * 3_000_000})
+    ),
+    chat("1,000 properties", 200, response_format=form(wide(1000))),
+    chat(
+        "10,001 properties",
+        400,
+        f"{SCHEMA}.properties",
+        "10000",
+        response_format=form(wide(10_001)),
+    ),
+    chat("100,000 properties", 400, SCHEMA, "2097152", response_format=form(wide(100_000))),
+    chat(
+        "10,001 values",
         400,
         f"{SCHEMA}.enum",
-        "1000",
-        response_format=form({"enum": list(range(10_000))}),
+        "10000",
+        response_format=form({"enum": list(range(10_001))}),
     ),
     chat(
         "multiples of a prime",

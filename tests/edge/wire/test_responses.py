@@ -119,7 +119,7 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "much"}, "truncation"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"oops": 1}, "oops"),
         ({"input": []}, "input"),

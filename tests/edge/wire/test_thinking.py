@@ -201,8 +201,14 @@ def test_responses_hold_answers_to_schemas_and_calls(thinker: EngineServer) -> N
     [
         ({"tools": [F], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [F, F]}, "tools[1].name"),
-        ({"tools": [F | {"parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
-        ({"tools": [F | {"parameters": {"not": {}}}]}, "tools[0].parameters.not"),
+        (
+            {"tools": [F | {"parameters": {"type": "string"}, "strict": True}]},
+            "tools[0].parameters.type",
+        ),
+        (
+            {"tools": [F | {"parameters": {"not": {}}}], "tool_choice": "required"},
+            "tools[0].parameters.not",
+        ),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
             "text.format.schema.not",

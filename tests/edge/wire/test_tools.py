@@ -298,7 +298,7 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("a b")]}, "tools[0].function.name", "pattern"),
     ({"tools": [tool("a" * 65)]}, "tools[0].function.name", "pattern"),
     ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name", "again"),
-    ({"tools": [tool("a")] * 129}, "tools", "128"),
+    ({"tools": [tool("a")] * 257}, "tools", "256"),
     ({"tools": "a"}, "tools", "list"),
     ({"tools": [tool("a", color=1)]}, "tools[0].function.color", "unknown_field"),
     ({"tools": [tool("a", {"type": "string"})]}, "tools[0].function.parameters.type", "object"),
