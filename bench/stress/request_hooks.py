@@ -26,11 +26,13 @@ MOST_TEXT = 400  # characters, so that a prompt fits into the context of the ser
 RATIOS = (0.5, 1.0)
 VOCABULARY = 49_152
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 # The fields that limit an answer, by endpoint. The first is set if none is given.
 LIMITS = {
     CHAT: ("max_completion_tokens", "max_tokens"),
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
+    MESSAGES: ("max_tokens",),
 }
 # Of one scorer, without drafts, the server has no other of these.
 UNSERVED = {entry.name for entry in fields(RequestOptions)} - {"kv_retention", "cache_salt"}
@@ -79,7 +81,8 @@ def fitting(path: str, body: Fields) -> Fields:
             named = body[name].items()
             changed[name] = {str(int(token) % VOCABULARY): bias for token, bias in named}
     if body.get("messages"):
-        changed["messages"] = [_message(message) for message in body["messages"][:MOST_MESSAGES]]
+        adapt = _turn if path in (MESSAGES, COUNT) else _message
+        changed["messages"] = [adapt(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
         changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
     if body.get("response_format") is not None:
@@ -95,6 +98,11 @@ def fitting(path: str, body: Fields) -> Fields:
         changed |= dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning"))
         form = (body.get("text") or {}).get("format")
         changed["text"] = None if form is None else {"format": _text_format(form)}
+    if path in (MESSAGES, COUNT):
+        changed |= dict.fromkeys(("tools", "tool_choice", "thinking"))
+        form = (body.get("output_config") or {}).get("format")
+        schema = {"type": "json_schema", "schema": {"type": "integer"}}
+        changed["output_config"] = None if form is None else {"format": schema}
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
         if body.get("logprobs") is not None:
@@ -130,6 +138,11 @@ def _text_format(form: Fields) -> Fields:
 def _item(item: Fields) -> Fields:
     """A message that a model without tools can read."""
     return item if "role" in item else {"role": "user", "content": "a"}
+
+
+def _turn(message: Fields) -> Fields:
+    """A message of /v1/messages that a model without tools can read."""
+    return {"role": message["role"], "content": "a"}
 
 
 def _message(message: Fields) -> Fields:

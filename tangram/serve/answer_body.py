@@ -5,15 +5,27 @@ A field that is described there is in the bodies, and in the document of the API
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import reduce
 from operator import or_
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from msgspec import Meta
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
+from tangram.errors import RequestError
 from tangram.limits import TOKEN_COUNT, Biases, Bounds, Texts, Tokens
 from tangram.serve.body import Body, Json, Label, Text
 from tangram.types import RequestOptions, SamplingParams
@@ -22,12 +34,19 @@ _MAX_TOKEN_DIGITS = 10
 _OPTIONS = {entry.name for entry in fields(RequestOptions)}
 _SAMPLING = {entry.name for entry in fields(SamplingParams)}
 _RESPONSES = ("temperature", "top_p")  # what `/v1/responses` has of `SamplingParams`
+_MESSAGES = ("top_k",)  # what `/v1/messages` has beside these
 
 
 def range_of(bounds: Bounds) -> Json:
     """`bounds` as a JSON schema says them."""
     low = "exclusiveMinimum" if bounds.open_low else "minimum"
     return {low: bounds.low, "maximum": bounds.high}
+
+
+def texts_of(limit: Texts) -> Json:
+    """The JSON schema of a list of texts."""
+    text = {"type": "string", "minLength": 1, "maxLength": limit.most_characters}
+    return list_of(text, 0, limit.most)
 
 
 def list_of(items: Json, least: int, most: int) -> Json:
@@ -71,9 +90,9 @@ def _apply(kind: Any, mark: Any) -> Any:
         case Bounds():
             named = {"type": "integer" if int in (kind, *get_args(kind)) else "number"}
             return Annotated[kind, WithJsonSchema(named | range_of(mark))]
-        case Texts(most, most_characters):
-            text = {"type": "string", "minLength": 1, "maxLength": most_characters}
-            form = WithJsonSchema({"anyOf": [text, list_of(text, 0, most)]})
+        case Texts(most):
+            texts = texts_of(mark)
+            form = WithJsonSchema({"anyOf": [texts["items"], texts]})
             few = Field(max_length=most, fail_fast=True)
             return Annotated[list[Text], few, BeforeValidator(_as_list), form]
         case Tokens(most):
@@ -136,10 +155,38 @@ class AnswerBody(Body):
         return SamplingParams(**stated | self.own_sampling)
 
 
+class ReadAsChat:
+    """What a body has that is read as one of the chat endpoint.
+
+    `names_here` has the beginnings of that endpoint's names of fields, with the names here.
+    """
+
+    names_here: ClassVar[Mapping[str, str]]
+
+    @property
+    def completions(self) -> int:
+        """How many completions the request asks for."""
+        return 1
+
+    def rename_field(self, field: str) -> str:
+        """The name here of a field of the chat endpoint."""
+        for name, here in self.names_here.items():
+            if re.match(name, field):
+                return re.sub(f"^{name}", here, field)
+        return field
+
+    def rename(self, error: RequestError) -> RequestError:
+        """`error` with the names of this endpoint."""
+        return error.rename(self.rename_field(error.field))
+
+
 if TYPE_CHECKING:  # a type checker cannot read classes that are made: it knows what code here reads
 
     class ResponseFields(AnswerBody):
         """The described fields of `/v1/responses`."""
+
+    class MessagesFields(ResponseFields):
+        """The described fields of `/v1/messages`."""
 
     class SamplingFields(ResponseFields):
         """The described fields of the other endpoints."""
@@ -154,6 +201,9 @@ else:
         __base__=AnswerBody,
         **_describe_fields(RequestOptions),
         **_describe_fields(SamplingParams, *_RESPONSES),
+    )
+    MessagesFields = create_model(
+        "MessagesFields", __base__=ResponseFields, **_describe_fields(SamplingParams, *_MESSAGES)
     )
     SamplingFields = create_model(
         "SamplingFields", __base__=ResponseFields, **_describe_fields(SamplingParams)

@@ -35,7 +35,7 @@ class AnswerUsage(Struct, frozen=True, gc=False):
 class Delta(Struct, frozen=True):
     """What one event adds to completion `choice`; `finish` says why the completion has ended.
 
-    `usage` is that of this completion so far.
+    `usage` is that of this completion so far, `stop_string` the text that has ended it.
     """
 
     choice: int
@@ -44,6 +44,7 @@ class Delta(Struct, frozen=True):
     logprobs: Sequence[TokenLogprob]
     finish: Finish | None
     usage: AnswerUsage
+    stop_string: str | None = None
 
     @property
     def plain_text(self) -> str | None:
@@ -128,7 +129,8 @@ class Answer:
             parts += reader.finish()
         usage = AnswerUsage(event.usage, self._reasoning_tokens[choice])
         finish = _name_finish(event.finish_reason, reader)
-        return Delta(choice, is_first, parts, event.logprobs, finish, usage)
+        stop = self._texts[choice].stop_string
+        return Delta(choice, is_first, parts, event.logprobs, finish, usage, stop)
 
 
 def _name_finish(reason: FinishReason | None, reader: Reader) -> Finish | None:
@@ -150,6 +152,10 @@ class Writer(ABC):
     @abstractmethod
     def write(self, event: AnswerEvent) -> Iterable[str]:
         """What a stream has of `event`."""
+
+    def ping(self) -> str:
+        """What a stream has while nothing happens."""
+        return ""
 
     @abstractmethod
     def gather(self, delta: Delta) -> None:

@@ -1,4 +1,8 @@
-"""Every error of the server in the OpenAI form: {"error": {"message", "type", "param", "code"}}."""
+"""Every error of the server in the OpenAI form: {"error": {"message", "type", "param", "code"}}.
+
+Below /v1/messages it is in Anthropic's: {"type": "error", "error": {"type", "message"},
+"request_id"}.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.serve.body import ALTERNATIVE
+from tangram.serve.record import record_in
 from tangram.serve.unsupported import not_served
 
 _TYPES = {
@@ -31,6 +37,16 @@ _OF_A_KEY = ("[key]",)
 _MAX_MESSAGE_CHARACTERS = 1000  # messages quote the client, who may send millions of characters
 
 
+_MESSAGES = "/v1/messages"
+# Where Anthropic's names of errors are others.
+_MESSAGES_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether clients of Anthropic's API ask at `path`."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
 class ApiError(Exception):
     """An error on its way to the client; `param` is the request field to blame."""
 
@@ -42,22 +58,40 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body, also sent as an event when a stream fails half way."""
-        kind = _TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
         param = None if self.param is None else _shorten(self.param)
         return {
             "error": {
                 "message": _shorten(str(self)),
-                "type": kind,
+                "type": self._name_type(_TYPES, "server_error"),
                 "param": param,
                 "code": self.code,
             }
         }
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The response, in ASCII: a message may quote text that UTF-8 cannot spell."""
-        content = json.dumps(self.body()).encode("ascii")
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """The same in Anthropic's form."""
+        kind = self._name_type(_TYPES | _MESSAGES_TYPES, "api_error")
+        message = str(self)
+        if self.param is not None and self.param not in message:  # there is no other place for it
+            message = f"{self.param}: {message}"
+        error = {"type": kind, "message": _shorten(message)}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def _name_type(self, named: Mapping[int, str], fault: str) -> str:
+        return named.get(self.status, "invalid_request_error" if self.status < 500 else fault)
+
+    def response(
+        self, headers: Mapping[str, str] | None = None, scope: Scope | None = None
+    ) -> Response:
+        """The response, in the form of the path of `scope`.
+
+        It is in ASCII: a message may quote text that UTF-8 cannot spell.
+        """
+        if scope is not None and is_of_messages(scope["path"]):
+            body = self.messages_body(record_in(scope).request_id)
+        else:
+            body = self.body()
+        content = json.dumps(body).encode("ascii")
         return Response(content, self.status, dict(headers or {}), media_type="application/json")
 
 
@@ -107,8 +141,9 @@ def _nowhere(request: Request, status: int, detail: str) -> ApiError:
     method, path = request.method, request.scope["path"]
     meant = f"/v1/{path.rpartition('/v1/')[2].removeprefix('/')}"
     if meant != path and any(getattr(route, "path", None) == meant for route in request.app.routes):
-        message = f"{method} {path}: {detail}; {meant} is there: end the client's base URL in /v1"
-        return ApiError(status, message)
+        end = "before" if is_of_messages(meant) else "in"
+        advice = f"end the client's base URL {end} /v1"
+        return ApiError(status, f"{method} {path}: {detail}; {meant} is there: {advice}")
     missing = not_served(path)
     if missing is None:
         where = "; /docs has what there is" if status == 404 else ""
@@ -152,18 +187,20 @@ def as_api_error(error: Exception) -> ApiError:
 def _answer(request: Request, error: Exception) -> Response:
     wait_s = error.retry_after_s if isinstance(error, OverloadError) else None
     headers = None if wait_s is None else {"Retry-After": str(wait_s)}
-    return as_api_error(error).response(headers)
+    return as_api_error(error).response(headers, request.scope)
 
 
 def _answer_http(request: Request, error: HTTPException) -> Response:
     if error.status_code in (404, 405):
-        return _nowhere(request, error.status_code, error.detail).response(error.headers)
-    message = f"{request.method} {request.scope['path']}: {error.detail}"
-    return ApiError(error.status_code, message).response(error.headers)
+        found = _nowhere(request, error.status_code, error.detail)
+    else:
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        found = ApiError(error.status_code, message)
+    return found.response(error.headers, request.scope)
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Have `app` answer every failure in the OpenAI form."""
+    """Have `app` answer every failure in the form of its path."""
     expected = (ApiError, RequestError, OverloadError, MachineError, EngineError)
     for kind in (*expected, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer)

@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
 from tangram.serve.unknown import without_unknown
 from tangram.serve.unsupported import NoOps, drop_no_ops, wrong_field
@@ -95,6 +104,13 @@ def _refuse_many(name: str, value: Any, field: FieldInfo) -> None:
             kind = "list" if isinstance(value, list) else "dictionary"
             message = f"'{name}' is a {kind} of {len(value)} items, at most {most} are allowed"
             raise wrong_field(name, message)
+
+
+class OrText:
+    """Says in the schema of a list that a text may stand for it."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return {"anyOf": [{"type": "string"}, handler(core)]}
 
 
 def describe_object(**fields: Json) -> Json:

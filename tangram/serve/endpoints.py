@@ -7,14 +7,18 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
+from tangram.serve.answer_body import ReadAsChat
 from tangram.serve.answers import Writer
 from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Json
 from tangram.serve.chat_writer import ChatWriter
 from tangram.serve.completion_writer import CompletionWriter
+from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
+from tangram.serve.messages_writer import MessagesWriter
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record
 from tangram.serve.responses_schema import ResponsesRequest
@@ -23,7 +27,7 @@ from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.thoughts import Reader, TextReader
 from tangram.types import Grammar, Marks, Request, SamplingValues
 
-AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest
+AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest | MessagesRequest
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Prepares the requests of the three endpoints that answer, for one `model`.
+    """Prepares the requests of the endpoints that answer, for one `model`.
 
     `sampling` holds where they state nothing.
     """
@@ -52,7 +56,14 @@ class Endpoints:
             return await self._prepare_chat(body, record)
         if isinstance(body, CompletionRequest):
             return await self._prepare_completion(body, record)
+        if isinstance(body, MessagesRequest):
+            return await self._prepare_message(body, record)
         return await self._prepare_response(body, record)
+
+    async def count_tokens(self, body: CountTokensRequest) -> int:
+        """The tokens of a conversation, as its answer would count them. Raises as `prepare`."""
+        as_chat = await self._read_as_chat(body, partial(body.chat, self._variables))
+        return len(await self.prompts.tokenize_conversation(as_chat, body.rename_field))
 
     async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
         chat = await self.prompts.prepare_chat(body)
@@ -105,10 +116,7 @@ class Endpoints:
         self, body: ResponsesRequest, record: Record | None
     ) -> PreparedRequest:
         """A response is a chat in other words."""
-        try:
-            as_chat = await asyncio.to_thread(body.chat)  # thousands of messages take a while
-        except ValidationError as error:
-            raise of_validation(error, body.rename_field) from error
+        as_chat = await self._read_as_chat(body, body.chat)
         if body.truncation == "auto":
             as_chat = await self.prompts.truncate(as_chat, body.max_output_tokens)
         chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
@@ -118,6 +126,40 @@ class Endpoints:
         values = self.sampling.with_stated(generation.first.sampling)
         writer = ResponsesWriter(body, response_id, self.model, values, chat.warnings)
         return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
+
+    async def _prepare_message(
+        self, body: MessagesRequest, record: Record | None
+    ) -> PreparedRequest:
+        """So is a message. Clients ask for more tokens than a small context has left."""
+        as_chat = await self._read_as_chat(body, partial(body.chat, self._variables))
+        chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
+        marks = chat.form.list_shown_marks(chat.tools)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        left = self.prompts.most_tokens - len(chat.prompt)
+        if left < 1:  # in the words by which clients know when to shorten a conversation
+            most = f"{len(chat.prompt)} tokens > {self.prompts.most_tokens - 1} maximum"
+            raise ApiError(400, f"prompt is too long: {most}")
+        # GPT-OSS thinks on a channel, where no budget can be kept.
+        thinking = None if chat.form.channels else body.thinking
+        fits = {"max_tokens": min(body.max_tokens, left), "thinking": thinking}
+        fitting = body.model_copy(update=fits)
+        generation = _make_generation(
+            message_id, [chat.prompt], fitting, record, chat.grammar, marks
+        )
+        request_id = message_id if record is None else record.request_id
+        writer = MessagesWriter(body, message_id, self.model, request_id, chat.warnings)
+        return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
+
+    @property
+    def _variables(self) -> frozenset[str]:
+        return self.prompts.codec.template_options
+
+    async def _read_as_chat(self, body: ReadAsChat, read: Callable[[], ChatRequest]) -> ChatRequest:
+        """What `read` makes of `body`, in a thread: thousands of messages take a while."""
+        try:
+            return await asyncio.to_thread(read)
+        except ValidationError as error:
+            raise of_validation(error, body.rename_field) from error
 
     def _make_head(self, prefix: str) -> Json:
         identity = f"{prefix}-{uuid.uuid4().hex}"

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tangram.errors import ConfigError
 from tangram.foreign_files import is_text
-from tangram.serve.api_errors import ApiError
+from tangram.serve.api_errors import ApiError, is_of_messages
 from tangram.serve.record import record_in
 
 MAX_HEADER_BYTES = 32 * 1024
@@ -65,7 +65,8 @@ class RequireKeys:
     """Refuses requests without one of the keys, on every path but /health, /ready and open ones.
 
     It decides before the body is read, from the path as it came. Any other spelling of an open path
-    needs a key. The request's record gets the digest of its key.
+    needs a key. Clients of Anthropic's API may send theirs as `x-api-key`. The request's record
+    gets the digest of its key.
     """
 
     def __init__(
@@ -81,25 +82,26 @@ class RequireKeys:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = ApiError(
-                401,
-                "send 'Authorization: Bearer' with this server's API key",
-                code="invalid_api_key",
-            )
-            await error.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            or_so = ", or 'x-api-key'," if is_of_messages(scope["path"]) else ""
+            message = f"send 'Authorization: Bearer'{or_so} with this server's API key"
+            error = ApiError(401, message, code="invalid_api_key")
+            await error.response({"WWW-Authenticate": "Bearer"}, scope)(scope, receive, send)
 
     def _lets_in(self, scope: Scope) -> bool:
         path = scope.get("raw_path") if scope["type"] == "http" else None
         if path is not None and (path in OPEN_PATHS or self._is_open(path)):
             return True
-        digest = self._find_key(scope["headers"])
+        digest = self._find_key(scope)
         if digest is not None and scope["type"] == "http":
             record_in(scope).key_digest = digest
         return digest is not None
 
-    def _find_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-        """The digest of the key in `headers`, if it is one of this server's."""
-        given = [value for name, value in headers if name == b"authorization"]
+    def _find_key(self, scope: Scope) -> bytes | None:
+        """The digest of the key in the headers, if it is one of this server's."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given and is_of_messages(scope["path"]):
+            keys = (value for name, value in scope["headers"] if name == b"x-api-key")
+            given = [b"bearer " + value for value in keys]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = sha256(key.strip()).digest()
         # Compare with all keys, and compare digests: the time taken says nothing about a key.
@@ -126,7 +128,7 @@ class BoundRequests:
         try:
             self._check_head(scope)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope=scope)(scope, receive, send)
             return
         read_bytes = 0
 
@@ -170,7 +172,8 @@ class BoundRequests:
 class NameRequests:
     """Adds the header `x-request-id` to every response, and answers 500 if a request raises.
 
-    The log has the exception. `RecordRequests` must be around it.
+    Clients of Anthropic's API find it as `request-id`, too. The log has the exception.
+    `RecordRequests` must be around it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -182,15 +185,14 @@ class NameRequests:
             await self._app(scope, receive, send)
             return
         request_id, started = record_in(scope).request_id, False
+        names = [b"x-request-id", *([b"request-id"] if is_of_messages(scope["path"]) else [])]
 
         async def naming_send(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode()),
-                ]
+                named = ((name, request_id.encode()) for name in names)
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
         try:
@@ -202,4 +204,4 @@ class NameRequests:
             error = ApiError(
                 500, f"internal error: the server's log has the details of request {request_id}"
             )
-            await error.response()(scope, receive, naming_send)
+            await error.response(scope=scope)(scope, receive, naming_send)

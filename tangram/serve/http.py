@@ -1,4 +1,4 @@
-"""The server: OpenAI-compatible endpoints over one engine.
+"""The server: endpoints of OpenAI's and Anthropic's APIs over one engine.
 
 `build_app` makes the ASGI application, `serve_on` runs it on an open port until a signal ends it.
 The application's lifespan starts and stops the engine.
@@ -32,6 +32,7 @@ from tangram.serve.guard import (
     check_served_name,
 )
 from tangram.serve.logs import log_request
+from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
 from tangram.serve.openapi import document
 from tangram.serve.options import ServerOptions
 from tangram.serve.process import Server, raise_file_limit
@@ -54,7 +55,7 @@ _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),
     "allow_private_network": True,
-    "expose_headers": ("x-request-id", "retry-after"),
+    "expose_headers": ("x-request-id", "request-id", "retry-after"),
 }
 
 
@@ -162,6 +163,16 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check_model(body.model)
         return await service.answer(body, request)
+
+    @app.post("/v1/messages", response_model=None)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        return await service.answer(body, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest, request: Request) -> Json:
+        service.check_model(body.model)
+        return {"input_tokens": await service.count_tokens(body, request)}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:

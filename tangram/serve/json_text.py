@@ -31,6 +31,11 @@ class JsonStrings:
                 self._begun = found[0]
 
 
+def write_event(kind: str, fields: Json) -> str:
+    """An event of a stream that names its `kind`, in its data too."""
+    return f"event: {kind}\ndata: {write_line({'type': kind, **fields})}\n\n"
+
+
 def write_line(data: Json | str) -> str:
     """`data` as JSON on one line, whatever a client takes for the end of a line."""
     text = msgspec.json.encode(data).decode()

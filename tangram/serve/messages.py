@@ -67,9 +67,15 @@ def _an_object(arguments: str) -> str:
         raise ValueError("must be a JSON object, as text") from error
     if not isinstance(data, dict):
         raise ValueError("must be a JSON object, as text")
-    if deeper_than(data, _MAX_ARGUMENT_LEVELS):
+    check_arguments(data)
+    return arguments
+
+
+def check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same. Raises `ValueError` for arguments that are nested too deep or hold no Unicode."""
+    if deeper_than(arguments, _MAX_ARGUMENT_LEVELS):
         raise ValueError(f"is nested in more than {_MAX_ARGUMENT_LEVELS} levels")
-    for text in texts_in(data):  # which may spell by \\u what the outer text must not hold
+    for text in texts_in(arguments):  # an outer text may spell by \\u what it must not hold
         encodable(text)
     return arguments
 

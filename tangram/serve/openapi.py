@@ -11,17 +11,20 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from tangram.serve.api_errors import is_of_messages
 from tangram.serve.body import Body, Json
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.kv_answers import KV_ANSWERS
 from tangram.serve.sample_requests import EXAMPLES, SUMMARIES
 
 _DESCRIPTION = (
-    "The OpenAI API, and what the KV cache holds. Open an endpoint, choose an example, and execute "
-    "it. Tools read [openapi.json](/openapi.json)."
+    "The OpenAI API, Anthropic's Messages, and what the KV cache holds. Open an endpoint, choose "
+    "an example, and execute it. Tools read [openapi.json](/openapi.json)."
 )
 _NULL: Json = {"type": "null"}
-_ERROR = {"$ref": "#/components/schemas/Error"}
+_ERROR, _MESSAGES_ERROR = (
+    {"$ref": f"#/components/schemas/{name}"} for name in ("Error", "MessagesError")
+)
 _NO_SERVICE = "the engine has stopped, or the server is shutting down"
 _ERRORS = {
     "400": "a wrong, unknown or unsupported field, or a request that can never fit",
@@ -55,6 +58,19 @@ _ERROR_SCHEMA: Json = {
         }
     },
 }
+_MESSAGES_ERROR_SCHEMA: Json = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 
 
 def _object(*required: str) -> Json:
@@ -71,6 +87,9 @@ _ANSWERS: dict[str, Json] = {
     "/v1/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
     "/v1/responses": _object("id", "object", "created_at", "model", "status", "output", "usage")
     | _EVENTS,
+    "/v1/messages": _object("id", "type", "role", "model", "content", "stop_reason", "usage")
+    | _EVENTS,
+    "/v1/messages/count_tokens": _object("input_tokens"),
     "/tokenize": _object("tokens", "count", "max_model_len"),
     "/detokenize": _object("prompt"),
     "/v1/models": _object("object", "data"),
@@ -97,7 +116,7 @@ def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
     for body in _bodies(Body):
         if body.__name__ in schemas:
             _describe_body(body, schemas[body.__name__], model)
-    schemas["Error"] = _ERROR_SCHEMA
+    schemas |= {"Error": _ERROR_SCHEMA, "MessagesError": _MESSAGES_ERROR_SCHEMA}
     for path, methods in found["paths"].items():
         for operation in methods.values():
             operation["responses"] = _responses(path, operation, locked)
@@ -175,7 +194,8 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
     answers: Json = {"200": {"description": "the answer", "content": _ANSWERS[path]}}
     if is_open:  # its 503 says the same in the same form
         answers["503"] = {"description": _NO_SERVICE, "content": _ANSWERS[path]}
-    content = {"application/json": {"schema": _ERROR}}
+    error = _MESSAGES_ERROR if is_of_messages(path) else _ERROR
+    content = {"application/json": {"schema": error}}
     return answers | {
         status: {"description": _ERRORS[status], "content": content} for status in sorted(errors)
     }

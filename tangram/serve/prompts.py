@@ -46,7 +46,7 @@ class Prompts:
     """Makes prompts for `engine` on the threads of `preparation`."""
 
     def __init__(self, engine: ServedEngine, preparation: Preparation, template: Template) -> None:
-        self.codec, self._most_tokens = engine.codec, engine.max_model_len
+        self.codec, self.most_tokens = engine.codec, engine.max_model_len
         self._preparation, self._template = preparation, template
 
     async def prepare_chat(
@@ -57,19 +57,29 @@ class Prompts:
         `rename_field` maps the names of fields of the chat endpoint to those of another endpoint.
         Raises `RequestError`.
         """
-        form = AnswerForm.of(self.codec)
-        if body.tools and form.tools is None:
-            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
-        # Before anything is made of them; those of 200 tools take a while.
-        if body.tools or body.shaped:
-            offer = await self._preparation.parser.run(_check_schemas, body)
-        else:
-            offer = Offer(free=False, tools={})
+        form, offer = await self._offer(body)
         prompt = await self._tokenize(body, form, rename_field)
         form = form.after(self.codec, prompt)
         grammar = await self._compile_chat(body, offer, form, rename_field)
         offered, warnings = list(offer.tools.values()), offer.list_warnings(rename_field)
         return PreparedChat(prompt, grammar, form, offered, warnings)
+
+    async def tokenize_conversation(
+        self, body: ChatRequest, rename_field: Callable[[str], str] = str
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation, as `prepare_chat` has them."""
+        form, _ = await self._offer(body)
+        return await self._tokenize(body, form, rename_field)
+
+    async def _offer(self, body: ChatRequest) -> tuple[AnswerForm, Offer]:
+        """The form of answers to `body`, and the tools that they may call."""
+        form = AnswerForm.of(self.codec)
+        if body.tools and form.tools is None:
+            raise RequestError(f"tools: {_NO_TOOLS}", "tools")
+        # Before anything is made of them; those of 200 tools take a while.
+        if body.tools or body.shaped:
+            return form, await self._preparation.parser.run(_check_schemas, body)
+        return form, Offer(free=False, tools={})
 
     async def _tokenize(
         self, body: ChatRequest, form: AnswerForm, rename_field: Callable[[str], str]
@@ -106,7 +116,7 @@ class Prompts:
             ]
             return body.model_copy(update={"messages": kept})
 
-        most = self._most_tokens
+        most = self.most_tokens
         if not turns or await self._fits(body, min(answer_tokens or 1, most // 2)):
             return body
         room = min(answer_tokens or most // _SPARE_SHARE, most // 2)
@@ -124,7 +134,7 @@ class Prompts:
         except RequestError:
             return False
         tokens = await self._tokenize(body, AnswerForm.of(self.codec), str)
-        return len(tokens) + answer_tokens <= self._most_tokens
+        return len(tokens) + answer_tokens <= self.most_tokens
 
     async def _compile_chat(
         self, body: ChatRequest, offer: Offer, form: AnswerForm, rename_field: Callable[[str], str]
@@ -214,16 +224,16 @@ class Prompts:
 
         Raises `RequestError` (`field`) for unknown tokens, or for more than ever fit.
         """
-        if len(token_ids) > self._most_tokens:
+        if len(token_ids) > self.most_tokens:
             raise RequestError(
-                f"{field} has {len(token_ids)} tokens, at most {self._most_tokens} "
+                f"{field} has {len(token_ids)} tokens, at most {self.most_tokens} "
                 "(max_model_len) fit: send fewer",
                 field,
             )
         return await self._preparation.tokenizer.run(self.codec.verbatim, token_ids, field)
 
     def _check_size(self, texts: Iterable[str], field: str) -> None:
-        check_size(texts, field, self._most_tokens, self.codec.longest_token_bytes)
+        check_size(texts, field, self.most_tokens, self.codec.longest_token_bytes)
 
 
 def _check_schemas(body: ChatRequest) -> Offer:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_TOOLS
-from tangram.serve.answer_body import MaxTokens, ResponseFields
-from tangram.serve.body import Body, Json, Label, Metadata, Text, describe_object, encodable
+from tangram.serve.answer_body import MaxTokens, ReadAsChat, ResponseFields
+from tangram.serve.body import Body, Json, Label, Metadata, OrText, Text, describe_object, encodable
 from tangram.serve.items import Item, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
@@ -26,13 +24,6 @@ def _as_items(value: Any) -> Any:
 
 
 _NAMED = describe_object(type={"const": "function"}, name={"type": "string"})
-
-
-class _OrText:
-    """Says in the schema of a list that a text may stand for it."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        return {"anyOf": [{"type": "string"}, handler(core)]}
 
 
 class FunctionTool(Function):
@@ -86,27 +77,24 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
-# Fields that the chat endpoint calls by another name: the beginning of a name, and its name here.
-_OTHER_NAMES = {
-    r"(messages|prompt)\b.*": "input",
-    r"max_(completion_)?tokens": "max_output_tokens",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"response_format\.json_schema": "text.format",
-    r"response_format": "text.format",
-    r"reasoning_effort": "reasoning",
-    r"verbosity": "text",
-}
-
-
-class ResponsesRequest(ResponseFields):
+class ResponsesRequest(ReadAsChat, ResponseFields):
     """The body of POST /v1/responses."""
 
     refused = RESPONSES
+    names_here: ClassVar = {
+        r"(messages|prompt)\b.*": "input",
+        r"max_(completion_)?tokens": "max_output_tokens",
+        r"tools\[(\d+)\]\.function": r"tools[\1]",
+        r"response_format\.json_schema": "text.format",
+        r"response_format": "text.format",
+        r"reasoning_effort": "reasoning",
+        r"verbosity": "text",
+    }
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(_as_items),
-        _OrText(),
+        OrText(),
     ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
     max_output_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
@@ -150,21 +138,9 @@ class ResponsesRequest(ResponseFields):
         }
         return ChatRequest.model_validate(fields)
 
-    @property
-    def completions(self) -> int:
-        """How many completions the request asks for."""
-        return 1
-
-    def rename_field(self, field: str) -> str:
-        """The name here of a field of the chat endpoint."""
-        for name, here in _OTHER_NAMES.items():
-            if re.match(name, field):
-                return re.sub(f"^{name}", here, field)
-        return field
-
     def rename(self, error: RequestError) -> RequestError:
         """`error` with the names of this endpoint."""
-        found = error.rename(self.rename_field(error.field))
+        found = super().rename(error)
         if found.field != "input" or not self.instructions:
             return found
         return RequestError(f"{found}; the instructions count, too", found.field)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
 from tangram.serve.body import Json, texts_in
-from tangram.serve.json_text import write_line
+from tangram.serve.json_text import write_event
 from tangram.serve.outputs import Output, OutputEvent
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.types import SamplingValues
@@ -119,9 +119,9 @@ class ResponsesWriter(Writer):
         return response
 
     def _write_frame(self, kind: str, fields: Json) -> str:
-        data = {"type": kind, "sequence_number": self._events_written, **fields}
+        number = self._events_written
         self._events_written += 1
-        return f"event: {kind}\ndata: {write_line(data)}\n\n"
+        return write_event(kind, {"sequence_number": number, **fields})
 
 
 _ERROR_FIELDS = ("code", "message", "param")

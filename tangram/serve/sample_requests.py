@@ -21,6 +21,10 @@ SUMMARIES = {
     "/v1/responses": EndpointSummary(
         _ANSWERS, "Answer a conversation, in the form of the Responses API"
     ),
+    "/v1/messages": EndpointSummary(_ANSWERS, "Answer a conversation, in Anthropic's form"),
+    "/v1/messages/count_tokens": EndpointSummary(
+        _TOKENS, "The number of a conversation's tokens, in Anthropic's form"
+    ),
     "/tokenize": EndpointSummary(_TOKENS, "The tokens of a text or of a conversation"),
     "/detokenize": EndpointSummary(_TOKENS, "The text of tokens"),
     "/v1/models": EndpointSummary(_SERVER, "The served model, in a list"),
@@ -51,8 +55,11 @@ _CITY: Json = {
 }
 
 
+_MESSAGES: Json = {"messages": [{"role": "user", "content": _QUESTION}]}
+
+
 def _chat(**fields: object) -> Json:
-    return {"messages": [{"role": "user", "content": _QUESTION}], "max_tokens": 32, **fields}
+    return {**_MESSAGES, "max_tokens": 32, **fields}
 
 
 # Path to title to body. The name of the served model goes with each.
@@ -83,6 +90,16 @@ EXAMPLES: dict[str, dict[str, Json]] = {
             "max_output_tokens": 32,
         },
     },
+    "/v1/messages": {
+        "A question": {**_MESSAGES, "max_tokens": 32},
+        "A question with a system prompt, as a stream": {
+            "system": "Answer with one word.",
+            **_MESSAGES,
+            "max_tokens": 32,
+            "stream": True,
+        },
+    },
+    "/v1/messages/count_tokens": {"A question": _MESSAGES},
     "/tokenize": {
         "A text": {"prompt": _QUESTION},
         "A conversation": {"messages": [{"role": "user", "content": _QUESTION}]},

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from tangram.serve.answers import Answer, Writer, write_stream
 from tangram.serve.wire import HttpProtocol, find_connection
 
+PING_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +75,17 @@ class EventSource(StreamingResponse):
         while not (self._answer.ended or failures):
             halted.clear()
             pour()
-            await halted.wait()
+            await self._ping_until(halted, connection)
             await connection.drain()
         if failures:
             raise failures[0]
+
+    async def _ping_until(self, halted: asyncio.Event, connection: HttpProtocol) -> None:
+        """Return once it is set; meanwhile show the client that the server is there."""
+        while True:
+            try:
+                async with asyncio.timeout(PING_S):
+                    await halted.wait()
+                return
+            except TimeoutError:
+                connection.write(self._writer.ping().encode())

@@ -22,6 +22,7 @@ from tangram.serve.bridge import EventStream, Limits, ServedEngine
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
 from tangram.serve.exposition import ServerMetrics
 from tangram.serve.extension import Extension
+from tangram.serve.messages_schema import CountTokensRequest
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record, record_in
@@ -102,6 +103,11 @@ class Service:
         finally:
             answer.close()  # also if the work was cancelled before it began
 
+    async def count_tokens(self, body: CountTokensRequest, request: Request) -> int:
+        """The tokens of a conversation. Raises `RequestError` and `ApiError`."""
+        with _use_client_names(body):
+            return await self.preparation.of(request, self._endpoints.count_tokens, body)
+
     async def whole(self, body: AnswerRequest) -> Json:
         """The answer in one piece, for a caller that does not disconnect."""
         with _use_client_names(body):
@@ -139,7 +145,7 @@ def _read_answer(codec: TextCodec, generation: Generation, choice: int) -> Answe
 
 
 @contextmanager
-def _use_client_names(body: AnswerRequest) -> Iterator[None]:
+def _use_client_names(body: AnswerRequest | CountTokensRequest) -> Iterator[None]:
     """A `RequestError` inside comes out with the names that fields have at this endpoint."""
     try:
         yield

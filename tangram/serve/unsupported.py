@@ -75,6 +75,21 @@ RESPONSES: NoOps = {
 
 TOKENIZE: NoOps = {"chat_template": (), "return_token_strs": (False,), "tools": ([],)}
 
+MESSAGES: NoOps = {
+    "container": (),
+    "context_management": (
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+    "user_profile_id": (),
+}
+
 MESSAGE: NoOps = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 
 STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
@@ -82,7 +97,7 @@ STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 # Names that may be labels of a metric: their number is bounded.
 KNOWN_ELSEWHERE = frozenset(
     {"cache_control", "chat_template_kwargs", "reasoning_effort", "verbosity"}.union(
-        CHAT, COMPLETION, RESPONSES, TOKENIZE, MESSAGE, STREAM_OPTIONS
+        CHAT, COMPLETION, RESPONSES, MESSAGES, TOKENIZE, MESSAGE, STREAM_OPTIONS
     )
 )
 
@@ -101,7 +116,7 @@ _PATHS: Mapping[str, str] = {
     "files": "files",
     "fine_tuning": "fine-tuning",
     "images": "images",
-    "messages": "Anthropic's API",
+    "messages/batches": "stored batches (tangram generate --batch answers files)",
     "moderations": "moderation",
     "pooling": "embeddings",
     "realtime": "the realtime API",

@@ -43,7 +43,7 @@ class Decoder(Protocol):
 
 
 class TextStream:
-    """One answer as its tokens arrive, cut before the first stop string, which sets `stopped`.
+    """One answer as its tokens arrive, cut before the first stop string, which is then `found`.
 
     Its text contains whole characters only. All pieces add up to `codec.decode` of the tokens as it
     reads after `prompt_token_ids` (a leading space stays). Known difference: where a byte-fallback
@@ -65,7 +65,12 @@ class TextStream:
         self._detokenizer = _Detokenizer(codec, prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
         self._stop = _StopStrings(stop)
         self._marks, self._in_head = marks, False
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return self.found is not None
 
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
         """What is certain with these tokens too. Push nothing more once it has `stopped`."""
@@ -101,7 +106,7 @@ class TextStream:
         """`text` as far as no stop string may begin in it."""
         if self._in_head:
             return text
-        text, self.stopped = self._stop.push(text)
+        text, self.found = self._stop.push(text)
         return text
 
     def finish(self) -> list[Piece]:
@@ -130,6 +135,11 @@ class AnswerText:
             marks=marks,
             skip_special=sampling.skip_special_tokens,
         )
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the completion, if one has."""
+        return self._stream.found
 
     def take(self, event: Event) -> list[Piece]:
         """What is certain with `event`, the next one of the completion."""
@@ -221,17 +231,19 @@ class _StopStrings:
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What is certain, and the first stop string."""
         if not self._stop:
-            return text, False
+            return text, None
         text = self._held + text
-        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        starts = [(start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if starts:
             self._held = ""
-            return text[: min(starts)], True
+            start, found = min(starts)
+            return text[:start], found
         certain = len(text) - self._measure_undecided(text)
         self._held = text[certain:]
-        return text[:certain], False
+        return text[:certain], None
 
     def flush(self) -> str:
         held, self._held = self._held, ""

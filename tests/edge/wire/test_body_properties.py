@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tangram.serve.messages_schema import MessagesRequest
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
@@ -25,6 +26,8 @@ PATHS = {
     CHAT: {"model": MODEL, "messages": [USER], "max_tokens": 2},
     COMPLETIONS: {"model": MODEL, "prompt": "a", "max_tokens": 2},
     "/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
+    "/v1/messages": {"model": MODEL, "messages": [USER], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": [USER]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }
@@ -41,7 +44,10 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
-BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
+    *(TokenizeRequest, DetokenizeRequest),
+)
 NAMES = st.sampled_from(
     sorted({name for body in BODIES for name in (*body.model_fields, *body.refused)})
 )

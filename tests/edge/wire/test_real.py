@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -261,3 +262,61 @@ def test_a_ratio_without_a_profile_is_served_without_a_restart(client: Any) -> N
     assert kept[0.2] < kept[0.3] < kept[0.5]
     with pytest.raises(openai.BadRequestError, match=r"kv_retention is 0\.31, .*0\.05.*calibrate"):
         chat(client, question, extra_body={"kv_retention": 0.31}, **fields)
+
+
+@pytest.fixture
+def messages(server_url: str) -> Iterator[Any]:
+    """The endpoint by Anthropic's client; greedy, which its newest parameters do not name."""
+    with anthropic.Anthropic(base_url=server_url, api_key="none", max_retries=0) as client:
+
+        def ask(kind: str, **fields: Any) -> Any:
+            greedy = {} if kind == "count_tokens" else {"extra_body": {"temperature": 0}}
+            return getattr(client.messages, kind)(model=MODEL, **greedy, **fields)
+
+        yield ask
+
+
+def test_a_message_is_the_chat_of_the_same_words(client: Any, messages: Any) -> None:
+    asked = [user("Name three colours.")]
+    told = {"system": "Be brief.", "messages": asked}
+    answer = messages("create", max_tokens=24, **told)
+    with messages("stream", max_tokens=24, **told) as stream:
+        streamed = stream.get_final_message()
+    in_chat = chat(client, [{"role": "system", "content": "Be brief."}, *asked], max_tokens=24)
+    choice, used = in_chat.choices[0], in_chat.usage
+    for message in (answer, streamed):
+        assert message.content[0].text == choice.message.content
+        assert (
+            message.stop_reason
+            == {"length": "max_tokens", "stop": "end_turn"}[choice.finish_reason]
+        )
+        counted = message.usage.input_tokens + message.usage.cache_read_input_tokens
+        assert (counted, message.usage.output_tokens) == (
+            used.prompt_tokens,
+            used.completion_tokens,
+        )
+    assert messages("count_tokens", **told).input_tokens == used.prompt_tokens
+
+
+def test_a_stop_sequence_is_named_by_whole_answers_and_streams(messages: Any) -> None:
+    asked = [user("Count from one to ten.")]
+    text = messages("create", max_tokens=40, messages=asked).content[0].text
+    first, second = text[5:8], text[20:22]
+    sequences = [second, first, "never"]
+    at, found = min((text.index(stop), stop) for stop in (first, second))
+    whole = messages("create", max_tokens=40, messages=asked, stop_sequences=sequences)
+    with messages("stream", max_tokens=40, messages=asked, stop_sequences=sequences) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", found)
+        assert "".join(block.text for block in message.content) == text[:at]
+
+
+def test_a_turn_of_messages_reads_what_an_earlier_one_has_cached(messages: Any) -> None:
+    asked: list[Any] = [user(long_text(900))]
+    first = messages("create", max_tokens=8, messages=asked)
+    asked += [{"role": "assistant", "content": first.content}, user("And then?")]
+    second = messages("create", max_tokens=4, messages=asked)
+    assert second.usage.cache_read_input_tokens >= CHUNK_TOKENS
+    total = second.usage.input_tokens + second.usage.cache_read_input_tokens
+    assert messages("count_tokens", messages=asked).input_tokens == total

@@ -87,6 +87,17 @@ def test_an_answer_without_a_thought_has_no_budget(server: ScriptedServer) -> No
     assert message["content"] == "one two three four <think> five six</think>"
 
 
+def test_messages_keep_their_budget(server: ScriptedServer) -> None:
+    codec = server.engine.codec
+    end = codec.encode("</think>")
+    thought = codec.encode(" no") * (7 + len(end))
+    server.say([*codec.encode("<think>"), *thought, *codec.encode(" yes")])
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    found = ask(server, "/v1/messages", messages=[USER], thinking=thinking).json()
+    written = [block.get("thinking", block.get("text")).split() for block in found["content"]]
+    assert written == [["no"] * 7, ["yes"]]
+
+
 def test_completions_have_budgets_too(server: ScriptedServer) -> None:
     codec = server.engine.codec
     server.say(codec.encode(" no") * 30)

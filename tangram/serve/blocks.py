@@ -1,0 +1,159 @@
+"""The messages of POST /v1/messages: texts, thoughts, tool calls and their results, as blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from tangram.serve.body import ALTERNATIVE, Body, Json, Note, OrText, Text
+from tangram.serve.messages import CalledName, CallId, check_arguments
+from tangram.serve.unsupported import wrong_field
+
+_ROLES = {
+    "text": ("user", "assistant", "system"),
+    "thinking": ("assistant",),
+    "redacted_thinking": ("assistant",),
+    "tool_use": ("assistant",),
+    "tool_result": ("user",),
+}
+
+
+def as_blocks(content: Any) -> Any:
+    """A text as a block of its own. Raises `ValueError` naming a type that is not served."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    for block in content if isinstance(content, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in _ROLES:
+            raise ValueError(
+                f"blocks of type {kind[:64]!r} are not supported: this model reads text, and "
+                "calls of tools that the client runs"
+            )
+    return content
+
+
+class TextBlock(Body):
+    """A text."""
+
+    refused = {"citations": ([],)}  # noqa: RUF012 (a ClassVar of the base)
+    type: Literal["text"]
+    text: Text
+    cache_control: Note = None
+
+
+TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(as_blocks), OrText()]
+
+
+def join_texts(blocks: Iterable[TextBlock]) -> str:
+    """Blocks as one text, in lines as the parts of chat messages are."""
+    return "\n".join(block.text for block in blocks)
+
+
+class ThinkingBlock(Body):
+    """A thought that an earlier answer had; nothing is signed here."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = ""
+
+
+class RedactedThinkingBlock(Body):
+    """A thought that only another server can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+class ToolUseBlock(Body):
+    """A tool call that an earlier answer had."""
+
+    refused = {"caller": ({"type": "direct"},), "toolset_name": ()}  # noqa: RUF012
+    type: Literal["tool_use"]
+    id: CallId
+    name: CalledName
+    input: Annotated[dict[str, Any], AfterValidator(check_arguments)]
+    cache_control: Note = None
+
+    def call(self) -> Json:
+        """The call as it is in a chat message."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolResultBlock(Body):
+    """The result of a call. With `is_error` the model reads `Error: ` before it."""
+
+    refused = {"toolset_name": ()}  # noqa: RUF012
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: TextBlocks = []  # noqa: RUF012 (pydantic copies it)
+    is_error: bool = False
+    cache_control: Note = None
+
+    def message(self) -> Json:
+        """The result as a chat message."""
+        content = f"{'Error: ' if self.is_error else ''}{join_texts(self.content)}"
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+
+
+def _kind(block: Any) -> str:
+    """The tag of a block; `as_blocks` has refused other types."""
+    given = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    kind = given if isinstance(given, str) and given in _ROLES else "text"
+    return f"{ALTERNATIVE}{kind}"
+
+
+_AnyBlock = Annotated[
+    Annotated[TextBlock, Tag(f"{ALTERNATIVE}text")]
+    | Annotated[ThinkingBlock, Tag(f"{ALTERNATIVE}thinking")]
+    | Annotated[RedactedThinkingBlock, Tag(f"{ALTERNATIVE}redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag(f"{ALTERNATIVE}tool_use")]
+    | Annotated[ToolResultBlock, Tag(f"{ALTERNATIVE}tool_result")],
+    Discriminator(_kind),
+]
+
+
+class InputTurn(Body):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_AnyBlock], Field(fail_fast=True), BeforeValidator(as_blocks), OrText()]
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> Self:
+        for block in self.content:
+            if self.role not in _ROLES[block.type]:
+                there = " and ".join(f"'{role}'" for role in _ROLES[block.type])
+                message = f"blocks of type '{block.type}' belong in messages of {there}"
+                raise wrong_field("content", f"{message}, not of '{self.role}'")
+        return self
+
+
+def conversation_of(turns: Iterable[InputTurn]) -> Iterator[Json]:
+    """The turns as chat messages. Turns of the same role are one; a result is a message."""
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.content]
+        if role == "assistant":
+            yield _answer(blocks)
+            continue
+        for is_result, run in groupby(blocks, key=lambda block: block.type == "tool_result"):
+            if is_result:
+                yield from (block.message() for block in run if isinstance(block, ToolResultBlock))
+            else:
+                texts = [block for block in run if isinstance(block, TextBlock)]
+                yield {"role": role, "content": join_texts(texts)}
+
+
+def _answer(blocks: Sequence[_AnyBlock]) -> Json:
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [block.call() for block in blocks if isinstance(block, ToolUseBlock)]
+    message: Json = {"role": "assistant", "content": join_texts(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message | ({"tool_calls": calls} if calls else {})
