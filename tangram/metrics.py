@@ -80,6 +80,7 @@ class EngineStats:
     - `computed_prompt_tokens` count at each step, recomputed ones again.
     - `dropped_spans` are links (chunks, window parts). Without host memory they are all evicted
       links.
+    - `lost_…` are prompt tokens that an earlier conversation had left in the prefix cache.
     - `plans` counts decode plans by planner. `overflow` has a line a head group where it is
       measured. `speculation` is None where the engine does not speculate.
     """
@@ -142,6 +143,8 @@ class EngineStats:
     sealing_s: Annotated[
         float, Total("Device seconds of scoring, selecting and storing chunks", "sealing_seconds")
     ]
+    lost_diverged: Annotated[int, Total()]
+    lost_evicted: Annotated[int, Total()]
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
     speculation: SpeculationStats | None

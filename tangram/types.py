@@ -239,11 +239,37 @@ class Usage(Struct, frozen=True, array_like=True, gc=False):
     drafted: DraftedTokens | None = None
 
 
+class LossReason(StrEnum):
+    """Why the prefix cache had less of a prompt than an earlier conversation had left there.
+
+    The prompt differs from it, or pages were evicted.
+    """
+
+    DIVERGED = "diverged"
+    EVICTED = "evicted"
+
+
+MOST_SHOWN = 24  # tokens from the first that differs
+
+
+class LostPrefix(Struct, frozen=True, array_like=True, gc=False):
+    """So many `tokens` of a prompt an earlier conversation of the client had left in the cache.
+
+    If the prompt has diverged, `at` is the first token that differs, and `known` are the
+    conversation's from there on, at most `MOST_SHOWN`.
+    """
+
+    reason: LossReason
+    tokens: int
+    at: int = 0
+    known: tuple[int, ...] = ()
+
+
 class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one completion (`index` of `n`), and the end if it came.
 
     `tangram.engine.text.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is
-    when it left the queue; None if it never did.
+    when it left the queue; None if it never did. The first event has what the prompt has `lost`.
     """
 
     request_id: str
@@ -258,6 +284,7 @@ class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     admitted_s: float | None = None
     error_field: str | None = None  # the wrong field if the request is the reason
     may_retry: bool = False  # with `error`: the same request may succeed if it is sent again
+    lost: LostPrefix | None = None
 
 
 class Matcher(Protocol):
@@ -394,7 +421,8 @@ class Request(RequestOptions):
     """One request of the engine: tokens in, events out through `on_event`.
 
     `on_event` is called on the engine's thread. With a `grammar` the completions follow it, until a
-    limit cuts them. Of control tokens only `marks` are in the answers.
+    limit cuts them. Of control tokens only `marks` are in the answers. The prompt is compared with
+    earlier ones of the same `client`.
     """
 
     request_id: str
@@ -404,6 +432,7 @@ class Request(RequestOptions):
     _: KW_ONLY
     grammar: Grammar | None = None
     marks: Marks = field(default_factory=Marks)
+    client: bytes = b""
 
     @property
     def options(self) -> RequestOptions:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tangram.types import Int32, Int64, UInt8, Usage
+from tangram.types import Int32, Int64, LostPrefix, UInt8, Usage
 
 Bool = npt.NDArray[np.bool_]
 
@@ -66,7 +66,8 @@ class SequenceReading:
 
     `tokens` int64 [n] are prompt and answer so far, `chunk_keys` the names of its sealed chunks.
     The first `computed_tokens` have KV entries; those behind the sealed chunks are the raw tail. A
-    reading during a step counts what the step computes. It left the queue first at `admitted_s`.
+    reading during a step counts what the step computes. It left the queue first at `admitted_s`;
+    its prompt has `lost` what was not in the prefix cache any more.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class SequenceReading:
     computed_tokens: int
     usage: Usage
     admitted_s: float | None
+    lost: LostPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,6 +147,7 @@ class Completion:
             error=error,
             error_field=error_field,
             admitted_s=self.sequence.admitted_s,
+            lost=self.sequence.lost if usage.completion_tokens == len(tokens) else None,
         )
 
 
@@ -231,6 +232,7 @@ class Answers:
                     *(prompt, limit),
                     speculative=speculative,
                     sample_index=index,
+                    client=request.client,
                 ),
                 ends,
                 partial(self._begin, request, index, seed, ends),

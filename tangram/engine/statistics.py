@@ -11,7 +11,7 @@ from tangram.engine.passes.meters import Meters
 from tangram.engine.schedule.scheduler import Scheduler
 from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.metrics import EngineStats
-from tangram.types import Usage
+from tangram.types import LossReason, Usage
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,8 @@ class StatsReader:
             step_s=meters.step_s,
             device_s=meters.device_s,
             sealing_s=meters.sealing.seconds,
+            lost_diverged=counters.lost_tokens[LossReason.DIVERGED],
+            lost_evicted=counters.lost_tokens[LossReason.EVICTED],
             plans=dict(meters.plans),
             overflow=() if meters.overflow is None else meters.overflow.figures,
             speculation=None if speculation is None else speculation.counters.read(),

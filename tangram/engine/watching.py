@@ -106,6 +106,7 @@ class Watching:
             sealed * layout.chunk_tokens + raw,
             self._statistics.usage(sequence),
             sequence.admitted_s,
+            sequence.lost,
         )
 
     def end(self, sequence: TokenSequence) -> None:

@@ -34,6 +34,7 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     options: RequestOptions
     grammar: tuple[str, str] | None
     marks: Marks
+    client: bytes = b""
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
             request.options,
             None if grammar is None else (grammar.source, grammar.field),
             request.marks,
+            request.client,
         )
 
     @property
@@ -70,6 +72,7 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
             on_event=on_event,
             grammar=grammar,
             marks=self.marks,
+            client=self.client,
             **vars(self.options),
         )
 

@@ -135,6 +135,9 @@ class AnswerBody(Body):
     stream: bool = False
     user: Label | None = None
     prompt_cache_key: Label | None = None
+    explain_reuse: bool = Field(
+        default=False, description="the usage says why a prefix of the prompt was not reused"
+    )
 
     @property
     def options(self) -> dict[str, Any]:

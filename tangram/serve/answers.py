@@ -26,10 +26,20 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class AnswerUsage(Struct, frozen=True, gc=False):
-    """What an answer has used, or one completion of it. `reasoning_tokens` were thoughts."""
+    """What an answer has used, or one completion of it. `reasoning_tokens` were thoughts.
+
+    `explain` says of a whole answer why its prompt was not reused, if the client asks for it.
+    """
 
     engine: Usage
     reasoning_tokens: int
+    explain: Callable[[], Json] | None = None
+
+    @property
+    def prompt_details(self) -> Json:
+        """What of the prompt was reused, and why no more."""
+        reused: Json = {"cached_tokens": self.engine.cached_tokens}
+        return reused if self.explain is None else reused | {"reuse": self.explain()}
 
 
 class Delta(Struct, frozen=True):
@@ -74,8 +84,8 @@ AnswerEvent = Delta | Failure | End
 class Answer:
     """The events of `stream`, each completion split into parts by a reader of its own.
 
-    `new_text` makes what reads the text of a choice. Take or iterate `Delta`s, then one `Failure`
-    or `End`; then it has `ended`. `close` it in any case.
+    `new_text` makes what reads the text of a choice; for `explain` see `AnswerUsage`. Take or
+    iterate `Delta`s, then one `Failure` or `End`; then it has `ended`. `close` it in any case.
     """
 
     def __init__(
@@ -83,8 +93,10 @@ class Answer:
         stream: EventStream,
         new_text: Callable[[int], AnswerText],
         new_reader: Callable[[], Reader],
+        explain: Callable[[], Json] | None = None,
     ) -> None:
         self.stream, self._new_text, self.ended = stream, new_text, False
+        self._explain = explain
         self._texts: dict[int, AnswerText] = {}
         self._readers = defaultdict[int, Reader](new_reader)
         self._reasoning_tokens = defaultdict[int, int](int)
@@ -111,7 +123,7 @@ class Answer:
             return Failure(error)
         self.ended = True
         thoughts = sum(self._reasoning_tokens.values())
-        return End(AnswerUsage(self.stream.generation.usage, thoughts))
+        return End(AnswerUsage(self.stream.generation.usage, thoughts, self._explain))
 
     def close(self) -> None:
         """Abort what has not ended. Safe to call twice."""

@@ -169,7 +169,7 @@ class ChunkWriter(Writer):
             "prompt_tokens": counted.prompt_tokens,
             "completion_tokens": counted.completion_tokens,
             "total_tokens": counted.prompt_tokens + counted.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+            "prompt_tokens_details": usage.prompt_details,
             **({"completion_tokens_details": details} if details else {}),
             "kv_bytes": counted.kv_bytes,
             "kv_bytes_uncompressed": counted.kv_bytes_uncompressed,

@@ -176,10 +176,11 @@ def _make_generation(
 ) -> Generation:
     name = response_id if record is None else record.request_id
     names = [f"{name}-{number}" for number in range(len(prompts))] if len(prompts) > 1 else [name]
-    common: Json = {"grammar": grammar, "marks": marks or Marks(), **body.options}
+    client = b"" if record is None else record.client
+    common: Json = {"grammar": grammar, "marks": marks or Marks(), "client": client, **body.options}
     sampling = body.sampling()
     requests = [
         Request(name, prompt, sampling, **common)
         for name, prompt in zip(names, prompts, strict=True)
     ]
-    return Generation(response_id, requests, body.stream)
+    return Generation(response_id, requests, body.stream, body.explain_reuse)

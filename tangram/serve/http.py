@@ -31,7 +31,7 @@ from tangram.serve.guard import (
     RequireKeys,
     check_served_name,
 )
-from tangram.serve.logs import log_request
+from tangram.serve.logs import LossLog, log_request
 from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
 from tangram.serve.openapi import document
 from tangram.serve.options import ServerOptions
@@ -82,7 +82,7 @@ def build_app(
     limits = Limits(options.request_timeout_s, pending_events, max_queue)
     let_by, locked = options.unknown_fields == "warn", bool(options.api_key)
     service = Service(engine, served_model_name, limits, let_by, web)
-    sinks: list[RecordSink] = [service.metrics.count_request, log_request]
+    sinks: list[RecordSink] = [service.metrics.count_request, log_request, LossLog()]
     if options.metrics_aliases is not None:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
     if traces is not None:

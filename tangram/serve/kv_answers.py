@@ -56,6 +56,15 @@ _CHUNK = _record(
     shared_by=_INTEGER,
     **{"in": {"enum": ["device", "host", "gone"]}},
 )
+_REUSE: Json = {
+    "type": "object",
+    "required": ["reason", "lost_tokens"],
+    "properties": {
+        "reason": {"enum": ["diverged", "evicted", "none"]},
+        **dict.fromkeys(("lost_tokens", "at_token"), _INTEGER),
+        **dict.fromkeys(("before", "earlier", "now"), _STRING),
+    },
+}
 _REQUEST = _record(
     id=_STRING,
     request_id=_STRING,
@@ -67,6 +76,7 @@ _REQUEST = _record(
     tokens=_array(_record(id=_INTEGER, text=_STRING)),
     prompt_tokens=_INTEGER,
     cached_tokens=_INTEGER,
+    reuse=_REUSE,
     computed_tokens=_INTEGER,
     output_tokens=_INTEGER,
     sealed_chunks=_INTEGER,

@@ -19,13 +19,17 @@ from rich.console import Console  # noqa: TID251
 from rich.logging import RichHandler
 
 from tangram.serve.record import Record
+from tangram.types import LossReason, LostPrefix
 
 # Conversion and loading show progress bars. Requests are in the metrics and in the JSON log.
 _QUIET = ("httpx", "transformers", "uvicorn.access")
 _PLAIN = "%(asctime)s %(levelname)s %(message)s"
 PROBES = ("/health", "/ready", "/metrics")
 _MOST_PATH_CHARACTERS = 200  # a path is whatever a client sends
+# A request that has lost more prompt tokens has a line, unless there was one just before.
+LOST_TOKENS, LOST_EVERY_S = 4096, 10.0
 _log = logging.getLogger("tangram.requests")
+_reuse_log = logging.getLogger("tangram.reuse")
 
 
 class LogForm(StrEnum):
@@ -132,6 +136,43 @@ def log_request(record: Record) -> None:
     )
 
 
+class LossLog:
+    """Logs requests that have computed many tokens again: in numbers, and not each of many."""
+
+    def __init__(self) -> None:
+        self._silent_until_s = 0.0
+        self._left_out = 0
+
+    def __call__(self, record: Record) -> None:
+        """Log the loss of a request, if it is large."""
+        lost = None if record.generation is None else record.generation.lost
+        if lost is None or lost[1].tokens <= LOST_TOKENS:
+            return
+        now_s = time.monotonic()
+        if now_s < self._silent_until_s:
+            self._left_out += 1
+            return
+        self._silent_until_s = now_s + LOST_EVERY_S
+        more, self._left_out = self._left_out, 0
+        _reuse_log.info(
+            "request %s computed %s prompt tokens again: %s%s",
+            record.request_id,
+            f"{lost[1].tokens:,}",
+            _say_why(lost[1]),
+            f" ({more} more such requests since the last line)" if more else "",
+            extra={"request_id": record.request_id},
+        )
+
+
+def _say_why(lost: LostPrefix) -> str:
+    if lost.reason is LossReason.EVICTED:
+        return "they were evicted from the prefix cache"
+    return (
+        f"it differs at token {lost.at:,} from an earlier conversation of its client "
+        "(explain_reuse shows both texts)"
+    )
+
+
 def _fields(record: Record, path: str) -> dict[str, Any]:
     """The answer and its timing: seconds from the start of the request."""
     line: dict[str, Any] = {
@@ -143,7 +184,7 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
     generation = record.generation
     if generation is None:
         return line
-    usage = generation.usage
+    usage, lost = generation.usage, generation.lost
     return line | {
         "response_id": generation.response_id,
         "stream": generation.stream,
@@ -151,6 +192,8 @@ def _fields(record: Record, path: str) -> dict[str, Any]:
         "kv_scorer": generation.first.kv_scorer,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
+        "lost_tokens": 0 if lost is None else lost[1].tokens,
+        "lost_reason": None if lost is None else lost[1].reason.value,
         "completion_tokens": usage.completion_tokens,
         "finish_reasons": generation.finish_reasons,
         "queue_s": _round(record.since_start(generation.admitted_s)),

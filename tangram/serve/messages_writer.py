@@ -169,7 +169,8 @@ def _add(block: Json, delta: Json) -> None:
 def _write_usage(usage: AnswerUsage) -> Json:
     """`input_tokens` leaves out what was cached. Writing to the cache costs nothing."""
     counted = usage.engine
-    return {
+    reuse = {} if usage.explain is None else {"reuse": usage.explain()}
+    return reuse | {
         "input_tokens": counted.prompt_tokens - counted.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": counted.cached_tokens,

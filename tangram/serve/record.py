@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tangram.types import DraftedTokens, Event, FinishReason, Request, Usage
+from tangram.types import DraftedTokens, Event, FinishReason, LostPrefix, Request, Usage
 
 _KEY = "tangram.record"
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -23,17 +23,20 @@ class Generation:
 
     It has one of `requests` for each prompt, with the same sampling and options. `admitted_s` and
     `first_token_s` are of the first choice that got there, on the monotonic clock. `failure` is
-    the status of an error that ended the answer after it had begun.
+    the status of an error that ended the answer after it had begun. `losses` are those of prompts,
+    by their number.
     """
 
     response_id: str
     requests: Sequence[Request]
     stream: bool
+    explains_reuse: bool = False
     usages: dict[int, Usage] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     admitted_s: float | None = None
     first_token_s: float | None = None
     failure: int | None = None
+    losses: dict[int, LostPrefix] = field(default_factory=dict)
 
     @property
     def first(self) -> Request:
@@ -52,6 +55,8 @@ class Generation:
     def note(self, choice: int, event: Event, now_s: float) -> None:
         """Enter an event of a choice."""
         self.usages[choice] = event.usage
+        if event.lost is not None:
+            self.losses.setdefault(choice // self.first.sampling.n, event.lost)
         if self.admitted_s is None:
             self.admitted_s = event.admitted_s
         if event.token_ids and self.first_token_s is None:
@@ -80,6 +85,12 @@ class Generation:
         )
 
     @property
+    def lost(self) -> tuple[Request, LostPrefix] | None:
+        """The prompt that has lost most, and what; None if none has."""
+        losses = [(self.requests[number], lost) for number, lost in self.losses.items()]
+        return max(losses, key=lambda pair: pair[1].tokens, default=None)
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Of the choices that have ended, in their order."""
         return [self.reasons[choice].value for choice in sorted(self.reasons)]
@@ -98,8 +109,8 @@ class Record:
 
     `trace_headers` name the trace it belongs to. `generation` is None if it never reached the
     engine. `status` None is a connection that was cut before a response. Times are of the monotonic
-    clock; `started_at_ns` is Unix time. `key_digest` is the SHA-256 of its API key, if it needed
-    one; it is only compared.
+    clock; `started_at_ns` is Unix time. It came from `address`. `key_digest` is the SHA-256 of its
+    API key, if it needed one; it is only compared.
     """
 
     request_id: str
@@ -108,10 +119,16 @@ class Record:
     trace_headers: Mapping[str, str]
     started_s: float
     started_at_ns: int
+    address: str = ""
     ended_s: float | None = None
     status: int | None = None
     generation: Generation | None = None
     key_digest: bytes | None = field(default=None, repr=False)
+
+    @property
+    def client(self) -> bytes:
+        """Who has sent it: the holder of a key, or on a server without keys an address."""
+        return self.address.encode() if self.key_digest is None else self.key_digest
 
     @property
     def duration_s(self) -> float:
@@ -182,4 +199,5 @@ def _begin(scope: Scope) -> Record:
         trace,
         time.monotonic(),
         time.time_ns(),
+        scope["client"][0] if scope.get("client") else "",
     )

@@ -148,7 +148,7 @@ def _write_usage(usage: AnswerUsage) -> Json:
     counted = usage.engine
     return {
         "input_tokens": counted.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": counted.cached_tokens},
+        "input_tokens_details": usage.prompt_details,
         "output_tokens": counted.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,

@@ -26,6 +26,7 @@ from tangram.serve.messages_schema import CountTokensRequest
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record, record_in
+from tangram.serve.reuse import explain_reuse
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
 from tangram.serve.unknown import IgnoredFields
@@ -136,7 +137,9 @@ class Service:
             self._web.announce(generation, record)
         stream = await EventStream.open(self.engine, generation, self.metrics, self._limits, record)
         new_text = partial(_read_answer, self.engine.codec, generation)
-        return Answer(stream, new_text, prepared.new_reader)
+        explain = partial(explain_reuse, generation, self.engine.codec)
+        explains = generation.explains_reuse
+        return Answer(stream, new_text, prepared.new_reader, explain if explains else None)
 
 
 def _read_answer(codec: TextCodec, generation: Generation, choice: int) -> AnswerText:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tangram.engine.text.codec import TextCodec
 from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
+from tangram.serve.reuse import describe_loss
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
 from tangram.web.requests import ShownCompletion
 
@@ -24,13 +25,15 @@ class Details:
     """Describes completions of the engine that `watched` answers for, in the words of `codec`."""
 
     def __init__(self, watched: Watched, codec: TextCodec, begin_s: float) -> None:
-        self._watched, self._begin_s = watched, begin_s
+        self._watched, self._codec, self._begin_s = watched, codec, begin_s
         self._text: Any = lru_cache(maxsize=1 << 16)(codec.token_text)
 
     def describe(self, shown: ShownCompletion, tokens_from: int) -> Json:
         """All of a completion, with its tokens from `tokens_from` on."""
         reading, usage = shown.reading, shown.reading.usage
         admitted = reading.admitted_s is not None
+        tokens = reading.tokens.tolist()
+        prompt = tokens[: usage.prompt_tokens]
         return {
             "id": shown.announcement.answer_id,
             "request_id": shown.announcement.request_id,
@@ -39,9 +42,10 @@ class Details:
             "conversation": shown.conversation,
             "kv_retention": reading.kv_retention,
             "scorer": reading.scorer,
-            "tokens": list(self._spell(reading.tokens.tolist(), tokens_from)),
+            "tokens": list(self._spell(tokens, tokens_from)),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
+            "reuse": describe_loss(reading.lost, prompt, self._codec),
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens if admitted else 0,
             "output_tokens": usage.completion_tokens,
             "sealed_chunks": reading.sealed_chunks,

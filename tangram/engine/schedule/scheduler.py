@@ -41,12 +41,13 @@ from msgspec.structs import replace
 
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
+from tangram.cache.recent import Conversations
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.schedule.open_chunks import OpenChunks
 from tangram.engine.schedule.rows import Membership, newest_row, prefill_span, row_of
 from tangram.engine.schedule.token_sequence import TokenSequence
-from tangram.types import Int32, Int64
+from tangram.types import Int32, Int64, LossReason
 from tangram.watch import SequenceState
 
 _rank = attrgetter("rank")
@@ -64,6 +65,7 @@ class SchedulerCounters:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     generated_tokens: int = 0
+    lost_tokens: dict[LossReason, int] = field(default_factory=lambda: dict.fromkeys(LossReason, 0))
 
 
 class Drafts(Protocol):
@@ -108,6 +110,7 @@ class Scheduler:
     drafts: Drafts | None = None
     changes: list[tuple[TokenSequence, SequenceState]] | None = None
     open_chunks: OpenChunks = field(init=False)
+    conversations: Conversations = field(init=False)
     passes_apart: Callable[[Sequence[Row]], bool] = lambda rows: False
     _sealing: set[bytes] = field(default_factory=set)
     _membership: Membership = field(default_factory=Membership)
@@ -117,6 +120,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.open_chunks = OpenChunks(self.cache)
+        self.conversations = Conversations(self.cache.chunk_tokens)
 
     def note_changes(self) -> None:
         """From now on note who is queued and who is admitted."""
@@ -146,6 +150,9 @@ class Scheduler:
     def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, ended or aborted, and free its pages. Unknown ones are ignored."""
         self.open_chunks.note(sequence)
+        if sequence.cache is not None:
+            stored = len(sequence.cache.chunk_nodes) * self.cache.chunk_tokens
+            self.conversations.remember(sequence.domain, sequence.settled_tokens, stored)
         self._forget(sequence)
 
     def leave_open(self) -> None:
@@ -400,7 +407,14 @@ class Scheduler:
             )
             self.counters.prompt_tokens += sequence.prompt_tokens
             self.counters.cached_tokens += sequence.cached_tokens
+            self._find_loss(sequence, sequence.cached_tokens)
         return True
+
+    def _find_loss(self, sequence: TokenSequence, cached: int) -> None:
+        prompt = sequence.known_tokens
+        lost = sequence.lost = self.conversations.find_loss(sequence.domain, prompt, cached)
+        if lost is not None:
+            self.counters.lost_tokens[lost.reason] += lost.tokens
 
     def _comes_first(self, prefill: Sequence[Row]) -> bool:
         """Whether `prefill` ends a prompt sooner if no decode row is in its step."""

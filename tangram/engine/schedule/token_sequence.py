@@ -11,7 +11,7 @@ from tangram.cache.keys import ChunkKeys
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.errors import IntegrityError
-from tangram.types import Int64
+from tangram.types import Int64, LostPrefix
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class TokenSequence:
     tokens, is set when the sequence is first queued; `admitted_s`, of the monotonic clock, when it
     first leaves the queue. `foreseen` tokens behind the known are accepted drafts. Nothing is
     drafted for a sequence that is not `speculative`. It is number `sample_index` of the completions
-    of its request.
+    of its request, which `client` has sent. `lost` is known when it first leaves the queue.
     """
 
     request_id: str
@@ -44,6 +44,13 @@ class TokenSequence:
     foreseen: int = 0
     speculative: bool = True
     sample_index: int = 0
+    client: bytes = b""
+    lost: LostPrefix | None = None
+
+    @property
+    def domain(self) -> bytes:
+        """It shares prefixes with the sequences of this domain, and may say so to their client."""
+        return self.client + self.keys.after(0, self.tokens)
 
     @property
     def retention(self) -> Retention:
@@ -143,6 +150,7 @@ def sequence_of(
     *,
     speculative: bool = True,
     sample_index: int = 0,
+    client: bytes = b"",
 ) -> TokenSequence:
     """A new sequence with the tokens of `prompt`; an array, int64 [n], is not copied."""
     return TokenSequence(
@@ -155,4 +163,5 @@ def sequence_of(
         limit=limit,
         speculative=speculative,
         sample_index=sample_index,
+        client=client,
     )

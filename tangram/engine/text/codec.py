@@ -292,6 +292,10 @@ class TextCodec:
                     f"{field} has token {token}, it must lie in [0, {len(self.tokenizer) - 1}]",
                     field,
                 )
+        return self.spell(token_ids)
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens by name; an unknown token has none."""
         return self._decode(list(token_ids), skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> TokenText:

@@ -51,6 +51,17 @@ def kept_of(chunk: int, retention: float) -> np.ndarray:
     return kept
 
 
+# What a prompt with the word "diverged" has lost.
+LOST: Json = {
+    "reason": "diverged",
+    "lost_tokens": 61204,
+    "at_token": 41,
+    "before": "Today is",
+    "earlier": " Monday. <b>Help</b> with",
+    "now": " Tuesday. <b>Help</b> with",
+}
+
+
 @dataclass
 class FakeRequest:
     """One answer; `tokens` are those of the prompt and the answer so far. `host_chunks` lie in host
@@ -82,7 +93,17 @@ class FakeRequest:
     @property
     def broken(self) -> bool:
         """Whether the connection of the answer breaks."""
-        return "broken" in "".join(self.tokens[: self.prompt_tokens]).split()
+        return "broken" in self.words
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the prompt."""
+        return "".join(self.tokens[: self.prompt_tokens]).split()
+
+    @property
+    def reuse(self) -> Json:
+        """Why its prompt was not reused."""
+        return LOST if "diverged" in self.words else {"reason": "none", "lost_tokens": 0}
 
     @property
     def drafts_recorded(self) -> bool:
@@ -141,6 +162,7 @@ class FakeRequest:
             "scorer": self.scorer,
             "tokens": [{"id": len(text), "text": text} for text in shown],
             "prompt_tokens": self.prompt_tokens,
+            "reuse": self.reuse,
             "computed_tokens": self.prompt_tokens - self.cached_tokens,
             "chunks": chunks,
             "raw": {"begin": self.chunks * CHUNK_TOKENS, "end": len(self.tokens)},

@@ -303,6 +303,17 @@ def test_the_turns_table_says_what_was_reused(
     assert cells["computed"].inner_text() == str(second.prompt_tokens - second.cached_tokens)
 
 
+def test_both_texts_are_shown_where_a_prompt_has_lost_its_prefix(page: Any) -> None:
+    ask(page, "Why was nothing reused?")
+    expect(page.get_by_text("computed again")).to_have_count(0)
+    ask(page, "It has diverged ?")
+    page.get_by_text("61,204 tokens were computed again").wait_for()
+    earlier, now = (page.get_by_label(f"{side}, around token 41") for side in ("Earlier", "Now"))
+    assert earlier.locator(".words").inner_text() == "Today is Monday. <b>Help</b> with"
+    assert earlier.locator("mark").inner_text() == "Monday."
+    assert now.locator("mark").inner_text() == "Tuesday."
+
+
 def test_the_turns_table_says_how_many_drafts_were_kept(page: Any) -> None:
     ask(page, "With drafts please")
     page.get_by_role("columnheader", name="Drafts kept").wait_for()

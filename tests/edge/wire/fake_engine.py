@@ -257,6 +257,8 @@ class FakeEngine:
                 step_s=4.0,
                 device_s=3.0,
                 sealing_s=0.5,
+                lost_diverged=70,
+                lost_evicted=30,
                 plans={"aot": 9},
                 overflow=(GroupOverflow(0.5, "keydiff", 0, 2, 100, 10, 3),),
                 speculation=SpeculationStats(8, 30, 21, (12, 9)),

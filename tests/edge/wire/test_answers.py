@@ -214,6 +214,8 @@ def test_metrics(fake_server: EngineServer) -> None:
         ("tangram_dropped_spans_total", ""): 6,
         ("tangram_host_pages_total", ""): 50,
         ("tangram_host_pages_used", ""): 20,
+        ("tangram_lost_prompt_tokens_total", "diverged"): 70,
+        ("tangram_lost_prompt_tokens_total", "evicted"): 30,
         ("tangram_kv_pages", "held"): 0,
         ("tangram_kv_pages", "cached"): 7,
         ("tangram_kv_pages", "free"): 993,

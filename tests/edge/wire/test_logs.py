@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.serve.logs import JsonFormatter, LogLines
+from tangram.serve.logs import LOST_TOKENS, JsonFormatter, LogLines, LossLog
+from tangram.serve.record import Generation, Record
+from tangram.types import Event, LossReason, LostPrefix, Request, SamplingParams, Usage
 from tests.mentions import mentions
 
 from .conftest import (
@@ -103,10 +105,28 @@ def test_a_line_a_request_says_what_the_answer_was(fake_server: EngineServer, li
         "kv_scorer": "tova",
         "finish_reasons": ["length"],
         "kv_bytes": usage["kv_bytes"],
+        "lost_tokens": 0,
+        "lost_reason": None,
         "failure": None,
     }
     assert {name: line.get(name) for name in expected} == expected
     assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 10
+
+
+def test_a_large_loss_has_a_line_without_texts_and_not_one_a_request(lines: Lines) -> None:
+    """Rates of losses are in the metrics."""
+    log, known = LossLog(), tuple(range(24))
+    for number, tokens in enumerate((LOST_TOKENS, 61_204, 50_000)):
+        generation = Generation(
+            f"a{number}", [Request("a", (1, 2), SamplingParams())], stream=False
+        )
+        lost = LostPrefix(LossReason.DIVERGED, tokens, 41, known)
+        usage = Usage(2, 0, 0, 0, 0)
+        generation.note(0, Event("a", 0, (), (), usage, lost=lost), 0.0)
+        log(Record(f"req-{number}", "POST", CHAT, {}, 0.0, 0, generation=generation))
+    (line,) = map(json.loads, lines.text)
+    assert line["request_id"] == "req-1" and line["level"] == "info"
+    assert mentions(line["message"], "61,204 again token 41 explain_reuse")
 
 
 def test_what_never_reached_the_engine_has_a_line_too(

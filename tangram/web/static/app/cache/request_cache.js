@@ -26,6 +26,8 @@ export class RequestCache {
   texts = [];
   /** As the server sent it last, without tokens. */
   view = null;
+  /** What the prompt has lost; the same object while nothing of it changes. */
+  reuse = null;
   /** Per token: one of PENDING … GONE, and the share of heads that hold it. */
   kinds = new Uint8Array(FIRST_CAPACITY);
   shares = new Float32Array(FIRST_CAPACITY);
@@ -69,6 +71,7 @@ export class RequestCache {
   take({ tokens, ...view }) {
     for (const { text } of tokens) this.texts.push(text);
     this.view = view;
+    if (view.reuse?.lost_tokens !== this.reuse?.lost_tokens) this.reuse = view.reuse;
     this.#reserve(this.tokens);
     this.#sort();
   }

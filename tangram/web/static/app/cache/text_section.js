@@ -4,6 +4,7 @@ import { html, useEffect, useRef, useState } from "../preact.js";
 import { HeadsGrid } from "./heads_grid.js";
 import { shareGround } from "./palette.js";
 import { spellKind } from "./request_cache.js";
+import { Reuse } from "./reuse.js";
 import { TextMap } from "./text_map.js";
 import { spell } from "./text_layout.js";
 
@@ -16,6 +17,7 @@ export function TextSection({ app, model }) {
   const { watch } = app;
   const [token, setToken] = useState(null);
   const [row, setRow] = useState(null);
+  const [reuse, setReuse] = useState(null);
   const parts = useRef({});
   const pictures = useRef(null);
   const show = useRef(null);
@@ -28,6 +30,7 @@ export function TextSection({ app, model }) {
     pictures.current = makePictures(parts.current, model, setToken, setRow);
     const end = watch.on("request", () => {
       show.current();
+      setReuse(watch.cache?.reuse ?? null);
       setDrafted(mayDraft(model, watch.cache?.view ?? null));
     });
     return () => {
@@ -47,6 +50,7 @@ export function TextSection({ app, model }) {
   return html`<section aria-label="Text in the cache">
     <h2>Text in the cache</h2>
     <p class="caption" ref=${part("caption")}></p>
+    <${Reuse} reuse=${reuse} />
     ${model.speculation?.method === "compressed_kv" && html`<${Shown} onChange=${showDrafts} />`}
     ${wanted && !drafted && html`<p class="caption" role="status">${UNDRAFTED}</p>`}
     <div class="text-map" ref=${part("frame")}>
