@@ -28,6 +28,14 @@ from tangram.speculative_config import (
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SmallWeights = Literal["int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
+# The rows of `engine/text/formats.py`.
+_Tagged = Literal["qwen3_coder", "glm45", "glm47", "seed_oss", "minimax_m2"]
+_Listed = Literal["mistral", "command", "phi4_mini", "granite", "functools"]
+_Named = Literal["mistral_named", "deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"]
+_Literals = Literal["lfm2", "olmo3", "pythonic", "gemma4", "functiongemma"]
+ToolFormatName = Literal["auto", "hermes", "llama3", _Tagged, _Listed, _Named, _Literals]
+_ModelsThoughts = Literal["mistral", "seed_oss", "command", "gemma4", "harmony"]
+ThinkingFormatName = Literal["auto", "think", "thinking", "thought", "reasoning", _ModelsThoughts]
 Scope = Literal["layer", "model"]  # whose heads compete for entries
 KvCacheDtype = Literal["auto", "fp8", "int8"]
 
@@ -121,6 +129,9 @@ class EngineConfig:
         "sampling where a request states nothing; auto: by the model's generation_config.json or "
         "GGUF file; none: temperature 1, no filters; or a folder with a generation_config.json",
     )
+    chat_template: str | None = _model(None, "file with a chat template", unset="the model's own")
+    tool_format: ToolFormatName = _model("auto", "of tool calls; auto: the chat template's")
+    thinking_format: ThinkingFormatName = _model("auto", "of thoughts")
     device: str = _model("auto", "auto, cpu, or cuda for the first GPU of CUDA_VISIBLE_DEVICES")
     max_model_len: int | None = _model(
         None,

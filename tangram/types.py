@@ -320,28 +320,49 @@ class Grammar(Protocol):
 
 
 class CallStyle(StrEnum):
-    """How a call is written between its marks."""
+    """How a call writes its arguments."""
 
-    OBJECT = "one JSON object of name and arguments"
-    LIST = "a JSON list of such objects"
-    NAMED = "the name, a mark, a JSON object of the arguments"
-    TAGGED = "a tag for the function, in it a tag for each argument"
-    CHANNEL = "a message to the function: its name in the head, a JSON object as its text"
+    OBJECT = "in one JSON object with the name"
+    NAMED = "a JSON object after the name"
+    TAGGED = "a tag for each, values without quotes"
+    PYTHON = "as keyword arguments of Python, values as Python or JSON has them"
+    QUOTED = "in braces, names bare, texts between marks"
+    CHANNEL = "the text of a message to the function, a JSON object"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a tool call: `begin`, the call in its `style`, `end`.
+    """How a model writes tool calls: `begin`, a call or several, `end`.
 
-    `arguments` precedes the arguments: their name in an object, a mark in other styles. If `begin`
-    is empty the answer is calls only. Otherwise text may come before it, and more calls after it.
-    If `end` is empty a call ends where the next begins, or the answer ends.
+    `call` is one call. In it `$name` stands for the function, `$index` for the call's number,
+    `$callid` for a mark and an id that may be there, and `$arguments` for what `style` says, where
+    each argument is `argument` (of `$key` and `$value`) and texts are between `quote`. With
+    `brackets` calls stand between these and share their marks; otherwise each has its own. If
+    `begin` is empty the answer is calls only. Otherwise text may come before it, and more calls
+    after it. If `end` is empty a call ends where the next begins, or the answer ends.
+
+    `ids` are the ids that the template takes: `$short` is nine letters and digits, empty is any.
+    `told` is what a prompt with tools says of this format. With `text_arguments` the template takes
+    past arguments as text.
     """
 
     begin: str
     end: str
-    arguments: str
+    call: str = '{"name": "$name", "arguments": $arguments}'
     style: CallStyle = CallStyle.OBJECT
+    argument: str = ""
+    quote: str = ""
+    between: str = "\n"
+    brackets: tuple[str, str] | None = None
+    ids: str = ""
+    told: str = ""
+    text_arguments: bool = False
+
+    def list_marks(self) -> tuple[str, ...]:
+        """The texts that hold the marks of calls."""
+        call = self.call.replace("$callid", "[CALL_ID]")
+        inside = () if self.style is CallStyle.OBJECT else (call, self.argument, self.quote)
+        return (self.begin, self.end, *inside)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
 SAME = (
     "--allowed-origins",
     "--api-key",
+    "--chat-template",
     "--dtype",
     "--enable-prefix-caching",
     "--enforce-eager",

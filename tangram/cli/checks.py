@@ -14,6 +14,7 @@ from tangram.config import EngineConfig, cache_folder
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home, is_text
 from tangram.limits import Bounds
+from tangram.model.chat_template import read_template
 from tangram.model.generation import check_option
 from tangram.model.source import check_source
 from tangram.speculative_config import DraftModel
@@ -128,6 +129,8 @@ def check_start(config: EngineConfig) -> None:
     for model in (config.model, *((drafts.model,) if isinstance(drafts, DraftModel) else ())):
         check_source(model, weights=config.load_format != "dummy")
     check_option(config.generation_config)
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     _check_cache_folder()
 
 

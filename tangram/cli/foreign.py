@@ -41,6 +41,8 @@ INSTEAD = {
     "--generation-config (a folder with a generation_config.json of your own)": (
         "--override-generation-config --sampling-defaults"
     ),
+    "--tool-format": "--tool-call-parser",
+    "--thinking-format": "--reasoning-parser --reasoning-format",
     "--speculative-config (JSON that has the method and all its numbers)": (
         "-sc --spec-* --speculative-model --speculative-algo* --speculative-draft* "
         "--speculative-num* --num-speculative-tokens -md --model-draft --draft --draft-max"
@@ -131,13 +133,11 @@ NONE = {
         "--task --runner --convert *embedding* --pool* --rerank* *late-interaction -dc "
         "--diffusion-*"
     ),
-    "the model's own chat template is used, with each request's chat_template_kwargs": (
-        "*chat-template* --jinja --no-jinja --response-role"
+    "each request has chat_template_kwargs": (
+        "*chat-template-* --trust-request-chat-template --jinja --no-jinja --response-role"
     ),
     "a prompt is a text, messages or token ids": "--enable-prompt-embeds",
-    "the parser of tool calls and reasoning follows from the model": (
-        "--tool-call-parser --enable-auto-tool-choice *reasoning*"
-    ),
+    "calls and thoughts are found without it": "--enable-auto-tool-choice *reasoning*",
     "clients run tools, and with tool_choice none the model is not shown them": (
         "--tool-server --exclude-tools-*"
     ),

@@ -83,7 +83,12 @@ class Engine:
             if speculation is None
             else Verifier(self._scheduler, self._runner, speculation, device)
         )
-        self.codec = TextCodec(loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
+        self.codec = TextCodec(
+            loaded.tokenizer,
+            eos_token_ids=loaded.eos_token_ids,
+            tool_format=self.config.tool_format,
+            thinking_format=self.config.thinking_format,
+        )
         self.healthy = True
         self.ahead = device.type != "cpu"
         self.grammars = GrammarCompiler(

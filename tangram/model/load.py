@@ -30,6 +30,7 @@ from tangram.model.auto_classes import (
     read_tokenizer,
     without_advice,
 )
+from tangram.model.chat_template import read_template
 from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
 from tangram.model.device import cpu_dtype, find_device
 from tangram.model.dummy import random_model, tokenizer_or_numbers
@@ -228,7 +229,8 @@ def _read_config(folder: Path, name: str) -> PretrainedConfig:
 
 def load_configured(config: EngineConfig) -> LoadedModel:
     """`load_model` with the options of `config`."""
-    return load_model(
+    template = None if config.chat_template is None else read_template(config.chat_template)
+    loaded = load_model(
         config.model,
         dtype=config.dtype,
         device=config.device,
@@ -237,6 +239,9 @@ def load_configured(config: EngineConfig) -> LoadedModel:
         ranks=config.tensor_parallel_size,
         generation_config=config.generation_config,
     )
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    return loaded
 
 
 def _weights(

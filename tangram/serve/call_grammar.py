@@ -8,15 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tangram.engine.text.formats import split_shape
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import JSON_GAP, json_rule
+from tangram.serve.literals import list_literal_rules, make_literal_rules
 from tangram.serve.structured import Tool
-from tangram.serve.tagged import BARE_TEXT, make_tagged_rules
+from tangram.serve.tagged import make_tagged_rules
 from tangram.types import CallStyle, ToolFormat
 
 _TEXT = "TEXT: /(.|\\n)*/"
 _JSON = re.compile(r'"[^"]*"|.')  # the parts of a call's head
 _STAGES = '("analysis" | "commentary")'
+_HOLES = {"index": "/[0-9]{1,3}/", "callid": ""}
+_WRITERS = {
+    CallStyle.TAGGED: make_tagged_rules,
+    CallStyle.PYTHON: make_literal_rules,
+    CallStyle.QUOTED: make_literal_rules,
+}
 _NO_FORM = AnswerForm()
 
 
@@ -62,7 +70,7 @@ class CallGrammar:
 
     def describe_arguments(self) -> str:
         """A grammar of the arguments of the `tools` alone; any model's tokens can spell them."""
-        if self.form.style is CallStyle.TAGGED:
+        if self.form.style in _WRITERS:
             return _source(["%llguidance {}", "start: body", *self._bodies()])
         either = " | ".join(json_rule(tool.arguments()) for tool in self.tools)
         return _source([f"start: {either}"])
@@ -84,14 +92,17 @@ class CallGrammar:
 
     def _calls(self) -> list[str]:
         """Rules of `calls`; `rest` is the first of them, or all, after its mark."""
-        form = self.form
-        begin, end = self.answer.write_literal(form.begin), self.answer.write_literal(form.end)
-        several = self.parallel and bool(begin)
-        if form.style is CallStyle.LIST:
-            more = '(", " body)*' if several else ""
-            return [f"calls: {begin} rest", f'rest: " "? "[" body {more} "]"']
-        between = "" if form.style is CallStyle.NAMED else '"\\n"'
-        more = f"({between} call)*" if several else ""
+        form, write = self.form, self.answer.write_literal
+        begin, end = write(form.begin), write(form.end)
+        if form.brackets is not None:
+            opening, closing = write(form.brackets[0]), form.brackets[1] + form.end
+            # Spaces alone, for what comes between calls may begin with the same.
+            words = closing.lstrip()
+            last = f"{write(closing[: len(closing) - len(words)])} {write(words)}"
+            gap = '" "?' if opening and begin else ""  # Mistral's tokenizers may begin with one
+            more = f"({write(form.between)} body)*" if self.parallel else ""
+            return [f"calls: {begin} rest", f"rest: {gap} {opening} body {more} {last}"]
+        more = f"({write(form.between)} call)*" if self.parallel and begin else ""
         return [f"calls: call {more}", f"call: {begin} rest", f"rest: body {end}"]
 
     def _prose(self) -> list[str]:
@@ -99,7 +110,8 @@ class CallGrammar:
         mark = self.form.begin.strip()
         note, rules = self._notes(mark)
         gap = self.form.begin[self.form.begin.index(mark) + len(mark) :]
-        more = "call*" if self.form.style is CallStyle.NAMED and self.parallel else ""
+        alone = self.form.brackets is None and not self.form.end
+        more = "call*" if alone and self.parallel else ""
         rules += [_TEXT, *self.answer.list_rules_up_to(mark, "head", "TEXT")]
         rules += [f"spoken: head {_quote(gap)} rest {more}"]
         if self.parallel and self.form.end:
@@ -109,7 +121,11 @@ class CallGrammar:
     def _list_unmarked(self) -> list[str]:
         """Rules for calls without marks: at the beginning, or after a thought."""
         note, rules = self._notes("")
-        text = 'TEXT: /(.|\\n)*/ & ~/\\{"name": "(.|\\n)*/'
+        opening = "".join(self.form.brackets or ())[:1]
+        before, _, after, *_ = split_shape(self.form.call)
+        called = f"({'|'.join(tool.function.name for tool in self.tools)}){re.escape(after)}"
+        begun = re.escape(opening + before) if before else re.escape(opening) + called
+        text = f"TEXT: /(.|\\n)*/ & ~/{begun}(.|\\n)*/"
         return [f"free: {f'{note}*' if note else ''} (calls | TEXT)", text, *rules]
 
     def _notes(self, mark: str) -> tuple[str, list[str]]:
@@ -124,29 +140,38 @@ class CallGrammar:
         for at, tool in enumerate(self.tools):
             yield from self._body(f"body_{at}", tool, f"tools[{at}].function.parameters")
         if self.form.style is CallStyle.TAGGED:
-            yield from BARE_TEXT
+            opening, _, middle, _, end = split_shape(self.form.argument)
+            write = self.answer.write_literal
+            yield from ["BARE: /(.|\\n)*/", *self.answer.list_rules_up_to(end, "bare", "BARE")]
+            yield f'any: {write(opening)} /[^<>"\\n]+/ {write(middle)} bare'
+        elif self.form.style in _WRITERS:
+            text = self.answer.list_rules_up_to(self.form.quote, "literal_text", "LITERAL")
+            yield from list_literal_rules(self.form, self.answer.write_literal, text)
 
     def _body(self, rule: str, tool: Tool, field: str) -> Iterator[str]:
         name, arguments = tool.function.name, tool.arguments()
-        style, written = self.form.style, self.answer.write_literal
-        if style is CallStyle.TAGGED:
+        form, write = self.form, self.answer.write_literal
+        if form.style in _WRITERS:
             letter = self.forced or tool.function.strict
-            yield from make_tagged_rules(rule, name, arguments, field, to_the_letter=letter)
-        elif style is CallStyle.NAMED:
-            yield f"{rule}: {_quote(name)} {written(self.form.arguments)} {json_rule(arguments)}"
-        elif style is CallStyle.CHANNEL:
-            channel = f"{written('<|channel|>')} {_STAGES}"
-            to, message = _quote(f" to=functions.{name}"), written("<|message|>")
+            rules = _WRITERS[form.style]
+            yield from rules(rule, name, arguments, field, form, write, to_the_letter=letter)
+        elif form.style is CallStyle.CHANNEL:
+            channel = f"{write('<|channel|>')} {_STAGES}"
+            to, message = _quote(f" to=functions.{name}"), write("<|message|>")
             yield (
                 f"{rule}: ({channel} {to} | {to} {channel}) kind? {message} {json_rule(arguments)}"
             )
         else:
-            head = f'{{"name": "{name}", "{self.form.arguments}": '
             # An answer by a schema may begin like a call without a mark. llguidance goes on with
             # the longest literal that fits, so that these have to be the same for both.
-            shared = not self.form.begin and self.schema is not None
-            begun = " ".join(map(_write_json, _JSON.findall(head))) if shared else _quote(head)
-            yield f'{rule}: {begun} {json_rule(arguments)} "}}"'
+            shared = not form.begin and self.schema is not None
+            holes = _HOLES | {"arguments": json_rule(arguments)}
+            parts = enumerate(split_shape(form.call.replace("$name", name)))
+            written = (
+                holes[part] if at % 2 else _write_lexemes(part) if shared else write(part)
+                for at, part in parts
+            )
+            yield f"{rule}: {' '.join(written)}"
 
 
 def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list[str]:
@@ -174,6 +199,10 @@ def _channels(form: AnswerForm, answer: str, body: str, *, forced: bool) -> list
 
 def _source(rules: Sequence[str]) -> str:
     return "\n".join([*filter(None, rules), ""])
+
+
+def _write_lexemes(text: str) -> str:
+    return " ".join(map(_write_json, _JSON.findall(text)))
 
 
 def _write_json(lexeme: str) -> str:

@@ -11,18 +11,25 @@ import re
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from string import Template
 from typing import Any
 
 from tangram.engine.text.answer_text import spell
-from tangram.serve.json_text import JsonStrings
-from tangram.serve.tagged import is_unfinished, read_tagged_arguments
+from tangram.engine.text.formats import loosen, split_shape
+from tangram.serve.json_text import QuotedTexts
+from tangram.serve.literals import read_literal_calls
+from tangram.serve.tagged import is_unfinished, read_tagged_calls
 from tangram.types import CallStyle, Piece, ToolFormat
 
-# Mistral's templates accept only ids of nine letters and digits.
-_SHORT_ID = 9
-_SHORT_IDS = (CallStyle.LIST, CallStyle.NAMED)
+_SHORT_ID = 9  # letters and digits of Mistral's ids
 _BETWEEN = re.compile(r"[\s;]*")
-_ID_MARK = "[CALL_ID]"
+_KEYS = re.compile(r'"(\w+)": "?\$([a-z]+)')
+_HOLES = {
+    "name": r"(?P<name>[\w.-]+?)",
+    "index": r"(?P<index>\d*)",
+    "callid": r"(?:\[CALL_ID\]\w*)?",
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,8 @@ class CallReader:
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held, self._inside, self._searched, self._plain = "", False, 0, False
         self._gap = ""  # the spaces before the mark that has opened a call
-        self._strings, self._read = JsonStrings(), 0  # read up to here
-        self.called = False
+        self._texts, self._read = _texts(form), 0  # read up to here
+        self._count, self.called = 0, False
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[str | Call]:
         """The text and calls that are certain now."""
@@ -89,7 +96,8 @@ class CallReader:
         return self._end or self._begin if self._inside else self._begin
 
     def _whole_answer(self) -> Iterator[str]:
-        self._plain = self._plain or self._held.lstrip()[:1] not in ("", "{")
+        first = self._form.brackets or self._form.call
+        self._plain = self._plain or self._held.lstrip()[:1] not in ("", first[0])
         if self._plain:
             yield from self._free(0)
 
@@ -99,7 +107,7 @@ class CallReader:
         before = spoken.rstrip()
         self._gap = spoken[len(before) :]
         self._inside, self._searched = True, 0
-        self._strings, self._read = JsonStrings(), 0
+        self._texts, self._read = _texts(self._form), 0
         if before:
             yield before
 
@@ -107,7 +115,7 @@ class CallReader:
         """Close a call; one without an end mark ends where the next begins."""
         inside, self._held = self._held[:found], self._held[found + len(self._mark) :]
         self._inside, self._searched = not self._end, 0
-        self._strings, self._read = JsonStrings(), 0
+        self._texts, self._read = _texts(self._form), 0
         if calls := self._calls(inside):
             yield from calls
         else:
@@ -117,10 +125,10 @@ class CallReader:
     def _is_argument(self, found: int) -> bool:
         """Whether the mark at `found` is what an argument says, not the end of the call."""
         if self._form.style is CallStyle.TAGGED:
-            return is_unfinished(self._held[:found])
-        self._strings.read(self._held[self._read : found])
+            return is_unfinished(self._held[:found], self._form)
+        self._texts.read(self._held[self._read : found])
         self._read = found
-        return self._strings.open
+        return self._texts.open
 
     def _free(self, kept: int) -> Iterator[str]:
         end = len(self._held) - kept
@@ -138,22 +146,32 @@ class CallReader:
     def _calls(self, text: str) -> list[Call]:
         """The calls in `text`; none if any of it is something else."""
         written = list(_read_calls(text, self._form, self._parameters))
-        calls = [self._call(name, arguments) for name, arguments in written]
+        calls = [self._call(*each) for each in written]
         proper = [call for call in calls if call is not None]
         if len(proper) != len(calls):
             return []
         self.called = self.called or bool(proper)
         return proper
 
-    def _call(self, name: Any, arguments: Any) -> Call | None:
+    def _call(self, name: Any, arguments: Any, written: Mapping[str, str]) -> Call | None:
         if not isinstance(name, str) or name not in self._names:
             return None
         text = arguments_json(arguments)
         if text is None:
             return None
-        if self._form.style in _SHORT_IDS:
-            return Call(name, text, uuid.uuid4().hex[:_SHORT_ID])
-        return Call(name, text)
+        if not self._form.ids:
+            return Call(name, text)
+        self._count += 1
+        said = {"index": str(self._count - 1), **{k: v for k, v in written.items() if v}}
+        short = uuid.uuid4().hex[:_SHORT_ID]
+        return Call(name, text, Template(self._form.ids).substitute(said, name=name, short=short))
+
+
+def _texts(form: ToolFormat) -> QuotedTexts:
+    """What tells whether a mark is inside a text of an argument."""
+    if form.style is CallStyle.PYTHON:
+        return QuotedTexts(("'", '"'))
+    return QuotedTexts((form.quote or '"',))
 
 
 def mark_overlap(text: str, mark: str) -> int:
@@ -190,30 +208,64 @@ def _refuse_constant(constant: str) -> float:
 
 def _read_calls(
     text: str, form: ToolFormat, schemas: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Name and arguments of each call in `text`; None for a malformed call."""
+) -> Iterator[tuple[Any, Any, Mapping[str, str]]]:
+    """Name, arguments and what else was said of each call in `text`; None for a malformed call."""
     if form.style is CallStyle.NAMED:
-        head, _, arguments = text.partition(form.arguments)
-        yield head.partition(_ID_MARK)[0].strip(), read_call_json(arguments)
+        yield from _read_named(text, form)
     elif form.style is CallStyle.TAGGED:
-        yield read_tagged_arguments(text, schemas)
-    elif form.style is CallStyle.LIST:
-        calls = read_call_json(text)
-        yield from (
-            _read_names(call, form) for call in (calls if isinstance(calls, list) else [None])
-        )
+        yield from ((*call, {}) for call in read_tagged_calls(text, form, schemas))
+    elif form.style is not CallStyle.OBJECT:
+        inside = _unwrap(text.strip(), form)
+        yield from ((*call, {}) for call in read_literal_calls(inside, form))
     elif form.begin:
-        yield _read_names(read_call_json(text), form)
+        value = read_call_json(text)
+        listed = value if isinstance(value, list) else [None]
+        yield from (
+            (*_read_names(call, form), {}) for call in (listed if form.brackets else [value])
+        )
     else:
-        yield from (_read_names(call, form) for call in _objects(text))
+        yield from ((*_read_names(call, form), {}) for call in _objects(text))
+
+
+def _unwrap(text: str, form: ToolFormat) -> str:
+    """What stands between brackets; the text itself, which is no call then, without them."""
+    opening, closing = (bracket.strip() for bracket in form.brackets or ("", ""))
+    whole = text.startswith(opening) and text.endswith(closing)
+    return text[len(opening) : len(text) - len(closing)] if whole else text
+
+
+def _read_named(text: str, form: ToolFormat) -> Iterator[tuple[Any, Any, Mapping[str, str]]]:
+    (head, tail), at = _named_patterns(form), 0
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    while at < len(text.rstrip()):
+        found = head.match(text, at)
+        try:
+            arguments, at = decoder.raw_decode(text, found.end()) if found else (None, at)
+        except (ValueError, RecursionError):
+            found = None
+        closed = tail.match(text, at)
+        if found is None or closed is None:
+            yield None, None, {}
+            return
+        at = closed.end()
+        yield found["name"], arguments, found.groupdict()
+
+
+@cache
+def _named_patterns(form: ToolFormat) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What finds a call up to its arguments, and its end."""
+    *head, _, tail = split_shape(form.call)
+    found = "".join(_HOLES[part] if at % 2 else loosen(part) for at, part in enumerate(head))
+    return re.compile(rf"\s*{found}\s*"), re.compile(rf"\s*{loosen(tail)}\s*")
 
 
 def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
     """Name and arguments of a call; models may write another name for arguments than their own."""
     if not isinstance(call, dict):
         return None, None
-    names = (form.arguments, "arguments", "parameters")
-    return call.get("name"), next((call[name] for name in names if name in call), None)
+    own = {hole: key for key, hole in _KEYS.findall(form.call)}
+    names = (own["arguments"], "arguments", "parameters")
+    return call.get(own["name"]), next((call[name] for name in names if name in call), None)
 
 
 def _objects(text: str) -> Iterator[Any]:

@@ -68,10 +68,12 @@ class AnswerForm:
     def adapt_message(self, message: dict[str, Any], field: str) -> dict[str, Any]:
         """`message` as the template takes it.
 
-        The template of GPT-OSS shows one text and one call. Raises `RequestError` (`field`) for
-        more calls.
+        Some take arguments as text. That of GPT-OSS shows one text and one call: raises
+        `RequestError` (`field`) for more calls.
         """
         calls = message.get("tool_calls", ())
+        if calls and self.tools is not None and self.tools.text_arguments:
+            return message | {"tool_calls": list(map(_write_arguments, calls))}
         if not (self.channels and calls):
             return message
         if len(calls) > 1:
@@ -142,3 +144,10 @@ class AnswerForm:
         assert self.thinking is not None
         end = self.list_rules_up_to(self.thinking.end, "thought", "THOUGHT")
         return ["THOUGHT: /(.|\\n)*/", f"GAP: {_GAP}", *end]
+
+
+def _write_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """`call` with its arguments as text."""
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function | {"arguments": text}}

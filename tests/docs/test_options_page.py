@@ -22,19 +22,22 @@ def test_every_option_is_one_of_serve() -> None:
 _QUEUE = {"max_queue", "overflow_every", "save_failed_passes"}
 _STEPS = {"max_num_seqs", "max_num_batched_tokens"}
 _POOL = {"kv_cache_gib", "gpu_memory_utilization", "kv_cache_dtype"}
+_OF_CHATS = {"chat_template", "tool_format", "thinking_format"}
 # What changes how fast a server answers many clients, or what their requests choose among.
 _OF_SERVING = {
     *("profile", "prompt_patience", "max_model_len"),
     *("enable_prefix_caching", "kv_offload_dtype", "kv_offload_gib", "speculative_config"),
     *("tensor_parallel_size", "generation_config"),
-}
+} | _OF_CHATS
 # The options of the engine that a command does not take, and why. `serve` and `deploy` take all.
 LEFT_OUT = {
     "chat": _QUEUE,
     "generate": _QUEUE,
     **dict.fromkeys(
         (f"bench serving {load}" for load in ("throughput", "multi-turn", "trace", "ablation")),
-        _QUEUE | {"generation_config"},  # its requests state all sampling
+        _QUEUE
+        | {"generation_config"}
+        | _OF_CHATS,  # its requests are tokens and state all sampling
     ),
     # It makes its profiles and engines by method, and asks for scores, not for speed.
     "eval": _QUEUE | _OF_SERVING | {"compile_decode"},

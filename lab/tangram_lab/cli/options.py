@@ -57,6 +57,7 @@ def take_fields(
     return decorate
 
 
-# Requests of a measurement state all sampling: it depends on no model's defaults.
-_MEASURED = [each for each in ENGINE_PARAMETERS if each.name != "generation_config"]
+# Requests of a measurement are no chats and state all sampling, whatever a model's files say.
+_OF_CHATS = ("generation_config", "chat_template", "tool_format", "thinking_format")
+_MEASURED = [each for each in ENGINE_PARAMETERS if each.name not in _OF_CHATS]
 with_measured_config = take_options((_MEASURED, start_config))

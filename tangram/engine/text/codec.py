@@ -47,12 +47,18 @@ class TextCodec:
     """A Transformers tokenizer as the engine uses it. Safe to share between threads.
 
     `eos_token_ids` are the end tokens of the model's generation config, besides the tokenizer's
-    own.
+    own. The formats are names of `formats.py`; `auto` is what the chat template shows.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        tool_format: str = "auto",
+        thinking_format: str = "auto",
     ) -> None:
+        self._format_names = tool_format, thinking_format
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.tokenizer, self._decoder = tokenizer, _find_decoder(tokenizer)
         self._decode_one = _keep_texts(self._decoder)
@@ -69,7 +75,7 @@ class TextCodec:
 
     def __reduce__(self) -> tuple[object, ...]:
         """To another process it travels as what it is made of: it has processes of its own."""
-        return _make_codec, (self.tokenizer, self.eos_token_ids)
+        return _make_codec, (self.tokenizer, self.eos_token_ids, *self._format_names)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt, with the model's special tokens around it (such as BOS).
@@ -93,12 +99,16 @@ class TextCodec:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls; None if its template has none, or an unknown format."""
-        return None if self.tokenizer.chat_template is None else tool_format(self.template)
+        if self.tokenizer.chat_template is None:
+            return None
+        return tool_format(self.template, self._format_names[0])
 
     @cached_property
     def thinking_format(self) -> ThinkingFormat | None:
         """How the model marks its thoughts; None if its template shows no such marks."""
-        return None if self.tokenizer.chat_template is None else thinking_format(self.template)
+        if self.tokenizer.chat_template is None:
+            return None
+        return thinking_format(self.template, self._format_names[1])
 
     @cached_property
     def marks(self) -> Marks:
@@ -320,8 +330,12 @@ class TextCodec:
         return b"".join(alphabet.get(character, character.encode()) for character in piece)
 
 
-def _make_codec(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int]) -> TextCodec:
-    return TextCodec(tokenizer, eos_token_ids=eos_token_ids)
+def _make_codec(
+    tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], tools: str, thinking: str
+) -> TextCodec:
+    return TextCodec(
+        tokenizer, eos_token_ids=eos_token_ids, tool_format=tools, thinking_format=thinking
+    )
 
 
 @contextmanager

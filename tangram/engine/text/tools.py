@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tangram.engine.text.formats import TOOL_FORMATS, loosen, split_shape
 from tangram.types import CallStyle, Marks, ThinkingFormat, ToolFormat
 
 if TYPE_CHECKING:
@@ -27,53 +30,55 @@ _TOOL = {
 }
 _QUESTION = {"role": "user", "content": "a"}
 _ARGUMENTS = {"key": 1}
-_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00000",
-            "type": "function",
-            "function": {"name": _NAME, "arguments": _ARGUMENTS},
-        }
-    ],
-}
-_OBJECT = re.compile(r"(<tool_call>\s*)?(\{.*\})(\s*</tool_call>)?")
-_LIST = re.compile(rf'\[TOOL_CALLS\]\s?\[\s*\{{"name": "{_NAME}", "arguments": \{{"key": 1\}}')
-_NAMED = re.compile(rf'\[TOOL_CALLS\]{_NAME}(?:\[CALL_ID\]\w+)?\[ARGS\]\{{"key": 1\}}')
-_TAGGED = re.compile(
-    rf"<tool_call>\s*<function={_NAME}>\s*<parameter=key>\s*1\s*</parameter>\s*</function>\s*"
-    "</tool_call>"
-)
-_CHANNEL = re.compile(
-    rf'to=functions\.{_NAME}<\|channel\|>commentary .*<\|message\|>\{{"key": 1\}}'
-)
-_STYLES = {
-    _LIST: ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST),
-    _NAMED: ToolFormat("[TOOL_CALLS]", "", "[ARGS]", CallStyle.NAMED),
-    _TAGGED: ToolFormat("<tool_call>\n", "\n</tool_call>", "parameter", CallStyle.TAGGED),
-    _CHANNEL: ToolFormat("to=functions.", "<|call|>", "<|message|>", CallStyle.CHANNEL),
+# Ids and arguments that some templates want.
+_PLAIN_ID, _KIMI_ID = "call00000", f"functions.{_NAME}:0"
+_WAYS = ((_PLAIN_ID, False), (_KIMI_ID, False), (_PLAIN_ID, True))
+_JSON = r'\{\s*"key"\s*:\s*1\s*\}'
+_HOLES = {
+    "name": _NAME,
+    "index": r"\d+",
+    "callid": r"(?:\[CALL_ID\]\w+)?",
+    "key": "key",
+    "value": "1",
 }
 # Control tokens of these forms, and those of them that begin the head of a message.
 _HEADS = ("<|start|>", "<|channel|>", "<|constrain|>")
 _CHANNEL_MARKS = (*_HEADS, "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_CALL_MARKS = {CallStyle.NAMED: ("[CALL_ID]",), CallStyle.CHANNEL: _CHANNEL_MARKS}
 
 
-def tool_format(template: ChatTemplate) -> ToolFormat | None:
-    """How calls are written: Hermes (Qwen too), Llama 3.1, Qwen3-Coder, Mistral's two, GPT-OSS.
+def tool_format(template: ChatTemplate, name: str = "auto") -> ToolFormat | None:
+    """How calls are written: a row of `TOOL_FORMATS`, that of `name` unless it is auto.
 
-    None if the chat template does not show tools, or writes calls in another way.
+    Spaces are the template's. None if the chat template does not show tools, or writes calls in
+    another way than any row says.
     """
     asked = template.render_example([_QUESTION], [_TOOL])
-    answered = template.render_example([_QUESTION, _CALL], [_TOOL])
     if _NAME not in asked:
         return None
-    lines = answered[len(asked) :] if answered.startswith(asked) else answered
-    styled = [form for pattern, form in _STYLES.items() if pattern.search(lines)]
-    objects = [form for match in _OBJECT.finditer(lines) if (form := _object(match)) is not None]
-    found = styled or objects[-1:]
-    return found[0] if found else None
+    if name != "auto":
+        named = TOOL_FORMATS[name]
+        return find_written_format(template, {name: named}, asked) or named
+    found = find_written_format(template, TOOL_FORMATS, asked)
+    told = (form for form in TOOL_FORMATS.values() if form.told and form.told in asked)
+    return found or next(told, None)
+
+
+def find_written_format(
+    template: ChatTemplate, forms: Mapping[str, ToolFormat], asked: str
+) -> ToolFormat | None:
+    """The one of `forms` in which `template` writes calls after `asked`; None for none of them."""
+    for number, as_text in _WAYS:
+        arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+        function = {"name": _NAME, "arguments": arguments}
+        call = {"id": number, "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answered = template.render_example([_QUESTION, turn], [_TOOL])
+        lines = answered[len(asked) :] if asked and answered.startswith(asked) else answered
+        found = [form for each in forms.values() for form in _find(each, lines)]
+        if found:
+            exact = [form for form in found if _example(form) in lines]
+            return replace((exact or found)[0], text_arguments=as_text)
+    return None
 
 
 def marks(
@@ -82,7 +87,8 @@ def marks(
     """The tokens that delimit the calls of `tools` and the thoughts of `thinking`."""
     texts: list[str] = []
     if tools is not None:
-        texts += [tools.begin, tools.end, tools.arguments, *_CALL_MARKS.get(tools.style, ())]
+        channels = _CHANNEL_MARKS if tools.style is CallStyle.CHANNEL else ()
+        texts += [*tools.list_marks(), *channels]
     if thinking is not None:
         texts += [thinking.begin, thinking.end, *(_CHANNEL_MARKS if thinking.channels else ())]
     names: dict[int, str] = {}
@@ -95,13 +101,35 @@ def marks(
     return Marks(names, heads, words, thinking)
 
 
-def _object(match: re.Match[str]) -> ToolFormat | None:
-    begin, call, end = match.groups(default="")
-    try:
-        data = json.loads(call)
-    except ValueError:
-        return None
-    if bool(begin) != bool(end) or not isinstance(data, dict) or data.get("name") != _NAME:
-        return None
-    arguments = "arguments" if begin else "parameters"
-    return ToolFormat(begin, end, arguments) if data.get(arguments) == _ARGUMENTS else None
+def _find(form: ToolFormat, lines: str) -> Iterator[ToolFormat]:
+    """`form` with the spaces that the last call of `lines` has, if it is written so."""
+    begin, end = re.escape(form.begin.strip()), re.escape(form.end.strip())
+    opening, closing = map(_pattern, form.brackets or ("", ""))
+    pattern = rf"(?P<begin>{begin}\s*){opening}{_pattern(form.call, form)}"
+    if form.end:  # a list may say more of a call
+        pattern += rf".*?{closing}"
+    pattern += rf"(?P<end>\s*{end})" if form.end else "(?P<end>)"
+    for match in list(re.finditer(pattern, lines, re.DOTALL))[-1:]:
+        yield replace(form, begin=match["begin"] if form.begin else "", end=match["end"])
+
+
+def _pattern(shape: str, form: ToolFormat | None = None) -> str:
+    """What finds the example in `shape`, whatever its spaces; of an object its beginning."""
+    found = ""
+    for at, part in enumerate(split_shape(shape)):
+        if not at % 2:
+            found += loosen(part)
+        elif part == "arguments" and form is not None:
+            found += _pattern(form.argument, form) if form.argument else _JSON
+            if form.style is CallStyle.OBJECT:
+                break
+        else:
+            found += _HOLES[part]
+    return found
+
+
+def _example(form: ToolFormat) -> str:
+    """The example's call, as far as it is the same text in each template."""
+    argument = form.argument.replace("$key", "key").replace("$value", "1")
+    given = argument or json.dumps(_ARGUMENTS)
+    return form.call.replace("$name", _NAME).replace("$arguments", given)

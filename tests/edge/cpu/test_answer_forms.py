@@ -13,13 +13,14 @@ from tokenizers import AddedToken
 from bench.bare_tokenizer import load_tokenizer
 from tangram.engine.text.answer_text import TextStream, spell
 from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.engine.text.grammar import GrammarCompiler
 from tangram.errors import RequestError
 from tangram.model import embedded
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import Tool
-from tangram.types import CallStyle, ToolFormat
+from tangram.types import CallStyle
 from tests.mentions import mentioning
 from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template
 
@@ -76,7 +77,7 @@ def test_the_form_is_told_from_the_real_template(name: str) -> None:
 
 
 def test_forms_of_mistral_and_of_the_embedded_model() -> None:
-    lists = [(template, CallStyle.LIST) for template in MISTRAL_LISTS.values()]
+    lists = [(template, CallStyle.OBJECT) for template in MISTRAL_LISTS.values()]
     for template, style in (*lists, (MISTRAL_NAMED, CallStyle.NAMED)):
         codec = codec_of(template, CONTROLS["mistral"])
         assert codec.tool_format is not None
@@ -336,5 +337,5 @@ def test_the_embedded_models_template_adds_tools_and_changes_nothing_else() -> N
             ]
             assert rendered[0] == rendered[1]
     assert TextCodec(own).tool_format is None
-    assert TextCodec(ours).tool_format == ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+    assert TextCodec(ours).tool_format == TOOL_FORMATS["hermes"]
     assert not TextCodec(ours).template_options, "it reads no variables, as before"

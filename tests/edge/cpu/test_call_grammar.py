@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.engine.text.grammar import GrammarCompiler
 from tangram.serve.call_grammar import CallGrammar
 from tangram.serve.forms import AnswerForm
@@ -17,8 +18,8 @@ from tangram.serve.structured import Tool
 from tangram.types import ToolFormat
 
 END = 2
-HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-LLAMA = ToolFormat("", "", "parameters")
+HERMES = TOOL_FORMATS["hermes"]
+LLAMA = TOOL_FORMATS["llama3"]
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},

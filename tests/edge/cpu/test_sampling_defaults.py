@@ -16,10 +16,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from tangram.engine.llm import LLM
 from tangram.engine.sampling.sampler import SampleRow, choose
+from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS
 from tangram.errors import ConfigError, ModelError
 from tangram.model.generation import NO_ADVICE, read_defaults
 from tangram.types import OPENAI_SAMPLING, SamplingParams, SamplingValues
 from tests.mentions import mentioning, mentions
+from tests.recorded_calls import cut_down_template
 
 PROMPT = {"prompt_token_ids": list(range(40, 60))}
 
@@ -227,3 +229,13 @@ def write_gguf(path: Path, numbers: dict[str, float], **whole: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_template_and_formats_that_a_user_gives_hold(plain: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(cut_down_template("pythonic"), encoding="utf-8")
+    codec = serve(plain, chat_template=str(file), thinking_format="think").engine.codec
+    assert codec.tool_format == TOOL_FORMATS["pythonic"]
+    assert codec.thinking_format == THINKING_FORMATS["think"]
+    named = serve(plain, chat_template=str(file), tool_format="lfm2").engine.codec
+    assert named.tool_format == TOOL_FORMATS["lfm2"]

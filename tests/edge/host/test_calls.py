@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.serve.calls import Call, CallReader
-from tangram.types import CallStyle, ToolFormat
+from tangram.types import ToolFormat
 
-HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-LLAMA = ToolFormat("", "", "parameters")
+HERMES = TOOL_FORMATS["hermes"]
+LLAMA = TOOL_FORMATS["llama3"]
 NAMES = frozenset({"add", "look"})
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}\n</tool_call>'
 LOOK = '<tool_call>{"arguments": {}, "name": "look"}</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
 SPELLED = json.dumps({"name": "look", "arguments": {"tag": '<tool_call> "</tool_call>\\'}})
 NAMES_MARKS = f"<tool_call>{SPELLED}</tool_call>"
-LISTED = ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST)
+LISTED = TOOL_FORMATS["mistral"]
 LISTS_MARKS = '[TOOL_CALLS] [{"name": "look", "arguments": {"tag": "[TOOL_CALLS]"}}]'
 Part = str | tuple[str, dict[str, object]]
 

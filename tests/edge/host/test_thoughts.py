@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.serve.calls import Call, CallReader
 from tangram.serve.thoughts import ChannelReader, Reader, Thought, ThoughtReader
-from tangram.types import CallStyle, Mark, Piece, ThinkingFormat, ToolFormat
+from tangram.types import Mark, Piece, ThinkingFormat, ToolFormat
 
-HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
-LLAMA = ToolFormat("", "", "parameters")
-LIST = ToolFormat("[TOOL_CALLS]", "", "arguments", CallStyle.LIST)
-NAMED = ToolFormat("[TOOL_CALLS]", "", "[ARGS]", CallStyle.NAMED)
-TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "parameter", CallStyle.TAGGED)
+HERMES = TOOL_FORMATS["hermes"]
+LLAMA = TOOL_FORMATS["llama3"]
+LIST = TOOL_FORMATS["mistral"]
+NAMED = TOOL_FORMATS["mistral_named"]
+TAGGED = TOOL_FORMATS["qwen3_coder"]
 THINK = ThinkingFormat("<think>", "</think>")
 NAMES = frozenset({"add", "look", "get_current_weather"})
 SCHEMAS = {

@@ -190,7 +190,7 @@ def test_what_an_answer_repeats_is_bounded(
 
 
 def test_the_first_events_leave_out_what_is_long(fake_server: EngineServer) -> None:
-    fake_server.engine.codec.tool_format = ToolFormat("<c>", "</c>", "arguments")
+    fake_server.engine.codec.tool_format = ToolFormat("<c>", "</c>")
     fake_server.engine.codec.longest_token_bytes = 1000
     asked = PLAIN[RESPONSES] | {"stream": True, "instructions": "be short"}
     for length, times in ((100, 3), (100_000, 1)):

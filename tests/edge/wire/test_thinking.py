@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tangram.types import CallStyle, ThinkingFormat, ToolFormat
+from tangram.types import ThinkingFormat, ToolFormat
 
 from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, run_fake_server, stream_data
 
 THINK = ThinkingFormat("<t>", "</t>")
-CALLS = ToolFormat("<c>", "</c>", "arguments", CallStyle.OBJECT)
+CALLS = ToolFormat("<c>", "</c>")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = '<c>{"name":"f","arguments":{}}</c>'
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.types import ToolFormat
 
 from .conftest import CHAT, EngineServer, chat_body, run_fake_server, stream_data
 
 TOOL = {"type": "function", "function": {"name": "f"}}
-MARKED = ToolFormat("<c>", "</c>", "arguments")
+MARKED = ToolFormat("<c>", "</c>")
 # JSON, or nearly, that names no function or whose arguments no JSON can hold.
 NO_CALLS = [
     "[]",
@@ -72,7 +73,7 @@ def test_streams_and_whole_answers_have_the_same_calls(
 
 
 def test_a_form_without_marks_reads_text_that_names_no_function(marked: EngineServer) -> None:
-    marked.engine.codec.tool_format = ToolFormat("", "", "parameters")
+    marked.engine.codec.tool_format = TOOL_FORMATS["llama3"]
     said = '{"name":[],"parameters":{}}'
     body = chat_body(
         messages=[{"role": "assistant", "content": said[::-1]}], tools=[TOOL], max_tokens=60

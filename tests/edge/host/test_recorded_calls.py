@@ -1,0 +1,96 @@
+"""Every format of calls, on recorded answers: streamed they say what they say as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from tangram.engine.text.formats import TOOL_FORMATS
+from tangram.serve.calls import Call, CallReader
+from tests.recorded_calls import ARGUMENTS, CITY, RECORDED
+
+SCHEMAS = {
+    "look": {"type": "object", "properties": {"city": {"type": "string"}, "deep": {}}},
+    "stop": {"type": "object"},
+}
+CALLS = [("look", ARGUMENTS), ("stop", {})]
+Part = str | tuple[str, object]
+
+
+def read(name: str, pieces: Sequence[str]) -> list[Part]:
+    """Text that follows on text as one, calls by name and arguments."""
+    reader = CallReader(TOOL_FORMATS[name], SCHEMAS.keys(), SCHEMAS)
+    found: list[Part] = []
+    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
+        if isinstance(part, Call):
+            found.append((part.name, json.loads(part.arguments)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += part
+        elif part:
+            found.append(part)
+    return found
+
+
+def test_every_format_has_a_recorded_answer() -> None:
+    # Harmony's answers are messages, with tests of their own.
+    assert RECORDED.keys() == TOOL_FORMATS.keys() - {"harmony"}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_streamed_answers_are_whole_answers_at_every_cut(name: str) -> None:
+    form, calls = TOOL_FORMATS[name], RECORDED[name].calls
+    text, expected = calls, list(CALLS)
+    if form.begin:
+        text, expected = f"I look. \n{calls}", ["I look.", *CALLS]
+    if form.end:
+        text, expected = f"{text} Done <", [*expected, " Done <"]
+    assert read(name, [text]) == expected
+    assert read(name, list(text)) == expected
+    for cut in range(len(text)):
+        assert read(name, [text[:cut], text[cut:]]) == expected
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_cut_off_or_names_no_function_stays_text(name: str) -> None:
+    form, calls = TOOL_FORMATS[name], RECORDED[name].calls
+    unknown = calls.replace("look", "fly").replace("stop", "run")
+    assert read(name, [unknown]) == [unknown]
+    if form.end:
+        cut = calls[: calls.index(CITY[:3]) + 3]
+        assert read(name, list(cut)) == [cut]
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.end])
+def test_an_argument_may_say_the_marks(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    if name == "harmony":
+        return
+    said = f"{form.begin.strip()} or {form.end.strip()}"
+    calls = RECORDED[name].calls.replace("é", said)
+    deep = {**ARGUMENTS["deep"], "text": f"{said}, ]}}) '"}
+    assert read(name, list(calls)) == [("look", {"city": CITY, "deep": deep}), ("stop", {})]
+
+
+def test_kimis_calls_have_the_ids_that_they_are_written_with() -> None:
+    reader = CallReader(TOOL_FORMATS["kimi_k2"], SCHEMAS.keys())
+    said = [*reader.push([RECORDED["kimi_k2"].calls]), *reader.finish()]
+    assert [call.id for call in said if isinstance(call, Call)] == [
+        "functions.look:0",
+        "functions.stop:1",
+    ]
+
+
+@pytest.mark.parametrize("text", ["'it\\'s'", '"it\'s"', '"it\\u0027s"', "'it\\x27s'"])
+def test_texts_of_python_are_read_as_python_reads_them(text: str) -> None:
+    calls = f"<|tool_call_start|>[look(city={text}, deep=None)]<|tool_call_end|>"
+    assert read("lfm2", [calls]) == [("look", {"city": "it's", "deep": None})]
+
+
+@pytest.mark.parametrize(
+    "inside", ["city=[" * 5000, "city='a", "city=a", "city", "'a'", "city=1 2", "city=}"]
+)
+def test_what_is_no_call_of_python_stays_text(inside: str) -> None:
+    calls = f"<|tool_call_start|>[look({inside})]<|tool_call_end|>"
+    assert read("lfm2", [calls]) == [calls]

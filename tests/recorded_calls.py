@@ -1,0 +1,176 @@
+"""Answers with two calls, in every format that a row of `TOOL_FORMATS` describes.
+
+All are written by hand; none is an answer of a model. `TEMPLATE`: a test finds the format in a real
+template of such a model (`real_templates.py`). `UNPROVEN`: no package has one, so the text is after
+public descriptions, or only as the format is known; `cut_down_template` repeats the same belief.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CITY = 'São "Paulo"\nand \\ more'
+ARGUMENTS = {"city": CITY, "deep": {"list": [1, None, True], "text": "é, ]}) '"}}
+_CITY = '"São \\"Paulo\\"\\nand \\\\ more"'
+_DEEP = '{"list": [1, null, true], "text": "é, ]}) \'"}'
+_BOTH = f'{{"city": {_CITY}, "deep": {_DEEP}}}'
+_PYTHON = f"look(city={_CITY}, deep={_DEEP})"
+TEMPLATE, UNPROVEN = "real template", "unproven"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Two calls, of `look` with `ARGUMENTS` and of `stop` without any, and where they are from."""
+
+    source: str
+    calls: str
+
+
+def _write_tagged(begin: str, end: str, call: str, argument: str, *, shared: bool = False) -> str:
+    given = "".join(
+        argument.replace("KEY", key).replace("VALUE", value)
+        for key, value in (("city", CITY), ("deep", _DEEP))
+    )
+    both = [call.replace("NAME", "look").replace("GIVEN", given)]
+    both.append(call.replace("NAME", "stop").replace("GIVEN", ""))
+    return f"{begin}{''.join(both)}{end}" if shared else "\n".join(f"{begin}{c}{end}" for c in both)
+
+
+_HERMES = (
+    f'<tool_call>\n{{"name": "look", "arguments": {_BOTH}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+)
+_LISTED = f'[{{"name": "look", "arguments": {_BOTH}}}, {{"name": "stop", "arguments": {{}}}}]'
+RECORDED = {
+    "hermes": Recorded(TEMPLATE, _HERMES),  # of Qwen; Granite 4 and ERNIE 4.5 are unproven
+    "qwen3_coder": Recorded(
+        TEMPLATE,
+        _write_tagged(
+            "<tool_call>\n",
+            "\n</tool_call>",
+            "<function=NAME>\nGIVEN</function>",
+            "<parameter=KEY>\nVALUE\n</parameter>\n",
+        ),
+    ),
+    "glm45": Recorded(
+        TEMPLATE,
+        _write_tagged(
+            "<tool_call>",
+            "</tool_call>",
+            "NAME\nGIVEN",
+            "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+        ),
+    ),
+    "glm47": Recorded(
+        UNPROVEN,
+        _write_tagged(
+            "<tool_call>",
+            "</tool_call>",
+            "NAMEGIVEN",
+            "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
+        ).replace(">\n<tool_call", "><tool_call"),
+    ),
+    "seed_oss": Recorded(
+        UNPROVEN,
+        _write_tagged(
+            "<seed:tool_call>\n",
+            "\n</seed:tool_call>",
+            "<function=NAME>\nGIVEN</function>",
+            "<parameter=KEY>VALUE</parameter>\n",
+        ),
+    ),
+    "minimax_m2": Recorded(
+        UNPROVEN,
+        _write_tagged(
+            "<minimax:tool_call>\n",
+            "</minimax:tool_call>",
+            '<invoke name="NAME">\nGIVEN</invoke>\n',
+            '<parameter name="KEY">VALUE</parameter>\n',
+            shared=True,
+        ),
+    ),
+    "mistral": Recorded(TEMPLATE, f"[TOOL_CALLS]{_LISTED}"),
+    "mistral_named": Recorded(UNPROVEN, f"[TOOL_CALLS]look[ARGS]{_BOTH}[TOOL_CALLS]stop[ARGS]{{}}"),
+    "deepseek_v3": Recorded(
+        TEMPLATE,
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{_BOTH}\n```"
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n{}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": Recorded(
+        UNPROVEN,
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{_BOTH}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": Recorded(
+        UNPROVEN,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        f"<|tool_call_argument_begin|>{_BOTH}<|tool_call_end|><|tool_call_begin|>functions.stop:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "command": Recorded(
+        UNPROVEN,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": '
+        f'{_BOTH}}},\n    {{"tool_call_id": "1", "tool_name": "stop", "parameters": {{}}}}\n]'
+        "<|END_ACTION|>",
+    ),
+    "phi4_mini": Recorded(UNPROVEN, f"<|tool_call|>{_LISTED}<|/tool_call|>"),
+    "granite": Recorded(UNPROVEN, f"<|tool_call|>{_LISTED}"),
+    "functools": Recorded(UNPROVEN, f"functools{_LISTED}"),
+    "lfm2": Recorded(TEMPLATE, f"<|tool_call_start|>[{_PYTHON}, stop()]<|tool_call_end|>"),
+    "olmo3": Recorded(UNPROVEN, f"<function_calls>\n{_PYTHON}\nstop()\n</function_calls>"),
+    "gemma4": Recorded(
+        TEMPLATE,
+        f'<|tool_call>call:look{{city:<|"|>{CITY}<|"|>,deep:{{list:[1,null,true],'
+        'text:<|"|>é, ]}) \'<|"|>}}<tool_call|><|tool_call>call:stop{}<tool_call|>',
+    ),
+    "functiongemma": Recorded(
+        UNPROVEN,
+        f"<start_function_call>call:look{{city:<escape>{CITY}<escape>,deep:{{list:[1,null,true],"
+        "text:<escape>é, ]}) '<escape>}}<end_function_call>"
+        "<start_function_call>call:stop{}<end_function_call>",
+    ),
+    "llama3": Recorded(
+        TEMPLATE,
+        f'{{"name": "look", "parameters": {_BOTH}}}; {{"name": "stop", "parameters": {{}}}}',
+    ),
+    "pythonic": Recorded(UNPROVEN, f"[{_PYTHON}, stop()]"),
+}
+
+
+_WRITTEN = {
+    "glm47": "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
+    "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
+    '{% for k, v in f.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n'
+    "{% endfor %}</invoke>\n</minimax:tool_call>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"
+    "{{ '' + f.arguments }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ f.name }}", '
+    '"parameters": {{ f.arguments | tojson }}}\n]<|END_ACTION|>',
+    "phi4_mini": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]'
+    "<|/tool_call|>",
+    "granite": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
+    "functools": 'functools[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
+    "olmo3": "<function_calls>\n{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+    "{{ v | tojson }}{% endfor %})\n</function_calls>",
+    "functiongemma": "<start_function_call>call:{{ f.name + '{' }}"
+    "{% for k, v in f.arguments.items() %}{{ k }}:{{ v }}{% endfor %}}<end_function_call>",
+    "pythonic": "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{% endfor %})]",
+}
+CUT_DOWN = list(_WRITTEN)
+
+
+def cut_down_template(name: str) -> str:
+    """A template that shows tools, and writes one call as documented for the format `name`."""
+    return (
+        "{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        f"{_WRITTEN[name]}{{% endfor %}}\n{{%- endfor %}}"
+    )
