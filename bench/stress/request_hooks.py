@@ -87,6 +87,8 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
+    if body.get("continue_final_message"):
+        changed["add_generation_prompt"] = None
     if body.get("min_tokens"):
         changed["min_tokens"] = None if changed.get("response_format") or body.get("stop") else 1
     if path == CHAT:

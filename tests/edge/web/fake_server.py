@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from tests.edge.web.fake_cache import (
 from tests.running import run_app
 
 MODEL = "fake-model"
+WATCHED_S = 30.0  # until a page that was opened watches
 SAMPLING = SamplingValues(temperature=0.2, top_p=0.9)
 HOSTILE = """Look: <img src=x onerror="window.pwned = 1"> <script>window.pwned = 2</script>
 
@@ -78,8 +80,14 @@ class FakeServer:
         self.cache = FakeCache(self.pages, self.ways, drafts=self.drafts)
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
-        """Send an event to all who watch, from another thread; "end" ends their streams."""
-        assert self.loop is not None
+        """Send an event to all who watch, from another thread; "end" ends their streams.
+
+        Waits until somebody does: a page that has been opened may not yet.
+        """
+        deadline = time.monotonic() + WATCHED_S
+        while self.loop is None or not self.cache.watchers:
+            assert time.monotonic() < deadline, "nobody watches"
+            time.sleep(0.01)
         self.loop.call_soon_threadsafe(self.cache.tell, event, data)
 
 
@@ -112,6 +120,7 @@ def make_app(server: FakeServer) -> FastAPI:
         given = request.headers.get("authorization")
         if path.startswith("/v1") and server.key is not None and given != f"Bearer {server.key}":
             return JSONResponse({"error": {"message": "no API key, or a wrong one"}}, 401)
+        server.loop = asyncio.get_running_loop()
         response: Response = await go_on(request)
         return response
 
@@ -130,7 +139,6 @@ def _add_chat(app: FastAPI, server: FakeServer) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        server.loop = asyncio.get_running_loop()
         body = await request.json()
         server.bodies.append(body)
         name = uuid.uuid4().hex

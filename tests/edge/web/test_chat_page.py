@@ -313,6 +313,7 @@ def test_a_server_that_comes_back_with_another_model_is_asked_for_that(
     watched: WatchedPage, fake: FakeServer
 ) -> None:
     page = watched.page
+    page.get_by_text(", connected").wait_for(state="attached")
     fake.model = "another-model"
     fake.tell("end", {})
     page.get_by_text("another-model, connected").wait_for()
