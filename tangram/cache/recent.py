@@ -1,4 +1,4 @@
-"""Recent conversations: why less of a prompt was found in the prefix cache than had been there.
+"""Recent conversations: why a prompt lost its prefix.
 
 A prompt is compared with the conversations of its own domain alone: one client, one salt, one
 profile. It has *diverged* from one if it differs at a token and goes on with the same text behind

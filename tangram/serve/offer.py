@@ -1,4 +1,4 @@
-"""The tools that an answer may call, each with the schema that its arguments are held to.
+"""The tools that an answer may call, and their schemas.
 
 Where the model may choose whether it calls, a schema that cannot be followed fails no request: the
 arguments of that tool are any object, and the answer has a warning.
