@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tangram.serve import sending
-from tangram.types import CallStyle, ThinkingFormat, ToolFormat
+from tangram.types import ThinkingFormat, ToolFormat
 from tests.mentions import mentions
 
 from .conftest import CHAT, MODEL, USER, EngineServer, run_fake_server, scrape
@@ -30,7 +30,7 @@ def thinker() -> Iterator[EngineServer]:
     """Its model marks thoughts and calls, and says what it is asked, backwards."""
     with run_fake_server() as server:
         server.engine.codec.thinking_format = ThinkingFormat("<t>", "</t>")
-        server.engine.codec.tool_format = ToolFormat("<c>", "</c>", "arguments", CallStyle.OBJECT)
+        server.engine.codec.tool_format = ToolFormat("<c>", "</c>")
         yield server
 
 
