@@ -370,12 +370,13 @@ class ThinkingFormat:
     """How a model marks its thoughts before it answers: `begin`, the thought, `end`.
 
     With `channels` (Harmony) an answer is a list of messages, and those between these marks are
-    thoughts.
+    thoughts. With `blocks` the template takes a past thought as a block of the message's content.
     """
 
     begin: str
     end: str
     channels: bool = False
+    blocks: bool = False
 
 
 @dataclass(frozen=True)

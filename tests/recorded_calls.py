@@ -1,8 +1,10 @@
 """Answers with two calls, in every format that a row of `TOOL_FORMATS` describes.
 
 All are written by hand; none is an answer of a model. `TEMPLATE`: a test finds the format in a real
-template of such a model (`real_templates.py`). `UNPROVEN`: no package has one, so the text is after
-public descriptions, or only as the format is known; `cut_down_template` repeats the same belief.
+template of such a model (`real_templates.py`). `CHECKED`: no package has one; by hand a public
+template, by the model's maker or vLLM, was rendered, and its calls were read back. `UNPROVEN`:
+after public descriptions, or only as the format is known. For both of these `cut_down_template`
+repeats what was seen or believed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ _DEEP = '{"list": [1, null, true], "text": "é, ]}) \'"}'
 _BOTH = f'{{"city": {_CITY}, "deep": {_DEEP}}}'
 _PYTHON = f"look(city={_CITY}, deep={_DEEP})"
 TEMPLATE, UNPROVEN = "real template", "unproven"
+CHECKED = "checked by hand against the public template, 2026-11-30"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ _HERMES = (
 )
 _LISTED = f'[{{"name": "look", "arguments": {_BOTH}}}, {{"name": "stop", "arguments": {{}}}}]'
 RECORDED = {
-    "hermes": Recorded(TEMPLATE, _HERMES),  # of Qwen; Granite 4 and ERNIE 4.5 are unproven
+    "hermes": Recorded(TEMPLATE, _HERMES),  # Granite 4: checked by hand; ERNIE 4.5: unproven
     "qwen3_coder": Recorded(
         TEMPLATE,
         _write_tagged(
@@ -62,7 +65,7 @@ RECORDED = {
         ),
     ),
     "glm47": Recorded(
-        UNPROVEN,
+        CHECKED,
         _write_tagged(
             "<tool_call>",
             "</tool_call>",
@@ -70,8 +73,9 @@ RECORDED = {
             "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
         ).replace(">\n<tool_call", "><tool_call"),
     ),
+    # Its template writes nested values as Python does, which is read too.
     "seed_oss": Recorded(
-        UNPROVEN,
+        CHECKED,
         _write_tagged(
             "<seed:tool_call>\n",
             "\n</seed:tool_call>",
@@ -80,7 +84,7 @@ RECORDED = {
         ),
     ),
     "minimax_m2": Recorded(
-        UNPROVEN,
+        CHECKED,
         _write_tagged(
             "<minimax:tool_call>\n",
             "</minimax:tool_call>",
@@ -90,7 +94,7 @@ RECORDED = {
         ),
     ),
     "mistral": Recorded(TEMPLATE, f"[TOOL_CALLS]{_LISTED}"),
-    "mistral_named": Recorded(UNPROVEN, f"[TOOL_CALLS]look[ARGS]{_BOTH}[TOOL_CALLS]stop[ARGS]{{}}"),
+    "mistral_named": Recorded(CHECKED, f"[TOOL_CALLS]look[ARGS]{_BOTH}[TOOL_CALLS]stop[ARGS]{{}}"),
     "deepseek_v3": Recorded(
         TEMPLATE,
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{_BOTH}\n```"
@@ -98,27 +102,30 @@ RECORDED = {
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     "deepseek_v31": Recorded(
-        UNPROVEN,
+        CHECKED,
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{_BOTH}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     "kimi_k2": Recorded(
-        UNPROVEN,
+        CHECKED,
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
         f"<|tool_call_argument_begin|>{_BOTH}<|tool_call_end|><|tool_call_begin|>functions.stop:1"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "command": Recorded(
-        UNPROVEN,
+        CHECKED,
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": '
         f'{_BOTH}}},\n    {{"tool_call_id": "1", "tool_name": "stop", "parameters": {{}}}}\n]'
         "<|END_ACTION|>",
     ),
+    # llama.cpp's template asks for single calls between these marks, which is read too.
     "phi4_mini": Recorded(UNPROVEN, f"<|tool_call|>{_LISTED}<|/tool_call|>"),
+    # Granite 3.3's template asks for this mark and "a JSON list"; it writes no past calls.
     "granite": Recorded(UNPROVEN, f"<|tool_call|>{_LISTED}"),
+    # vLLM's template for Phi-4-mini asks for this; it writes past calls without the mark.
     "functools": Recorded(UNPROVEN, f"functools{_LISTED}"),
     "lfm2": Recorded(TEMPLATE, f"<|tool_call_start|>[{_PYTHON}, stop()]<|tool_call_end|>"),
-    "olmo3": Recorded(UNPROVEN, f"<function_calls>\n{_PYTHON}\nstop()\n</function_calls>"),
+    "olmo3": Recorded(CHECKED, f"<function_calls>\n{_PYTHON}\nstop()\n</function_calls>"),
     "gemma4": Recorded(
         TEMPLATE,
         f'<|tool_call>call:look{{city:<|"|>{CITY}<|"|>,deep:{{list:[1,null,true],'
@@ -134,7 +141,8 @@ RECORDED = {
         TEMPLATE,
         f'{{"name": "look", "parameters": {_BOTH}}}; {{"name": "stop", "parameters": {{}}}}',
     ),
-    "pythonic": Recorded(UNPROVEN, f"[{_PYTHON}, stop()]"),
+    # Plain values only: vLLM's template for Llama 4 escapes no quotes, and quotes nested values.
+    "pythonic": Recorded(CHECKED, f"[{_PYTHON}, stop()]"),
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tangram.engine.text.answer_text import spell
 from tangram.engine.text.formats import loosen, split_shape
-from tangram.serve.json_text import QuotedTexts
+from tangram.serve.json_text import QuotedTexts, refuse_constant
 from tangram.serve.literals import read_literal_calls
 from tangram.serve.tagged import is_unfinished, read_tagged_calls
 from tangram.types import CallStyle, Piece, ToolFormat
@@ -197,13 +197,9 @@ def arguments_json(arguments: Any) -> str | None:
 def read_call_json(text: str) -> Any:
     """The JSON value in `text`; None if it is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _read_calls(
@@ -218,11 +214,9 @@ def _read_calls(
         inside = _unwrap(text.strip(), form)
         yield from ((*call, {}) for call in read_literal_calls(inside, form))
     elif form.begin:
-        value = read_call_json(text)
-        listed = value if isinstance(value, list) else [None]
-        yield from (
-            (*_read_names(call, form), {}) for call in (listed if form.brackets else [value])
-        )
+        value = read_call_json(text)  # a call may come without the list around it
+        listed = value if form.brackets and isinstance(value, list) else [value]
+        yield from ((*_read_names(call, form), {}) for call in listed)
     else:
         yield from ((*_read_names(call, form), {}) for call in _objects(text))
 
@@ -236,7 +230,7 @@ def _unwrap(text: str, form: ToolFormat) -> str:
 
 def _read_named(text: str, form: ToolFormat) -> Iterator[tuple[Any, Any, Mapping[str, str]]]:
     (head, tail), at = _named_patterns(form), 0
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
     while at < len(text.rstrip()):
         found = head.match(text, at)
         try:
@@ -270,7 +264,7 @@ def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
 
 def _objects(text: str) -> Iterator[Any]:
     """JSON values separated by semicolons or spaces; None for a malformed value."""
-    decoder, at = json.JSONDecoder(parse_constant=_refuse_constant), _end_of_gap(text, 0)
+    decoder, at = json.JSONDecoder(parse_constant=refuse_constant), _end_of_gap(text, 0)
     while at < len(text):
         try:
             value, end = decoder.raw_decode(text, at)

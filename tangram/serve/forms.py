@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Self
 
 from tangram.engine.text.codec import TextCodec
+from tangram.engine.text.thinking import write_blocks
 from tangram.errors import RequestError
 from tangram.serve.calls import CallReader
 from tangram.serve.structured import Tool
@@ -68,10 +69,12 @@ class AnswerForm:
     def adapt_message(self, message: dict[str, Any], field: str) -> dict[str, Any]:
         """`message` as the template takes it.
 
-        Some take arguments as text. That of GPT-OSS shows one text and one call: raises
-        `RequestError` (`field`) for more calls.
+        Some take arguments as text, some a thought as a block. That of GPT-OSS shows one text and
+        one call: raises `RequestError` (`field`) for more calls.
         """
-        calls = message.get("tool_calls", ())
+        calls, thought = message.get("tool_calls", ()), message.get("reasoning_content")
+        if thought and self.thinking is not None and self.thinking.blocks:
+            message = message | {"content": write_blocks(thought, message["content"])}
         if calls and self.tools is not None and self.tools.text_arguments:
             return message | {"tool_calls": list(map(_write_arguments, calls))}
         if not (self.channels and calls):
@@ -84,7 +87,7 @@ class AnswerForm:
                 ),
                 f"{field}.tool_calls",
             )
-        texts = [message.get("reasoning_content"), message["content"]]
+        texts = [thought, message["content"]]
         if not all(texts):
             return message
         return message | {"reasoning_content": "\n".join(map(str, texts)), "content": ""}

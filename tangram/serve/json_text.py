@@ -14,6 +14,11 @@ from tangram.serve.body import Json
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
+def refuse_constant(constant: str) -> float:
+    """For `parse_constant` of `json`: raises `ValueError`, for JSON has no NaN and no infinity."""
+    raise ValueError(f"{constant} is no JSON")
+
+
 class QuotedTexts:
     """Whether a text that arrives in parts is inside a quoted text at its end.
 

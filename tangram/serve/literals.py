@@ -14,6 +14,7 @@ from typing import Any
 
 from tangram.engine.text.formats import split_shape
 from tangram.serve.json_schema import json_rule
+from tangram.serve.json_text import refuse_constant
 from tangram.serve.schema_parts import (
     DEFINITIONS,
     NOTES,
@@ -31,7 +32,7 @@ _GAP, _WORD = re.compile(r"\s*"), re.compile(r"[^\s,:=\[\]{}()\"'<]+")
 _PYTHON_TEXT = re.compile(r"'((?:\\.|[^'\\])*)'|\"((?:\\.|[^\"\\])*)\"", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
-_CLOSING = {"[": "]", "{": "}"}
+_NO_MARKS = ToolFormat("", "")
 
 
 class _MalformedError(ValueError):
@@ -48,6 +49,11 @@ def read_literal_calls(text: str, form: ToolFormat) -> Iterator[tuple[Any, Any]]
             yield None, None
             return
         yield name, arguments
+
+
+def read_python_value(text: str) -> Any:
+    """The value that `text` writes as Python does. Raises `ValueError` if it is no such value."""
+    return _Reader(text, _NO_MARKS).whole()
 
 
 @cache
@@ -75,6 +81,13 @@ class _Reader:
             raise _MalformedError
         arguments, at = self._pairs(found.end(), equals, closing, 1)
         return found[1], arguments, at
+
+    def whole(self) -> Any:
+        """The value that is all of the text."""
+        value, at = self._value(0, 1)
+        if self._after_gap(at) < len(self._text):
+            raise _MalformedError
+        return value
 
     def _pairs(self, at: int, equals: str, closing: str, level: int) -> tuple[dict[str, Any], int]:
         pairs: dict[str, Any] = {}
@@ -120,7 +133,7 @@ class _Reader:
         if word in _WORDS:
             return _WORDS[word], found.end()
         try:
-            return json.loads(word), found.end()
+            return json.loads(word, parse_constant=refuse_constant), found.end()
         except ValueError as error:
             raise _MalformedError from error
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from tangram.engine.text.formats import loosen, split_shape
 from tangram.serve.json_schema import json_rule
+from tangram.serve.json_text import refuse_constant
+from tangram.serve.literals import read_python_value
 from tangram.serve.schema_parts import (
     DEFINITIONS,
     KINDS,
@@ -31,7 +34,6 @@ from tangram.serve.schema_parts import (
 )
 from tangram.types import ToolFormat
 
-_PYTHON = {"True": True, "False": False, "None": None}
 _NAMES = re.compile(r"[^<>\n]+")
 
 
@@ -89,13 +91,20 @@ def _value(text: str, schema: Any) -> Any:
     allowed = types_of(schema)
     if allowed == {"string"}:
         return text
-    try:
-        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    value = _read(text)
     kind = KINDS[type(value)]
     fits = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
     return value if fits else text
+
+
+def _read(text: str) -> Any:
+    """The value that `text` writes as JSON or as Python does, else the text."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text, parse_constant=refuse_constant)
+    with suppress(ValueError):
+        value = read_python_value(text)
+        return text if isinstance(value, str) else value
+    return text
 
 
 def make_tagged_rules(

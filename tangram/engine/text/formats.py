@@ -103,7 +103,7 @@ TOOL_FORMATS = {
         "$key=$value",
         between=", ",
         brackets=("[", "]"),
-        told="<|tool_list_start|>",
+        told="List of tools: ",
     ),
     "olmo3": ToolFormat(
         "<function_calls>\n",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tangram.engine.text.formats import THINKING_FORMATS
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 _THOUGHT, _ANSWER = "tangram_thought", "tangram_answer"
 _QUESTION = {"role": "user", "content": "a"}
 _REPLY = {"role": "assistant", "content": _ANSWER}
-_FINAL = f"<|channel|>final<|message|>{_ANSWER}"
+_LATER = {"role": "assistant", "content": "b"}  # some keep what the last message thinks
+_FINAL = re.escape(f"<|channel|>final<|message|>{_ANSWER}")
 _FUNCTION = {"name": "a", "arguments": {}}
 _CALLS = {"tool_calls": [{"id": "call00000", "type": "function", "function": _FUNCTION}]}
 
@@ -26,20 +29,35 @@ def thinking_format(template: ChatTemplate, name: str = "auto") -> ThinkingForma
     text that looks like a mark is ordinary text.
     """
     if name != "auto":
-        return THINKING_FORMATS[name]
-    thought = _REPLY | {"reasoning_content": _THOUGHT}
-    for reply in (thought, thought | _CALLS):  # some write it before a call only
-        written = template.render_example([_QUESTION, reply])
-        if _FINAL in written:
-            return THINKING_FORMATS["harmony"]
-        for form in THINKING_FORMATS.values():
-            begin, end = map(re.escape, (form.begin, form.end))
-            if re.search(rf"{begin}\s*{_THOUGHT}\s*{end}", written):
-                return form
+        named = THINKING_FORMATS[name]
+        return _find_written(template, [named]) or named
+    if found := _find_written(template, THINKING_FORMATS.values()):
+        return found
     prompt = template.render_example([_QUESTION], add_generation_prompt=True).rstrip()
     for form in THINKING_FORMATS.values():
         if prompt.endswith(form.begin):
             return form
     tagged = _REPLY | {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
-    past = template.render_example([_QUESTION, tagged, _QUESTION])
+    past = template.render_example([_QUESTION, tagged, _QUESTION, _LATER, _QUESTION])
     return THINKING_FORMATS["think"] if _ANSWER in past and _THOUGHT not in past else None
+
+
+def write_blocks(thought: str, text: str) -> list[dict[str, str]]:
+    """The content of a message that says `text` after `thought`."""
+    return [{"type": "thinking", "thinking": thought}, {"type": "text", "text": text}]
+
+
+def _find_written(
+    template: ChatTemplate, forms: Collection[ThinkingFormat]
+) -> ThinkingFormat | None:
+    """The one of `forms` in which `template` writes past thoughts; None for none of them."""
+    thought = _REPLY | {"reasoning_content": _THOUGHT}
+    blocks = _REPLY | {"content": write_blocks(_THOUGHT, _ANSWER)}
+    for reply in (thought, thought | _CALLS, blocks):  # some write it before a call only
+        written = template.render_example([_QUESTION, reply])
+        for form in forms:
+            begin, end = map(re.escape, (form.begin, form.end))
+            pattern = _FINAL if form.channels else rf"{begin}\s*{_THOUGHT}\s*{end}"
+            if re.search(pattern, written):
+                return replace(form, blocks=reply is blocks)
+    return None

@@ -39,7 +39,7 @@ _HOLES = {
     "index": r"\d+",
     "callid": r"(?:\[CALL_ID\]\w+)?",
     "key": "key",
-    "value": "1",
+    "value": '"?1"?',  # some templates quote every value
 }
 # Control tokens of these forms, and those of them that begin the head of a message.
 _HEADS = ("<|start|>", "<|channel|>", "<|constrain|>")

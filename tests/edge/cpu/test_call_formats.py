@@ -41,6 +41,7 @@ _ANY = (
     '<minimax:tool_call>\n<invoke name="go">\n<parameter name="to">a</parameter>\n</invoke>\n'
     "</minimax:tool_call>"
 )
+_ANSWER = {"role": "assistant", "content": "Sun."}
 NAMES = [name for name in RECORDED if TOOL_FORMATS[name].begin]
 CONTROLS = [
     *("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>", "<arg_key>"),
@@ -119,6 +120,51 @@ def test_the_format_is_told_from_a_cut_down_template(name: str) -> None:
     assert bare(codec.tool_format) == bare(TOOL_FORMATS[name])
     assert codec.tool_format is not None
     assert codec.tool_format.text_arguments == (name == "deepseek_v31")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "calls"),
+    [
+        ("lfm2", "List of tools: [", ""),
+        ("lfm2", "List of tools: <|tool_list_start|>[", ""),
+        ("pythonic", "", '[{{ f.name }}(key="{{ f.arguments.key }}")]'),
+    ],
+)
+def test_the_format_is_told_where_templates_write_past_calls_badly_or_not(
+    name: str, begin: str, calls: str
+) -> None:
+    codec = codec_of(
+        f"{{%- if tools %}}{begin}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}"
+        "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        f"{calls}{{% endfor %}}{{% endfor %}}"
+    )
+    assert bare(codec.tool_format) == TOOL_FORMATS[name]
+
+
+@pytest.mark.parametrize("named", ["auto", "mistral"])
+def test_templates_that_take_thoughts_as_blocks_get_them_so(named: str) -> None:
+    codec = codec_of(
+        "{%- for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for b in m.content %}{% if b.type == 'thinking' %}[THINK]{{ b.thinking }}"
+        "[/THINK]{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    codec = TextCodec(codec.tokenizer, thinking_format=named)
+    assert codec.thinking_format == replace(THINKING_FORMATS["mistral"], blocks=True)
+    form = AnswerForm.of(codec)
+    turn = {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."}
+    for message, shown in ((turn, "[THINK]Hm.[/THINK]Sun."), (_ANSWER, "Sun.")):
+        text = "".join(codec.render_chat([form.adapt_message(message, "messages[0]")]))
+        assert text == f"<assistant>{shown}"
+
+
+def test_templates_that_remove_all_but_the_last_thought_tell_its_marks() -> None:
+    codec = codec_of(
+        "{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+        "{{ m.content if loop.index0 == ns.last else m.content.split('</think>')[-1] }}"
+        "{% endfor %}"
+    )
+    assert codec.thinking_format == THINKING_FORMATS["think"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -94,3 +94,31 @@ def test_texts_of_python_are_read_as_python_reads_them(text: str) -> None:
 def test_what_is_no_call_of_python_stays_text(inside: str) -> None:
     calls = f"<|tool_call_start|>[look({inside})]<|tool_call_end|>"
     assert read("lfm2", [calls]) == [calls]
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("{'list': [1, None, True], 'text': \"it's\"}", {"list": [1, None, True], "text": "it's"}),
+        ("['a', {'b': -2.5}]", ["a", {"b": -2.5}]),
+        ("None", None),
+        ("'a'", "'a'"),
+        ("{'a': 1} and more", "{'a': 1} and more"),
+        ("{'a': " * 5000, "{'a': " * 5000),
+        ("NaN", "NaN"),
+        ("-Infinity", "-Infinity"),
+    ],
+)
+@pytest.mark.parametrize("name", ["seed_oss", "qwen3_coder", "glm45"])
+def test_a_bare_value_may_be_written_as_python_does(name: str, said: str, value: object) -> None:
+    deep = json.dumps(ARGUMENTS["deep"], ensure_ascii=False)
+    calls = RECORDED[name].calls.replace(deep, said)
+    assert read(name, [calls]) == [("look", {"city": CITY, "deep": value}), ("stop", {})]
+
+
+@pytest.mark.parametrize("name", ["mistral", "command", "phi4_mini", "granite", "functools"])
+def test_a_call_may_come_without_the_list_around_it(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    call = form.call.replace("$name", "look").replace("$arguments", '{"city": "Rome"}')
+    assert read(name, [f"{form.begin}{call}{form.end}"]) == [("look", {"city": "Rome"})]
+    assert read(name, [f"{form.begin}7{form.end}"]) == [f"{form.begin}7{form.end}"]

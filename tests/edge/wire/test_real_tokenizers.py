@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.real_templates import MISTRAL_LISTS, real_template
 from tests.real_tokenizers import add_tokenizer
+from tests.recorded_calls import cut_down_template
 
 from .conftest import CHAT, MODEL, chat_body, stream_data
 from .scripted import ScriptedServer, run_scripted_server
@@ -60,6 +61,14 @@ FAMILIES = {
         MISTRAL_LISTS["mistral-7b-instruct-v0.3"],
         f"[TOOL_CALLS] [{LOOK}]",
         ordinary=False,
+    ),
+    # Its own template shows no tools.
+    "DeepSeek": TokenizerFamily(
+        "deepseek_v3",
+        cut_down_template("deepseek_v31"),
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
+        '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        before="I look.",
     ),
     "GPT-OSS": TokenizerFamily(
         "gptoss",
@@ -190,7 +199,11 @@ def test_marks_that_ordinary_tokens_spell(served: ServedFamily, choice: str) -> 
 def test_several_calls(served: ServedFamily) -> None:
     family = served.family
     second = ', {"name": "stop", "arguments": {}}]'
+    end = "<｜tool▁call▁end｜>"
     several = {
+        "Deepseek": family.call.replace(
+            end, f"{end}<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{{}}{end}"
+        ),
         "Mistral": family.call[:-1] + second,
         "Qwen": f"{family.call}\n<tool_call>\n{second[2:-1]}\n</tool_call>",
     }.get(family.tokenizer.partition("_")[0].rstrip("23").title())
