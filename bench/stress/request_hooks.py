@@ -88,7 +88,10 @@ def fitting(path: str, body: Fields) -> Fields:
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
     if body.get("continue_final_message"):
-        changed["add_generation_prompt"] = None
+        changed |= dict.fromkeys(("add_generation_prompt", "tools", "continue_final_message"))
+        if body.get("messages"):
+            begun = {"role": "assistant", "content": "So"}
+            changed |= {"messages": [*changed["messages"], begun], "continue_final_message": True}
     if body.get("min_tokens"):
         changed["min_tokens"] = None if changed.get("response_format") or body.get("stop") else 1
     if path == CHAT:
@@ -111,6 +114,8 @@ def fitting(path: str, body: Fields) -> Fields:
             changed["echo"] = False
     if path == "/tokenize":
         changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
+        if not body.get("messages"):
+            changed |= dict.fromkeys(("add_generation_prompt", "continue_final_message"))
         changed |= (
             {"prompt": None}
             if body.get("messages")

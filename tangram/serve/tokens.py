@@ -35,9 +35,10 @@ class TokenizeRequest(PromptEnd):
             raise wrong_field("prompt", "send either 'prompt' or 'messages'")
         if self.messages is not None:
             self.check_end(self.messages)
-        elif named := self.model_fields_set & PromptEnd.model_fields.keys():
-            name = min(named)
-            raise wrong_field(name, f"'{name}' goes with 'messages' only: leave it out")
+        else:
+            for name, field in PromptEnd.model_fields.items():
+                if getattr(self, name) != field.default:
+                    raise wrong_field(name, f"'{name}' goes with 'messages' only: leave it out")
         if self.chat_template_kwargs and self.messages is None:
             raise wrong_field(FIELD, f"'{FIELD}' goes with 'messages' only: leave it out")
         always = self.messages is None
