@@ -9,8 +9,13 @@ repeats what was seen or believed.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tangram.serve.calls import Call, CallReader
+
+Part = str | tuple[str, object]
 CITY = 'São "Paulo"\nand \\ more'
 ARGUMENTS = {"city": CITY, "deep": {"list": [1, None, True], "text": "é, ]}) '"}}
 _CITY = '"São \\"Paulo\\"\\nand \\\\ more"'
@@ -19,6 +24,19 @@ _BOTH = f'{{"city": {_CITY}, "deep": {_DEEP}}}'
 _PYTHON = f"look(city={_CITY}, deep={_DEEP})"
 TEMPLATE, UNPROVEN = "real template", "unproven"
 CHECKED = "checked by hand against the public template, 2026-11-30"
+
+
+def read_parts(reader: CallReader, pieces: Sequence[str]) -> list[Part]:
+    """Text that follows on text as one, calls by name and arguments."""
+    found: list[Part] = []
+    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
+        if isinstance(part, Call):
+            found.append((part.name, json.loads(part.arguments)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += part
+        elif part:
+            found.append(part)
+    return found
 
 
 @dataclass(frozen=True)

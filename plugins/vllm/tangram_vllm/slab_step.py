@@ -235,7 +235,7 @@ class ChunkSealing(NamedTuple):
 class SlabStep:
     """One step on the device; its `launch` runs the attention of each layer.
 
-    `sealing` is there if chunks end, or tokens are noted. `width` tokens of the flattened batch are
+    `keeping` None keeps everything. `width` tokens of the flattened batch are
     those of the launch, which may be more than the step has, where they are only padding. `order`
     says where the launch has the tokens of the flattened batch; None if they lie so.
     """

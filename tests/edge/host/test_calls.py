@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.engine.text.formats import TOOL_FORMATS
-from tangram.serve.calls import Call, CallReader
+from tangram.serve.calls import CallReader
 from tangram.types import ToolFormat
+from tests.recorded_calls import Part, read_parts
 
 HERMES = TOOL_FORMATS["hermes"]
 LLAMA = TOOL_FORMATS["llama3"]
@@ -23,21 +24,10 @@ SPELLED = json.dumps({"name": "look", "arguments": {"tag": '<tool_call> "</tool_
 NAMES_MARKS = f"<tool_call>{SPELLED}</tool_call>"
 LISTED = TOOL_FORMATS["mistral"]
 LISTS_MARKS = '[TOOL_CALLS] [{"name": "look", "arguments": {"tag": "[TOOL_CALLS]"}}]'
-Part = str | tuple[str, dict[str, object]]
 
 
 def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
-    """Text that follows on text as one, calls by name and arguments."""
-    reader = CallReader(form, NAMES)
-    found: list[Part] = []
-    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
-        if isinstance(part, Call):
-            found.append((part.name, json.loads(part.arguments)))
-        elif found and isinstance(found[-1], str):
-            found[-1] += part
-        elif part:
-            found.append(part)
-    return found
+    return read_parts(CallReader(form, NAMES), pieces)
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,17 @@ import pytest
 
 from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.serve.calls import Call, CallReader
-from tests.recorded_calls import ARGUMENTS, CITY, RECORDED
+from tests.recorded_calls import ARGUMENTS, CITY, RECORDED, Part, read_parts
 
 SCHEMAS = {
     "look": {"type": "object", "properties": {"city": {"type": "string"}, "deep": {}}},
     "stop": {"type": "object"},
 }
 CALLS = [("look", ARGUMENTS), ("stop", {})]
-Part = str | tuple[str, object]
 
 
 def read(name: str, pieces: Sequence[str]) -> list[Part]:
-    """Text that follows on text as one, calls by name and arguments."""
-    reader = CallReader(TOOL_FORMATS[name], SCHEMAS.keys(), SCHEMAS)
-    found: list[Part] = []
-    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
-        if isinstance(part, Call):
-            found.append((part.name, json.loads(part.arguments)))
-        elif found and isinstance(found[-1], str):
-            found[-1] += part
-        elif part:
-            found.append(part)
-    return found
+    return read_parts(CallReader(TOOL_FORMATS[name], SCHEMAS.keys(), SCHEMAS), pieces)
 
 
 def test_every_format_has_a_recorded_answer() -> None:
