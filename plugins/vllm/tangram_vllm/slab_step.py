@@ -127,7 +127,7 @@ class WholeChunks:
         """Keep what the scorer chooses of one layer of each chunk."""
         queries, keys, values = (x[self.tokens].transpose(0, 1) for x in new[:3])
         chunks = ChunkView(queries, keys, values, 0, layer, known.attention.scaling, known.rotary)
-        scores = step.sealing.score(chunks, self.starts, notes[self.tokens])
+        scores = step.require_sealing().score(chunks, self.starts, notes[self.tokens])
         step.seal(layer, self.rows, scores, keys, values)
 
 
@@ -158,7 +158,7 @@ class OpenChunk:
         chunk = ChunkView(
             queries, keys, values, start, layer, known.attention.scaling, known.rotary
         )
-        scores = step.sealing.score(chunk, [start], notes)
+        scores = step.require_sealing().score(chunk, [start], notes)
         step.seal(layer, slice(self.number, self.number + 1), scores, keys, values)
 
 
@@ -235,7 +235,7 @@ class ChunkSealing(NamedTuple):
 class SlabStep:
     """One step on the device; its `launch` runs the attention of each layer.
 
-    `keeping` None keeps everything. `width` tokens of the flattened batch are
+    `sealing` None keeps everything. `width` tokens of the flattened batch are
     those of the launch, which may be more than the step has, where they are only padding. `order`
     says where the launch has the tokens of the flattened batch; None if they lie so.
     """
@@ -243,19 +243,18 @@ class SlabStep:
     pool: KvPool
     tables: Tensor
     launch: Launch
-    keeping: ChunkSealing | None
+    sealing: ChunkSealing | None
     seals: Sequence[WholeChunks | OpenChunk]
     noting: Noting | None
     tokens: int
     width: int
     order: TokenOrder | None
 
-    @property
-    def sealing(self) -> ChunkSealing:
+    def require_sealing(self) -> ChunkSealing:
         """What stays of chunks. Raises `IntegrityError` where all of each does."""
-        if self.keeping is None:
+        if self.sealing is None:
             raise IntegrityError("a chunk is sealed of which everything stays")
-        return self.keeping
+        return self.sealing
 
     def attend(self, layer: int, new: NewTokens, out: Tensor, known: LayerRule) -> None:
         """Seal, note, append and attend: the output [T, Q, D] of `new` tokens → out.
@@ -263,8 +262,8 @@ class SlabStep:
         Both may have more tokens than the step, as padding.
         """
         rule = known.attention
-        if self.keeping is not None and (self.seals or self.noting):
-            notes = self.keeping.keeping.note(layer, new, rule.scaling)
+        if self.sealing is not None and (self.seals or self.noting):
+            notes = self.sealing.keeping.note(layer, new, rule.scaling)
             for seal in self.seals:
                 seal.seal(self, layer, new, notes, known)
             if self.noting is not None:
@@ -285,7 +284,7 @@ class SlabStep:
 
     def seal(self, layer: int, rows: slice, scores: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store what stays of N chunks: `scores` [N, H, C], keys and values [H, N · C, D]."""
-        ranking = self.sealing.keeping.rank(scores)
+        ranking = self.require_sealing().keeping.rank(scores)
         self.launch.seal(layer, rows, ranking, keys.transpose(0, 1), values.transpose(0, 1))
 
 
