@@ -174,7 +174,7 @@ def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:
             f"config {list(tables[saved.slots].shape)}: give the model and the config that failed"
         )
     pool[: len(pages)] = pages.to(pool.device)
-    tables[saved.slots] = saved.tables
+    runner.passes.tables.write(saved.slots, saved.tables)
 
 
 def _name_rows(saved: SavedPass, work: Pass, logits: Tensor) -> Iterator[ReplayedRow]:

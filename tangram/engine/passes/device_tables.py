@@ -52,6 +52,11 @@ class DeviceTables:
             self._copy_rows(rows)
         return self._device.view(-1)
 
+    def write(self, slots: Int64, tables: Int32) -> None:
+        """Replace the block tables of `slots` [n] by `tables` [n, width], in both places."""
+        self._host[slots] = tables
+        self._copy_rows(slots.tolist())
+
     def _copy_places(self, places: list[Int64]) -> None:
         """A place that was written twice is copied twice, with its current value."""
         if places:
