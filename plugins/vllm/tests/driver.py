@@ -1,8 +1,8 @@
 """One engine of vLLM, in a process forked from one that has imported it.
 
 A job has the `engine`'s arguments and `rounds` of requests. Those of a round are sent together. A
-request has a `prompt` of token ids and `max_tokens`; it may have `n`, a `regex`, and `abort_after`
-so many tokens.
+request has a `prompt` of token ids and `max_tokens`; it may have `n`, a `regex`, `abort_after`
+so many tokens, and `leads`: how far each token's log-probability lies above the next one's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.logprobs import Logprob
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -21,6 +22,7 @@ def sampling(request: dict[str, Any]) -> SamplingParams:
         temperature=0 if n == 1 else 1.0,
         output_kind=RequestOutputKind.CUMULATIVE if n == 1 else RequestOutputKind.FINAL_ONLY,
         max_tokens=request["max_tokens"],
+        logprobs=2 if request.get("leads") else None,
         ignore_eos=regex is None,
         structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
     )
@@ -38,10 +40,16 @@ def run_round(llm: LLM, requests: list[dict[str, Any]], number: int) -> list[dic
             found, most = answers[place], requests[place].get("abort_after")
             found["tokens"] = [list(each.token_ids) for each in output.outputs]
             found["texts"] = [each.text for each in output.outputs]
+            found["leads"] = [lead(step) for step in output.outputs[0].logprobs or ()]
             found["cached"] = output.num_cached_tokens
             if most is not None and len(found["tokens"][0]) >= most and not output.finished:
                 engine.abort_request([output.request_id])
     return answers
+
+
+def lead(step: dict[int, Logprob]) -> float:
+    first, second = sorted((found.logprob for found in step.values()), reverse=True)[:2]
+    return first - second
 
 
 def read_counters(llm: LLM) -> dict[str, float]:

@@ -37,11 +37,21 @@ def alone_tokens(alone: EngineOutcome) -> list[list[list[int]]]:
     return [answers[0]["tokens"] for answers in alone.rounds]
 
 
+def find_lead_where_apart(ours: dict[str, Any], stock: dict[str, Any]) -> float | None:
+    """The lead of stock's token over its next one where the answers part; None if they do not."""
+    pairs = zip(ours["tokens"][0], stock["tokens"][0], stock["leads"], strict=True)
+    return next((lead for mine, theirs, lead in pairs if mine != theirs), None)
+
+
 def test_all_entries_give_the_answers_of_stock(alone: EngineOutcome, tiny: dict[str, Any]) -> None:
-    stock = run({**tiny, **CUT}, [requests(), requests()], None)
-    ours = run({**tiny, **CUT}, [requests(), requests()], {})
-    assert ours.tokens(0) == stock.tokens(0)
-    assert ours.tokens(1) == stock.tokens(1)
+    """On a GPU, attention of float32 rounds its products differently: all but ties are the same."""
+    wanted = [{**request, "leads": True} for request in requests()]
+    stock = run({**tiny, **CUT}, [wanted, wanted], None)
+    ours = run({**tiny, **CUT}, [wanted, wanted], {})
+    for number in range(2):
+        for found, expected in zip(ours.rounds[number], stock.rounds[number], strict=True):
+            apart = find_lead_where_apart(found, expected)
+            assert apart is None or (apart <= 0.02 and not current_platform.is_cpu())
     assert ours.cached_tokens(1) == stock.cached_tokens(1)
     assert ours.tokens(0)[4:] != alone_tokens(alone)[4:]  # what dropped entries change
 
