@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
@@ -77,9 +77,10 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-def _check_tokens(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
+def _check_tokens(token_ids: Collection[int], field: str, vocab_size: int) -> None:
     """The engine compares tokens with its vocabulary; numbers this large do not reach it."""
-    wrong = next((token for token in token_ids if not -_MOST_TOKEN <= token <= _MOST_TOKEN), None)
+    ends = min(token_ids, default=0), max(token_ids, default=0)
+    wrong = next((token for token in ends if abs(token) > _MOST_TOKEN), None)
     if wrong is not None:
         said = f"has token {shortened(wrong)}, it must lie in [0, {vocab_size - 1}]"
         raise RequestError(lambda name: f"{name} {said}", field)

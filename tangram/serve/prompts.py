@@ -98,7 +98,7 @@ class Prompts:
             body.chat_template_kwargs, body.reasoning_effort, body.verbosity
         )
         options |= body.template_options
-        return await self.tokenize_chat(messages, field, tools, options)
+        return await self.tokenize_chat(messages, field, tools, options, body.options["cache_salt"])
 
     async def truncate(self, body: ChatRequest, answer_tokens: int | None) -> ChatRequest:
         """`body` without its oldest messages, as few as let it fit with an answer.
@@ -194,8 +194,9 @@ class Prompts:
         field: str,
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to the answer.
+        """The tokens of a conversation up to the answer; see `TextCodec.encode_chat`.
 
         Raises `RequestError` (`field`) if it could never fit.
         """
@@ -212,7 +213,7 @@ class Prompts:
             self.codec.render_chat, messages, tools, options
         )
         self._check_size(parts, field)  # a template may write a text many times
-        return await self._preparation.tokenizer.run(self.codec.encode_chat, parts)
+        return await self._preparation.tokenizer.run(self.codec.encode_chat, parts, salt)
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a raw prompt; raises `RequestError` (`prompt`) if it could never fit."""

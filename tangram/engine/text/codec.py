@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import groupby
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tangram.engine.text.recent_texts import RecentTexts
 from tangram.engine.text.templates import ChatTemplate
 from tangram.engine.text.thinking import thinking_format
 from tangram.engine.text.token_names import TokenNames
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 _MOST_SHRINKING = 4  # a normalizer (NFKC) may make one byte of four
 _KEPT_TEXTS = 1 << 14  # of single tokens; a stream reads each of its tokens alone once
+# Of conversations, tokenized: some 30 of 60,000 tokens each, in at most 50 MB.
+_KEPT_PARTS, _KEPT_CHARACTERS = 1 << 16, 1 << 23
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -71,6 +75,7 @@ class TextCodec:
         tool_marks = filter(TOOL_MARK.fullmatch, map(str, tokenizer.added_tokens_decoder.values()))
         self._controls = frozenset((*tokenizer.all_special_tokens, *added.values(), *tool_marks))
         self._edge = token_hex(16)  # nobody can guess it, so that no message has it
+        self._tokenized: RecentTexts[array[int]] = RecentTexts(_KEPT_PARTS, _KEPT_CHARACTERS)
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -182,14 +187,15 @@ class TextCodec:
         )
         return tuple(rendered.split(mark))
 
-    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
+    def encode_chat(self, parts: Iterable[str], salt: str = "") -> tuple[int, ...]:
         """The tokens of what `render_chat` returns.
 
-        Raises `RequestError` (`messages`) if the tokenizer gives up.
+        Texts that a conversation of the same `salt` had before are not tokenized again: the time
+        tells nothing of other salts. Raises `RequestError` (`messages`) if the tokenizer gives up.
         """
         mark = token_hex(16)
         with _explain_panic("messages"):
-            return tuple(self._encode_rendered(mark.join(parts), mark))
+            return tuple(self._encode_rendered(mark.join(parts), mark, salt))
 
     def _hide(self, value: Any, mark: str, *, written: bool = False) -> Any:
         """`value` with `mark` inside every name of a control token, to hide these names.
@@ -220,7 +226,14 @@ class TextCodec:
         """The names to hide in values, and in those that the model has written."""
         return self._structure, TokenNames(self._controls)
 
-    def _encode_rendered(self, rendered: str, mark: str) -> Iterator[int]:
+    @cached_property
+    def _written(self) -> tuple[TokenNames, dict[str, int]]:
+        """The names that are tokens wherever the template writes them, and these tokens."""
+        known = self.tokenizer.added_tokens_decoder.items()
+        tokens = {str(token): number for number, token in known if str(token) in self._structure}
+        return TokenNames(tokens), tokens
+
+    def _encode_rendered(self, rendered: str, mark: str, salt: str) -> Iterator[int]:
         """The tokens of a rendered conversation, in which `mark` hides names of control tokens.
 
         What lies between two control tokens is encoded as a whole, as the tokenizer does it: it may
@@ -233,9 +246,31 @@ class TextCodec:
             places = list(run)
             text = "".join(parts[at] for at in places).replace(mark, "")
             if hidden:
-                yield from self._encode_text(text, parts[places[0] - 1], parts[places[0] + 1])
+                around = parts[places[0] - 1], parts[places[0] + 1]
+                yield from self._encode_known(salt, text, *around)
+            elif self._plain is not None:
+                yield from self._encode_parts(salt, text)
             elif text:
                 yield from self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_parts(self, salt: str, text: str) -> Iterator[int]:
+        """The tokens of `text`, as the tokenizer gives them, part by part."""
+        names, tokens = self._written
+        parts = ["", *names.split(text), ""]
+        for at in range(1, len(parts) - 1):
+            if at % 2 == 0:
+                yield tokens[parts[at]]
+            elif parts[at]:
+                yield from self._encode_known(salt, parts[at], parts[at - 1], parts[at + 1])
+
+    def _encode_known(self, salt: str, text: str, before: str, after: str) -> Iterable[int]:
+        """See `_encode_text`, which is not asked twice for what it has said recently."""
+        key = salt, text, before, after
+        tokens = self._tokenized.find(key)
+        if tokens is None:
+            tokens = array("i", self._encode_text(text, before, after))
+            self._tokenized.keep(key, tokens)
+        return tokens
 
     def _encode_text(self, text: str, before: str, after: str) -> list[int]:
         """The tokens of `text` between control tokens of these names, and none of them in it.

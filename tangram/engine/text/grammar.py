@@ -12,11 +12,9 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
-from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +22,7 @@ from tokenizers.normalizers import ByteLevel
 
 from tangram.engine.text import grammar_trial
 from tangram.engine.text.grammar_trial import BEGUN, LIMITS, MOST_CPU_S, MOST_S
+from tangram.engine.text.recent_texts import RecentTexts
 from tangram.errors import MachineError, RequestError
 from tangram.types import UInt8
 
@@ -43,29 +42,6 @@ _ENDED_FROM_OUTSIDE = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 _IN_WORDS = dict.fromkeys(("NoExtension", "NoExtensionBias"), "no text satisfies it")
 _TOO_LARGE = f"takes more than {MOST_CPU_S} s or too much memory to make a grammar of"
 _log = logging.getLogger("tangram")
-T = TypeVar("T")
-
-
-class _Recent(OrderedDict[tuple[str, ...], T]):
-    """The `most` entries that were used last, by texts of bounded length together."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def find(self, key: tuple[str, ...]) -> T | None:
-        if key in self:
-            self.move_to_end(key)
-        return self.get(key)
-
-    def keep(self, key: tuple[str, ...], value: T) -> None:
-        self[key] = value
-        while len(self) > self._most or self._characters > _KEPT_SOURCE_CHARACTERS:
-            self.popitem(last=False)
-
-    @property
-    def _characters(self) -> int:
-        return sum(len(text) for key in self for text in key)
 
 
 class GrammarCompiler:
@@ -82,10 +58,10 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
         # Conversations repeat their tools with every turn. Refusals are kept apart, so that they
         # evict no grammar.
-        self._compiled = _Recent[CompiledGrammar](_KEPT_GRAMMARS)
-        self._refused = _Recent[str](_KEPT_REFUSALS)
-        self._faults = _Recent[dict[int, str]](_KEPT_REFUSALS)
-        self._keeping = threading.Lock()
+        most = _KEPT_SOURCE_CHARACTERS
+        self._compiled = RecentTexts[CompiledGrammar](_KEPT_GRAMMARS, most)
+        self._refused = RecentTexts[str](_KEPT_REFUSALS, most)
+        self._faults = RecentTexts[dict[int, str]](_KEPT_REFUSALS, most)
 
     def __reduce__(self) -> tuple[object, ...]:
         """To another process it travels as what it is made of, without what it has compiled."""
@@ -113,11 +89,10 @@ class GrammarCompiler:
 
         Never waits. Raises the `RequestError` (`field`) that `compile` has raised.
         """
-        with self._keeping:
-            reason = self._refused.find((source, field))
-            if reason is not None:
-                raise RequestError(reason, field)
-            return self._compiled.find((source, field))
+        reason = self._refused.find((source, field))
+        if reason is not None:
+            raise RequestError(reason, field)
+        return self._compiled.find((source, field))
 
     def compile(self, source: str, field: str) -> CompiledGrammar:
         """The grammar `source`, with its first mask. Results are kept for later calls.
@@ -131,11 +106,9 @@ class GrammarCompiler:
         try:
             grammar = self._compile(source, field)
         except RequestError as error:
-            with self._keeping:
-                self._refused.keep((source, field), str(error))
+            self._refused.keep((source, field), str(error))
             raise
-        with self._keeping:
-            self._compiled.keep((source, field), grammar)
+        self._compiled.keep((source, field), grammar)
         return grammar
 
     def find_faults(self, sources: Sequence[str]) -> dict[int, str]:
@@ -144,8 +117,7 @@ class GrammarCompiler:
         Raises `MachineError` if the check could not run.
         """
         key = tuple(sources)
-        with self._keeping:
-            known = self._faults.find(key)
+        known = self._faults.find(key)
         if known is not None:
             return known
         tried = _try(sources, "tools")
@@ -153,8 +125,7 @@ class GrammarCompiler:
         faults = {
             at: _in_one_line(reason) for at, reason in enumerate(reasons) if reason is not None
         }
-        with self._keeping:
-            self._faults.keep(key, faults)
+        self._faults.keep(key, faults)
         return faults
 
     def _compile(self, source: str, field: str) -> CompiledGrammar:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
@@ -80,10 +83,30 @@ def test_a_message_decodes_to_itself_and_has_no_control_token(
     assert codec.verbatim(found, "prompt") == shown
 
 
-def test_a_message_without_names_has_the_tokens_of_the_tokenizer(codec: TextCodec) -> None:
-    text = "Two  spaces,\n\nlines and é 漢 \t < / >."
-    rendered = codec.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+ODD = (
+    "Two  spaces,\n\nlines and é 漢 \t < / >.",
+    " begins and ends with spaces  ",
+    " def f(x):\n    y",
+    "▁▁ and <0x0A>",
+    *("x", " ", "\n", "\r\n", "'s", "\u200b🤷", "ﬁ Ａ", "\x00", "|", "12345"),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_conversation_has_the_tokens_of_the_tokenizer(codec: TextCodec, data: DataObject) -> None:
+    """Whether its texts were tokenized before or not, and from whom."""
+    pieces = st.sampled_from(ODD) | st.sampled_from(names_of(codec))
+    rendered = "".join(data.draw(st.lists(pieces, max_size=12)))
     expected = codec.tokenizer.encode(rendered, add_special_tokens=False)
-    assert list(conversation(codec, text)) == expected
+    for salt in ("", "", "another"):
+        assert list(codec.encode_chat([rendered], salt)) == expected
+
+
+def test_a_message_without_names_has_the_tokens_of_the_tokenizer(codec: TextCodec) -> None:
+    for text in ODD:
+        rendered = codec.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        expected = codec.tokenizer.encode(rendered, add_special_tokens=False)
+        assert list(conversation(codec, text)) == expected

@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    NormalizedString,
+    PreTokenizedString,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from bench.bare_tokenizer import load_tokenizer
@@ -251,6 +259,38 @@ def test_chat_prompt_is_the_models_own_format(codec: TextCodec) -> None:
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi "
         f"{EMOJI}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+class SeenTexts:
+    """Notes the texts that a tokenizer is given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        def note(_: int, piece: NormalizedString) -> list[NormalizedString]:
+            self.texts.append(str(piece))
+            return [piece]
+
+        text.split(note)
+
+
+def test_a_turn_tokenizes_only_what_is_new_and_another_salt_all() -> None:
+    tokenizer, seen = load_tokenizer("smollm2"), SeenTexts()
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.PreTokenizer.custom(seen), pre_tokenizers.ByteLevel(False)]
+    )
+    codec, turn = TextCodec(tokenizer), [{"role": "user", "content": "first of all"}]
+    more = [*turn, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "second"}]
+    rendered = ["".join(codec.render_chat(messages)) for messages in (turn, more)]
+    codec.encode_chat(rendered[:1], "mine")
+    seen.texts.clear()
+    found = codec.encode_chat(rendered[1:], "mine")
+    assert [text for text in seen.texts if len(text) > 1] == ["assistant\nyes", "user\nsecond"]
+    assert codec.encode_chat(rendered[1:], "another") == found
+    assert "user\nfirst of all" in seen.texts
+    codec.close()
 
 
 def test_messages_without_a_template_or_against_it_are_refused(

@@ -76,7 +76,7 @@ class FakeCodec:
         self.told.append(dict(options or {}))
         return tuple(f"<{message['role']}>{message['content']}" for message in messages)
 
-    def encode_chat(self, parts: Iterable[str]) -> tuple[int, ...]:
+    def encode_chat(self, parts: Iterable[str], salt: str = "") -> tuple[int, ...]:
         return self.encode("".join(parts))
 
     def close(self) -> None:

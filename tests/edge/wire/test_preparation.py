@@ -63,7 +63,7 @@ def hold_tokenizer(
 ) -> Iterator[TokenizerBarrier]:
     """Nothing is tokenized, or made into text, until the gate is open."""
     gate, codec = TokenizerBarrier(), server.engine.codec
-    monkeypatch.setattr(codec, "encode_chat", gate.before(lambda parts: (97,)))
+    monkeypatch.setattr(codec, "encode_chat", gate.before(lambda parts, salt: (97,)))
     for name in ("encode", "verbatim"):
         monkeypatch.setattr(codec, name, gate.before(getattr(codec, name)))
     try:
