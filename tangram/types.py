@@ -9,6 +9,7 @@ Shape letters used everywhere:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -89,7 +90,8 @@ class SamplingParams:
     None leaves a value to the model's defaults (`SamplingValues`): temperature, filters,
     penalties and `max_tokens`. `seed` makes a request reproducible whatever else is in the batch.
     `logprobs` is the number of alternatives reported beside the sampled token (0 = the sampled
-    token only, None = nothing). No end token comes before `min_tokens`. Ranges are checked on
+    token only, None = nothing), `prompt_logprobs` the same of the prompt. With `max_tokens` 0 the
+    prompt is all that is computed. No end token comes before `min_tokens`. Ranges are checked on
     construction (`RequestError`).
 
     These annotations describe the fields of requests, too: what a body may have, its limits and
@@ -120,7 +122,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: Annotated[int | None, Bounds(-(2**63), 2**63 - 1)] = None
     logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
-    max_tokens: Annotated[int | None, TOKEN_COUNT] = 16
+    prompt_logprobs: Annotated[
+        int | None,
+        Bounds(0, MAX_LOGPROBS),
+        Meta(description="alternatives for each prompt token, as `logprobs` for the answer's"),
+    ] = None
+    max_tokens: Annotated[int | None, Bounds(0, TOKEN_COUNT.high)] = 16
     min_tokens: Annotated[int, Bounds(0, TOKEN_COUNT.high)] = 0
     thinking_token_budget: Annotated[
         int | None, Bounds(0, TOKEN_COUNT.high), Meta(description="the most tokens of a thought")
@@ -210,6 +217,31 @@ class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of consecutive tokens of a prompt, as the bytes of arrays.
+
+    `token_ids` int32 [n, 1 + k] and `logprobs` float32 [n, 1 + k] are of the prompt's own token,
+    then of the k likeliest, best first. `ranks` int32 [n] are those of the own tokens: 1 is the
+    likeliest.
+    """
+
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    def read(self) -> Iterator[tuple[TokenLogprob, int]]:
+        """Each token, and its rank."""
+        ranks: list[int] = np.frombuffer(self.ranks, np.int32).tolist()
+        shape = len(ranks), -1
+        token_ids = np.frombuffer(self.token_ids, np.int32).reshape(shape).tolist()
+        logprobs = np.frombuffer(self.logprobs, np.float32).reshape(shape).tolist()
+        for (own, *others), (logprob, *values), rank in zip(
+            token_ids, logprobs, ranks, strict=True
+        ):
+            top = tuple(pair for pair in zip(others, values, strict=True) if pair[1] > -math.inf)
+            yield TokenLogprob(own, logprob, top), rank
+
+
 class ChosenToken(Struct, frozen=True, gc=False):
     """A token that the model goes on with; `logprob` for a request that asks for it."""
 
@@ -269,7 +301,8 @@ class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one completion (`index` of `n`), and the end if it came.
 
     `tangram.engine.text.answer_text` makes text of them. `admitted_s`, of the monotonic clock, is
-    when it left the queue; None if it never did. The first event has what the prompt has `lost`.
+    when it left the queue; None if it never did. The first event has what the prompt has `lost`,
+    and that of the first completion the `prompt_logprobs`, of all tokens but the first.
     """
 
     request_id: str
@@ -285,6 +318,7 @@ class Event(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     error_field: str | None = None  # the wrong field if the request is the reason
     may_retry: bool = False  # with `error`: the same request may succeed if it is sent again
     lost: LostPrefix | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class Matcher(Protocol):

@@ -27,7 +27,7 @@ from tangram.kernels.interface import KernelChoice
 from tangram.model.load import LoadedModel, adopt
 from tangram.plan.form import WorkPlan
 from tangram.plan.schedule import Decoding, Schedule
-from tangram.types import Event, Request, SamplingParams
+from tangram.types import Event, Request, SamplingParams, TokenLogprob
 
 # What a config with latent attention has besides: entries have 32 + 8 elements.
 LATENT: dict[str, Any] = {
@@ -83,6 +83,24 @@ def run(
         engine.submit(Request(str(number), tuple(prompt), params, events.append, **options))
     drain(engine)
     return [[token for event in events for token in event.token_ids] for events in answers.values()]
+
+
+def answer(
+    engine: Engine, *asked: tuple[Sequence[int], SamplingParams], before: int = 0
+) -> list[list[Event]]:
+    """The events of each prompt, all submitted at once; `before` others had names already."""
+    events: list[list[Event]] = [[] for _ in asked]
+    for number, (prompt, params) in enumerate(asked):
+        name = str(before + number)
+        engine.submit(Request(name, tuple(prompt), params, events[number].append))
+    drain(engine)
+    return events
+
+
+def scores_of(events: Sequence[Event]) -> list[tuple[TokenLogprob, int]]:
+    """The prompt's tokens but the first and their ranks, which come with the first event."""
+    assert not any(event.prompt_logprobs for event in events[1:])
+    return [entry for part in events[0].prompt_logprobs for entry in part.read()]
 
 
 def check_books(engine: Engine) -> None:

@@ -117,17 +117,20 @@ class CacheManager:
 
     # -- a sequence's states -----------------------------------------------------------------------
 
-    def admit(self, keys: ChunkKeys, tokens: Int64, limit: int) -> SequenceCache | None:
+    def admit(
+        self, keys: ChunkKeys, tokens: Int64, limit: int, reusable: Int64 | None = None
+    ) -> SequenceCache | None:
         """Admit the sequence of `keys`: `tokens` int64 [n], which may grow to `limit` tokens.
 
         Returns None if there are not enough pages now. Links that the prefix cache has, on the
         device or in host memory, are attached; `cached_tokens` counts their tokens. At least one
-        token is always left to compute. A chunk that the tokens fill is either wholly cached or
-        wholly computed.
+        token of the `reusable` is always left to compute; these begin `tokens`, or are all. A chunk
+        that the tokens fill is either wholly cached or wholly computed.
         """
         if not self._slots:
             return None
-        layout, chain = keys.retention.layout, self._chain(keys, tokens)
+        reusable = tokens if reusable is None else reusable
+        layout, chain = keys.retention.layout, self._chain(keys, reusable)
         here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
         for node in here:
             self.prefix.acquire(node)
@@ -144,7 +147,7 @@ class CacheManager:
         with self.host.holding(chain.keys):
             self._attach(seq, chain, tokens)
         if self.prefix_caching and len(tokens) - seq.computed_tokens < layout.chunk_tokens:
-            self._attach_raw(seq, tokens)
+            self._attach_raw(seq, reusable)
         seq.cached_tokens = seq.computed_tokens
         self._write_lengths(seq)
         self._count_owed(seq)

@@ -31,7 +31,9 @@ class Row(Struct, frozen=True, eq=False, gc=False):
     `preceding` are the few tokens before them, for scorers whose prompt quotes them; a DECODE row,
     which none scores, has none. `slot` is the row of the block tables. With `pending` only the
     device knows the last of `tokens`, which the step before samples. In a row with drafts these are
-    what only the device knows. It is a struct because a step makes one for each sequence.
+    what only the device knows. `targets` int64 [m], if there are any, are the prompt tokens behind
+    the first m of `tokens`, whose log-probabilities are asked for. It is a struct because a step
+    makes one for each sequence.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Row(Struct, frozen=True, eq=False, gc=False):
     preceding: Int64
     sample: bool
     pending: bool = False
+    targets: Int64 | None = None
 
     @property
     def drafts(self) -> int:
@@ -75,6 +78,11 @@ class Step:
     def decode_tokens(self) -> int:
         """The tokens of its DECODE rows, drafts included."""
         return sum([len(row.tokens) for row in self.rows[: self.decode_rows]])
+
+    @property
+    def scored_rows(self) -> list[Row]:
+        """The rows with `targets`."""
+        return [row for row in self.rows[self.decode_rows :] if row.targets is not None]
 
     @property
     def drafts(self) -> int:

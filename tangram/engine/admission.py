@@ -176,7 +176,8 @@ class Admission:
                 "max_tokens",
             )
         wanted = self.sampling.with_stated(request.sampling).max_tokens
-        granted = most_tokens if wanted is None else min(wanted, most_tokens)
+        # A prompt alone is computed as if a token came behind it.
+        granted = most_tokens if wanted is None else max(1, min(wanted, most_tokens))
         needed = retention.layout.most_pages(len(prompt) + granted - 1)
         if needed > self.total_pages:
             raise RequestError(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 
 from tangram.cache.retention import Retention
-from tangram.cache.step import Step
+from tangram.cache.step import Row, Step
 from tangram.engine.sampling.sampler import SampleRow
 from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
 from tangram.engine.text.answer_text import TextStream, end_tokens
@@ -23,6 +23,7 @@ from tangram.types import (
     Event,
     FinishReason,
     Matcher,
+    PromptLogprobs,
     Request,
     SamplingParams,
     SamplingValues,
@@ -38,7 +39,8 @@ class Completion:
 
     `begin` makes its sampler, and what looks for its stop strings if there are any, when the first
     token is sampled; a waiting completion holds neither. `error` says why nothing more can be
-    written, and the field of the request that caused it, if one did.
+    written, and the field of the request that caused it, if one did. `scores` are those of its
+    prompt, as far as they are known and asked for.
     """
 
     request: Request
@@ -48,6 +50,7 @@ class Completion:
     begin: Callable[[], tuple[SampleRow, TextStream | None]]
     ended: bool = False
     error: tuple[str, str | None] | None = None
+    scores: list[PromptLogprobs] = field(default_factory=list)
 
     @cached_property
     def sampler(self) -> SampleRow:
@@ -81,10 +84,11 @@ class Completion:
     def take(self, tokens: Sequence[ChosenToken]) -> FinishReason | None:
         """Add tokens of which only the last may end it, the expected one first.
 
-        Returns why the completion has ended. None if it goes on, and after an `error`.
+        Returns why the completion has ended, as it does without tokens. None if it goes on, and
+        after an `error`.
         """
         self.sequence.extend([token.token_id for token in tokens])
-        return self._find_end(tokens[-1])
+        return self._find_end(tokens[-1]) if tokens else FinishReason.LENGTH
 
     def divide(
         self, tokens: Sequence[ChosenToken | None]
@@ -137,6 +141,7 @@ class Completion:
     ) -> Event:
         """An event for the client."""
         asked = self.request.sampling.logprobs is not None
+        is_first = usage.completion_tokens == len(tokens)
         return Event(
             request_id=self.request.request_id,
             index=self.index,
@@ -147,7 +152,8 @@ class Completion:
             error=error,
             error_field=error_field,
             admitted_s=self.sequence.admitted_s,
-            lost=self.sequence.lost if usage.completion_tokens == len(tokens) else None,
+            lost=self.sequence.lost if is_first else None,
+            prompt_logprobs=tuple(self.scores) if is_first else (),
         )
 
 
@@ -156,14 +162,17 @@ class Flight:
     """A launched step, and the `completions` that get tokens of it, in the order of its rows.
 
     `read` gives the tokens of each, None for one with unsound logits: it waits for the device, if
-    they are not known yet. The time of a step is its own if it is `awaited`: another step ran
-    before it, or it is read at once.
+    they are not known yet. So does `read_scores` for those of which the step has `scored` a part of
+    the prompt. The time of a step is its own if it is `awaited`: another step ran before it, or it
+    is read at once.
     """
 
     step: Step
     completions: Sequence[Completion]
     awaited: bool
     read: Callable[[], Sequence[Sequence[ChosenToken | None]]]
+    scored: Sequence[Completion] = ()
+    read_scores: Callable[[], Sequence[PromptLogprobs | None]] = tuple
 
     @property
     def times_decoding(self) -> bool:
@@ -220,6 +229,7 @@ class Answers:
         ends = end_tokens(self._codec, sampling)
         prompt = np.asarray(request.prompt_token_ids, np.int64)
         limit = len(prompt) + max_tokens - 1
+        asks = sampling.prompt_logprobs is not None
         # A mask would have to follow the drafts.
         free = request.grammar is None and sampling.thinking_token_budget is None
         speculative = free and request.speculative is not False
@@ -233,6 +243,7 @@ class Answers:
                     speculative=speculative,
                     sample_index=index,
                     client=request.client,
+                    scored=1 if asks and index == 0 else None,
                 ),
                 ends,
                 partial(self._begin, request, index, seed, ends),
@@ -258,17 +269,14 @@ class Answers:
         self._held_back -= len(others)
         return others
 
-    def of(self, step: Step, running: Sequence[TokenSequence]) -> list[Completion]:
-        """The completions that get a token from `step`, in the order of its rows.
-
-        They are among those of the `running` sequences.
-        """
+    def of(self, rows: Iterable[Row], running: Sequence[TokenSequence]) -> list[Completion]:
+        """The completions of `rows`, which are among those of the `running` sequences."""
         by_slot = {
             cache.slot: self._by_sequence[sequence]
             for sequence in running
             if (cache := sequence.cache) is not None
         }
-        return [by_slot[row.slot] for row in step.rows if row.sample]
+        return [by_slot[row.slot] for row in rows]
 
     def remove(self, completion: Completion) -> None:
         """Forget a completion that has ended."""

@@ -38,7 +38,8 @@ class CompletionOutput:
 class RequestOutput:
     """The result of one finished request.
 
-    `kv_bytes` is the size of its pages at the end, over all its completions.
+    `kv_bytes` is the size of its pages at the end, over all its completions. `prompt_logprobs` are
+    those of the prompt's tokens but the first; None unless requested.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class RequestOutput:
     num_cached_tokens: int
     kv_bytes: int
     kv_bytes_uncompressed: int
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 def _with_options_of(
@@ -209,6 +211,14 @@ class _Collector:
             num_cached_tokens=first.cached_tokens,
             kv_bytes=sum(usage.kv_bytes for usage in usages),
             kv_bytes_uncompressed=sum(usage.kv_bytes_uncompressed for usage in usages),
+            prompt_logprobs=None
+            if request.sampling.prompt_logprobs is None
+            else tuple(
+                token
+                for event in self._events[0]
+                for part in event.prompt_logprobs
+                for token, _ in part.read()
+            ),
         )
 
     def _completion(self, index: int, request: Request, codec: TextCodec) -> CompletionOutput:

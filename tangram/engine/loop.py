@@ -311,7 +311,8 @@ class Engine:
         The host knows all of it, so it waits for no device. A GPU computes the step before
         meanwhile, or drafts: it is told to before the passes are built.
         """
-        completions = self._answers.of(step, self._scheduler.running)
+        sampling = [row for row in step.rows if row.sample]
+        completions = self._answers.of(sampling, self._scheduler.running)
         if not step.drafts:
             return self._runner.plan(step), completions
         if self._verifier is None:
@@ -331,16 +332,27 @@ class Engine:
         # device computes this step.
         constrained = any(completion.constrained for completion in completions)
         samplers = [completion.sampler for completion in completions]
-        choice = self._runner.run(planned, samplers, self._land if constrained else lambda: None)
+        scored = self._list_scored(planned.step)
+        asked = [completion.request.sampling.prompt_logprobs or 0 for completion in scored]
+        before = self._land if constrained else lambda: None
+        choice = self._runner.run(planned, samplers, before, asked)
         self._send_settled()
         self._land()
-        return Flight(planned.step, completions, awaited, list if choice is None else choice.by_row)
+        if choice is None:
+            return Flight(planned.step, completions, awaited, list)
+        read_scores = tuple if choice.prompts is None else choice.prompts.by_part
+        return Flight(planned.step, completions, awaited, choice.by_row, scored, read_scores)
+
+    def _list_scored(self, step: Step) -> Sequence[Completion]:
+        """Whose prompts `step` scores."""
+        rows = step.scored_rows
+        return self._answers.of(rows, self._scheduler.running) if rows else ()
 
     def _emit(self, flight: Flight) -> None:
         """Expect the tokens of a step, and enter them unless the device still computes them."""
         for completion in flight.completions:
             completion.sequence.expect()
-        self._flight = flight if flight.completions else None
+        self._flight = flight if flight.completions or flight.scored else None
         if flight.step.drafts or not self.ahead:
             self._land()
         if self._speculation is not None and flight.times_decoding:
@@ -372,7 +384,12 @@ class Engine:
         if flight is None:
             return False
         with self._runner.meters.waiting():
-            tokens = flight.read()
+            tokens, scores = flight.read(), flight.read_scores()
+        for completion, part in zip(flight.scored, scores, strict=True):
+            if part is not None:
+                completion.scores.append(part)
+            elif not completion.ended:
+                self._fail(completion)
         for completion, found in zip(flight.completions, tokens, strict=True):
             self._take(completion, found)
         self._publish_queue()
@@ -536,13 +553,15 @@ class Engine:
             if len(sound) < len(part):
                 self._fail(completion)
                 return
+            if completion.request.sampling.max_tokens == 0:
+                sound = []
             reason = completion.take(sound)
             if completion.error is not None:
                 self._drop(completion.request.request_id, *completion.error)
                 return
             self._scheduler.counters.generated_tokens += len(sound)
             usage = self._statistics.usage(completion.sequence)
-            if usage.completion_tokens == 1:
+            if usage.completion_tokens == len(sound):
                 self._start_siblings(completion)
             if reason is not None:
                 self._end(completion)

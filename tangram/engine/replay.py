@@ -178,7 +178,7 @@ def _fit(saved: SavedPass, runner: Runner, tables: Any, lengths: Any) -> None:
 
 
 def _name_rows(saved: SavedPass, work: Pass, logits: Tensor) -> Iterator[ReplayedRow]:
-    for place, found in zip(work.sampled.tolist(), logits, strict=True):
+    for place, found in zip(work.wanted.tolist(), logits, strict=True):
         row = work.rows[int(np.searchsorted(work.ends, place))]
         if row.slot in saved.kept:
             token = None if bool(found.isnan().any()) else int(found.argmax())

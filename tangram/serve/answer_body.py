@@ -58,6 +58,8 @@ def list_of(items: Json, least: int, most: int) -> Json:
 TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": TOKEN_COUNT.high}
 TOKENS = list_of(TOKEN, 1, 1_000_000)
 MaxTokens = Annotated[int, WithJsonSchema({"type": "integer"} | range_of(TOKEN_COUNT))]
+# 0 for a prompt that the answer has something of.
+PromptOrTokens = Annotated[int, WithJsonSchema(TOKEN)]
 
 
 def _describe_fields(described: type, *names: str) -> dict[str, Any]:
@@ -196,6 +198,7 @@ if TYPE_CHECKING:  # a type checker cannot read classes that are made: it knows 
 
         n: int
         logprobs: int | None
+        prompt_logprobs: int | None
         max_tokens: int | None
         thinking_token_budget: int | None
 else:

@@ -20,7 +20,7 @@ from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json
 from tangram.serve.bridge import EventStream
 from tangram.serve.thoughts import Part, Reader
-from tangram.types import Event, FinishReason, TokenLogprob, Usage
+from tangram.types import Event, FinishReason, PromptLogprobs, TokenLogprob, Usage
 
 Finish = Literal["stop", "length", "tool_calls"]
 
@@ -55,6 +55,7 @@ class Delta(Struct, frozen=True):
     finish: Finish | None
     usage: AnswerUsage
     stop_string: str | None = None
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
 
     @property
     def plain_text(self) -> str | None:
@@ -142,7 +143,8 @@ class Answer:
         usage = AnswerUsage(event.usage, self._reasoning_tokens[choice])
         finish = _name_finish(event.finish_reason, reader)
         stop = self._texts[choice].stop_string
-        return Delta(choice, is_first, parts, event.logprobs, finish, usage, stop)
+        scores = event.prompt_logprobs
+        return Delta(choice, is_first, parts, event.logprobs, finish, usage, stop, scores)
 
 
 def _name_finish(reason: FinishReason | None, reader: Reader) -> Finish | None:

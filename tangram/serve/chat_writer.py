@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tangram.engine.text.codec import TextCodec
+from tangram.serve.answers import AnswerUsage
 from tangram.serve.body import Json
 from tangram.serve.chunks import LOWEST_LOGPROB, ChunkWriter, Content
 from tangram.serve.schema import StreamOptions
@@ -27,11 +28,19 @@ class ChatWriter(ChunkWriter):
         head: Json,
         *,
         logprobs: bool,
+        prompt_logprobs: int | None = None,
         thinks: bool = False,
         options: StreamOptions | None = None,
         warnings: Sequence[str] = (),
     ) -> None:
-        super().__init__(codec, head, logprobs=logprobs, options=options, warnings=warnings)
+        super().__init__(
+            codec,
+            head,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            options=options,
+            warnings=warnings,
+        )
         self.shows_reasoning_tokens = thinks
         self._calls_written = defaultdict[int, int](int)
 
@@ -64,6 +73,10 @@ class ChatWriter(ChunkWriter):
         if content.calls:
             message["tool_calls"] = [call.json() for call in content.calls]
         return {"index": index, "message": message, **self._write_ending(index, content)}
+
+    def write_whole(self, usage: AnswerUsage) -> Json:
+        """As of every answer, and the log-probabilities of the prompt."""
+        return super().write_whole(usage) | self._write_prompt(0)
 
     def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         content = [

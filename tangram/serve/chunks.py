@@ -16,7 +16,7 @@ from tangram.serve.calls import Call
 from tangram.serve.json_text import write_line
 from tangram.serve.schema import StreamOptions
 from tangram.serve.thoughts import Part, Thought
-from tangram.types import TokenLogprob
+from tangram.types import PromptLogprobs, TokenLogprob
 
 # JSON has no -inf. The OpenAI API and vLLM write this number.
 LOWEST_LOGPROB = -9999.0
@@ -59,8 +59,9 @@ class Content:
 class ChunkWriter(Writer):
     """Spells answers whose `head` (id, time, model) is in every chunk.
 
-    With `logprobs` the client wants log-probabilities; `options` are those of its stream. The whole
-    answer has `warnings`, and of a stream the first chunk.
+    With `logprobs` the client wants log-probabilities, and of prompts if `prompt_logprobs` says how
+    many; `options` are those of its stream. The whole answer has `warnings`, and of a stream the
+    first chunk.
     """
 
     id_prefix: ClassVar[str]
@@ -74,6 +75,7 @@ class ChunkWriter(Writer):
         head: Json,
         *,
         logprobs: bool,
+        prompt_logprobs: int | None = None,
         options: StreamOptions | None = None,
         warnings: Sequence[str] = (),
     ) -> None:
@@ -82,6 +84,9 @@ class ChunkWriter(Writer):
         # Whether chunks of a text differ in that text alone.
         self._has_constant_frames = not (logprobs or self._options.continuous_usage_stats)
         self._choices = defaultdict[int, Content](Content)
+        self._prompt_logprobs = prompt_logprobs
+        # By choice: of its prompt, the first of each prompt alone has some.
+        self._prompts: dict[int, Sequence[PromptLogprobs]] = {}
         self._frames: dict[int, tuple[str, str]] = {}
         self._warnings: Json = {"warnings": list(warnings)} if warnings else {}
 
@@ -99,6 +104,8 @@ class ChunkWriter(Writer):
     def _write_frames(self, event: AnswerEvent) -> Iterator[str]:
         match event:
             case Delta():
+                if event.prompt_logprobs:
+                    self._prompts[event.choice] = event.prompt_logprobs
                 opening = self.write_opening(event.choice) if event.is_first else None
                 for choice in (opening, self.write_delta(event.choice, Content.of(event))):
                     if choice is not None:
@@ -114,6 +121,8 @@ class ChunkWriter(Writer):
     def gather(self, delta: Delta) -> None:
         """Add it to its choice."""
         self._choices[delta.choice].add(delta)
+        if delta.prompt_logprobs:
+            self._prompts[delta.choice] = delta.prompt_logprobs
 
     def write_whole(self, usage: AnswerUsage) -> Json:
         """The choices in order, and the usage."""
@@ -152,6 +161,29 @@ class ChunkWriter(Writer):
         """The fields that end a choice."""
         logprobs = self._write_logprobs(index, content.logprobs) if self._wants_logprobs else None
         return {"logprobs": logprobs, "finish_reason": content.finish}
+
+    def _read_prompt(self, choice: int) -> Iterator[tuple[TokenLogprob, int]]:
+        """The tokens of the prompt of `choice`, the first of its completions, and their ranks."""
+        for part in self._prompts.get(choice, ()):
+            yield from part.read()
+
+    def _write_prompt(self, choice: int) -> Json:
+        """Their log-probabilities as vLLM writes them, if the client wants these."""
+        if self._prompt_logprobs is None:
+            return {}
+        entries = [self._write_ranked(*entry) for entry in self._read_prompt(choice)]
+        return {"prompt_logprobs": [None, *entries]}
+
+    def _write_ranked(self, token: TokenLogprob, rank: int) -> Json:
+        top = [(*pair, place) for place, pair in enumerate(token.top[: self._prompt_logprobs], 1)]
+        return {
+            str(token_id): {
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "rank": place,
+                "decoded_token": self._codec.token_text(token_id).text,
+            }
+            for token_id, logprob, place in [(token.token_id, token.logprob, rank), *top]
+        }
 
     def _write_chunk(self, choices: list[Json], tail: Json) -> str:
         head = self._head | {"object": self.chunk_object}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from tangram.engine.text.codec import TextCodec
 from tangram.serve.body import Json
@@ -13,10 +16,18 @@ from tangram.serve.schema import StreamOptions
 from tangram.types import TokenLogprob
 
 
-class CompletionWriter(ChunkWriter):
-    """Spells completions. `echoes` has the text of each prompt, empty where none is echoed.
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """The text of a prompt that is echoed, and its first token, which has no log-probability."""
 
-    Each prompt has `n` choices.
+    text: str
+    first_token: int
+
+
+class CompletionWriter(ChunkWriter):
+    """Spells completions. `echoes` has one for each prompt, or is empty where none is echoed.
+
+    Each prompt has `n` choices. `logprobs` is the number of alternatives for each token.
     """
 
     id_prefix = "cmpl"
@@ -28,22 +39,27 @@ class CompletionWriter(ChunkWriter):
         codec: TextCodec,
         head: Json,
         *,
-        logprobs: bool,
-        echoes: Sequence[str] = (),
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        echoes: Sequence[EchoedPrompt] = (),
         n: int = 1,
         options: StreamOptions | None = None,
     ) -> None:
-        super().__init__(codec, head, logprobs=logprobs, options=options)
-        self._echoes, self._n = echoes, n
+        wants = logprobs is not None
+        super().__init__(
+            codec, head, logprobs=wants, prompt_logprobs=prompt_logprobs, options=options
+        )
+        self._echoes, self._n, self._alternatives = echoes, n, logprobs
         # By choice: characters of the tokens reported so far
         self._characters = defaultdict[int, int](int)
 
     def write_opening(self, index: int) -> Json | None:
         """The prompt, where it is echoed."""
-        text = self._find_echo(index)
-        if not text:
+        if not self._echoes:
             return None
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        echo = self._echoes[index // self._n]
+        logprobs = self._write_echoed(index, echo)
+        return {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}
 
     def write_delta(self, index: int, content: Content) -> Json:
         """The text in `text`."""
@@ -51,8 +67,24 @@ class CompletionWriter(ChunkWriter):
 
     def write_choice(self, index: int, content: Content) -> Json:
         """The same, after the prompt where it is echoed."""
-        text = self._find_echo(index) + content.text
-        return {"index": index, "text": text, **self._write_ending(index, content)}
+        opening = self.write_opening(index)
+        choice = self.write_delta(index, content) | self._write_prompt(index - index % self._n)
+        if opening is not None:
+            choice["text"] = opening["text"] + content.text
+            for name, echoed in (opening["logprobs"] or {}).items():
+                choice["logprobs"][name] = echoed + choice["logprobs"][name]
+        return choice
+
+    def _write_echoed(self, index: int, echo: EchoedPrompt) -> Json | None:
+        """The log-probabilities of an echoed prompt, if the client wants some."""
+        if self._alternatives is None:
+            return None
+        tokens = [TokenLogprob(echo.first_token, 0.0)]
+        for token, _ in self._read_prompt(index - index % self._n):
+            tokens.append(replace(token, top=token.top[: self._alternatives]))
+        written = self._write_logprobs(index, tokens)
+        written["token_logprobs"][0] = written["top_logprobs"][0] = None
+        return written
 
     def _write_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> Json:
         texts = [self._codec.token_text(token.token_id).text for token in logprobs]
@@ -64,9 +96,6 @@ class CompletionWriter(ChunkWriter):
             "top_logprobs": [self._name_alternatives(token.top, token) for token in logprobs],
             "text_offset": offsets,
         }
-
-    def _find_echo(self, index: int) -> str:
-        return self._echoes[index // self._n] if self._echoes else ""
 
     def _name_alternatives(
         self, top: Iterable[tuple[int, float]], sampled: TokenLogprob

@@ -16,7 +16,7 @@ from tangram.serve.answers import Writer
 from tangram.serve.api_errors import ApiError, of_validation
 from tangram.serve.body import Json
 from tangram.serve.chat_writer import ChatWriter
-from tangram.serve.completion_writer import CompletionWriter
+from tangram.serve.completion_writer import CompletionWriter, EchoedPrompt
 from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
 from tangram.serve.messages_writer import MessagesWriter
 from tangram.serve.prompts import Prompts
@@ -76,6 +76,7 @@ class Endpoints:
             self.prompts.codec,
             head,
             logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             thinks=form.thinking is not None,
             options=body.stream_options,
             warnings=chat.warnings,
@@ -94,14 +95,20 @@ class Endpoints:
             message = "prompt holds no tokens: send at least one"
             raise ApiError(400, message, param="prompt", code="invalid_value")
         echoes = [
-            prompt if isinstance(prompt, str) else await self.prompts.detokenize(prompt, "prompt")
-            for prompt in (body.prompt if body.echo else [])
+            EchoedPrompt(
+                prompt
+                if isinstance(prompt, str)
+                else await self.prompts.detokenize(prompt, "prompt"),
+                tokens[0],
+            )
+            for prompt, tokens in (zip(body.prompt, prompts, strict=True) if body.echo else ())
         ]
         head = self._make_head(CompletionWriter.id_prefix)
         writer = CompletionWriter(
             self.prompts.codec,
             head,
-            logprobs=body.logprobs is not None,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             echoes=echoes,
             n=body.n,
             options=body.stream_options,

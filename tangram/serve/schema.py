@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, model_validator
 
 from tangram.errors import RequestError
-from tangram.limits import MAX_LOGPROBS, MAX_TOOLS
-from tangram.serve.answer_body import TOKENS, MaxTokens, SamplingFields, list_of
+from tangram.limits import MAX_LOGPROBS, MAX_TOOLS, TOKEN_COUNT
+from tangram.serve.answer_body import TOKENS, MaxTokens, PromptOrTokens, SamplingFields, list_of
 from tangram.serve.body import Body, Json, Label, Metadata, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
@@ -19,6 +19,7 @@ from tangram.serve.messages import Messages, PromptEnd
 from tangram.serve.structured import ResponseFormat, Tool, ToolChoice
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
+from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
@@ -77,6 +78,25 @@ class _GeneratingFields(SamplingFields):
                 raise wrong_field(field, f"{message}answer may end: leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _prompts_are_scored_whole(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            message = "'prompt_logprobs' is there for whole answers only: leave 'stream' out"
+            raise wrong_field("prompt_logprobs", message)
+        return self
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer has something of the prompt, so that it needs no token."""
+        return self.prompt_logprobs is not None
+
+    def sampling(self) -> SamplingParams:
+        """As for every request; no token is asked for only if the prompt is shown."""
+        sampling = super().sampling()
+        if sampling.max_tokens == 0 and not self.shows_prompt:
+            TOKEN_COUNT.check("max_tokens", 0)
+        return sampling
+
     @property
     def completions(self) -> int:
         """How many completions the request asks for."""
@@ -97,7 +117,7 @@ class ChatRequest(PromptEnd, _GeneratingFields):
     messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: MaxTokens | None = None
+    max_tokens: PromptOrTokens | None = None
     max_completion_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
     safety_identifier: Label | None = None
     metadata: Metadata = Field(default={})
@@ -213,7 +233,7 @@ def _is_token_ids(value: Any) -> bool:
 class CompletionRequest(_GeneratingFields):
     """The body of POST /v1/completions.
 
-    `logprobs` is the number of alternatives for each token.
+    `logprobs` is the number of alternatives for each token, of the prompt too if it is echoed.
     """
 
     refused = COMPLETION
@@ -239,11 +259,19 @@ class CompletionRequest(_GeneratingFields):
             raise wrong_field("n", message)
         return self
 
-    @model_validator(mode="after")
-    def _prompts_have_no_logprobs(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise wrong_field(
-                "echo",
-                "'echo' with 'logprobs' is not supported: prompts have no log-probabilities here",
-            )
-        return self
+    @property
+    def shows_prompt(self) -> bool:
+        """As for every request, or by `echo`."""
+        return self.echo or super().shows_prompt
+
+    def rename(self, error: RequestError) -> RequestError:
+        """As for every request; `logprobs` may be what asks for those of the prompt."""
+        stated = error.field != "prompt_logprobs" or self.prompt_logprobs is not None
+        return error if stated else error.rename("logprobs")
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """What is echoed has log-probabilities, too."""
+        if not self.echo or self.logprobs is None:
+            return {}
+        return {"prompt_logprobs": max(self.logprobs, self.prompt_logprobs or 0)}

@@ -28,7 +28,6 @@ COMMON: NoOps = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "priority": (0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

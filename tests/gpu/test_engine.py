@@ -5,6 +5,7 @@ torch ones do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -38,7 +39,15 @@ from tangram.plan.schedule import Schedule
 from tangram.types import Event, Geometry, Request, SamplingParams
 from tangram_lab.baselines.compared_schedules import parse_schedule
 from tests.interpreter import interpreter_few
-from tests.small_engines import LATENT, drain, profile_file, small_engine, tiny_model
+from tests.small_engines import (
+    LATENT,
+    answer,
+    drain,
+    profile_file,
+    scores_of,
+    small_engine,
+    tiny_model,
+)
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -199,6 +208,21 @@ def test_every_step_leaves_the_pool_and_the_answers_that_torch_leaves(
     engines = both(loaded, options)
     in_step(engines, PROMPTS)
     assert engines[0].stats().sealed_chunks == 4
+
+
+def test_prompts_score_as_on_torch(models: dict[int, LoadedModel], tmp_path: Path) -> None:
+    """Beside one whose log-probabilities nobody wants."""
+    loaded = models[id(LLAMA)]
+    params = [replace(ANSWER, prompt_logprobs=2)] * 3 + [ANSWER]
+    asked = list(zip([*PROMPTS, PROMPTS[1]], params, strict=True))
+    found = [
+        answer(engine, *asked) for engine in both(loaded, options_of("llama", loaded, tmp_path))
+    ]
+    for prompt, ours, theirs in zip(PROMPTS, found[1], found[0], strict=False):
+        scores = [scores_of(events) for events in (ours, theirs)]
+        assert [token.token_id for token, _ in scores[0]] == prompt[1:]
+        values = [[token.logprob for token, _ in entries] for entries in scores]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
 def test_chunks_of_several_scorers_in_one_step_leave_what_torch_leaves(

@@ -77,5 +77,5 @@ class ForcedText:
             for row, end in zip(step.rows, work.ends, strict=True)
             if row.kind is RowKind.TAIL
         ]
-        every = replace(work, sampled=np.concatenate(wanted))
+        every = replace(work, wanted=np.concatenate(wanted))
         return passes.begin(every, carry_nothing).logits()

@@ -21,16 +21,17 @@ class Pass:
 
     DECODE `rows` come first. `tokens` and `positions` int64 [T] are the flattened batch, in which
     those of the decode rows are padded to the width of `addresses`. `ends` [R] are the places of
-    each row's last token. `sampled` [n] are the places of the tokens whose successors are chosen:
-    all tokens of a DECODE row, and the last token of each other row that samples. `seals` are the
-    chunks that end. Nothing changes a pass: it has copies of what the cache changes.
+    each row's last token. `wanted` [n] are the places of the tokens whose logits are: those whose
+    successors are chosen (all tokens of a DECODE row, and the last token of each other row that
+    samples), and then those before the `targets` of rows. `seals` are the chunks that end. Nothing
+    changes a pass: it has copies of what the cache changes.
     """
 
     rows: tuple[Row, ...]
     tokens: Int64
     positions: Int64
     ends: Int64
-    sampled: Int64
+    wanted: Int64
     addresses: PassAddresses
     seals: tuple[Seal, ...]
 
@@ -102,7 +103,7 @@ def seals_of(rows: Sequence[Row]) -> tuple[Seal, ...]:
 
 
 def flatten(rows: Sequence[Row], decode_rows: int, width: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """The `tokens`, `positions`, `ends` and `sampled` of the pass of `rows`.
+    """The `tokens`, `positions`, `ends` and `wanted` of the pass of `rows`.
 
     The first `decode_rows` decode, and are padded to `width` tokens.
     """
@@ -119,9 +120,16 @@ def flatten(rows: Sequence[Row], decode_rows: int, width: int) -> tuple[Int64, I
     sampled = [
         end for row, end in zip(rows[decode_rows:], ends[decode_rows:], strict=True) if row.sample
     ]
+    scored = [
+        np.arange(len(row.targets)) + (end + 1 - count)
+        for row, end, count in zip(
+            rows[decode_rows:], ends[decode_rows:], counts[decode_rows:], strict=True
+        )
+        if row.targets is not None
+    ]
     return (
         np.concatenate(tokens),
         np.concatenate([places[:decoded], fill, places[decoded:]]),
         ends,
-        np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64)]),
+        np.concatenate([np.arange(decoded), np.asarray(sampled, np.int64), *scored]),
     )

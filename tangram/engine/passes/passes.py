@@ -86,6 +86,8 @@ class Passes:
             return False
         if not rows:
             return True
+        if any(row.targets is not None for row in rows):  # graphs have few logits
+            return False
         few = len(rows) <= MOST_APART and sum(len(row.tokens) for row in rows) <= MOST_TOKENS_APART
         if not few or self._meters.overflow is not None:
             return False
@@ -97,7 +99,7 @@ class Passes:
         `carry` writes tokens that only the device knows.
         """
         launch, width = self._launch(work), work.addresses.width
-        shape, graphs, wanted = launch.shape, None, work.sampled
+        shape, graphs, wanted = launch.shape, None, work.wanted
         if shape is not None or width == len(work.tokens):
             graphs = self.graphs
         if graphs is not None:  # it needs the same places in every pass
@@ -151,7 +153,7 @@ class Passes:
                 repeat = work.repeating(sealer.number, self._repetition(sealer.scorer, sealer.row))
                 launch, sealing = self._launch(repeat), self._meters.sealing
                 repetition = RepeatAttention(launch, self.batcher.windows, sealer, sealing)
-                parts = repeat.tokens, repeat.positions, repeat.sampled
+                parts = repeat.tokens, repeat.positions, repeat.wanted
                 self.forward(repetition, *self.upload(*parts))
 
     def _repetition(self, scorer: Scorer, row: Row) -> Int64:
@@ -169,7 +171,7 @@ class Passes:
         """Run all kernels of decode passes of `rows` rows, before serving."""
         for queries in self.batcher.queries:
             work = self.batcher.rehearsal(rows, queries)
-            inputs = self.upload(work.tokens, work.positions, work.sampled)
+            inputs = self.upload(work.tokens, work.positions, work.wanted)
             for launch in self.kernels.rehearse(work.addresses, self.tables.flat()):
                 self.forward(self.attention(work, launch), *inputs)
 
@@ -218,7 +220,7 @@ class BegunPass:
     sizes: list[int]
 
     def logits(self) -> Tensor:
-        """Logits [n, V] of the places `sampled` of the pass, whose chunks are sealed then.
+        """Logits [n, V] of the places `wanted` of the pass, whose chunks are sealed then.
 
         They are valid until the next pass: graphs share their memory.
         """
@@ -228,7 +230,7 @@ class BegunPass:
         else:
             logits = self.graphs.logits(self.inputs, self.sizes, attention)
         self.passes.finish(self.work, attention)
-        return logits[: len(self.work.sampled)]
+        return logits[: len(self.work.wanted)]
 
     def follow(self, tokens: Tensor, growth: Int32) -> BegunPass:
         """The pass behind this one, in which its rows go on with `tokens` int64 [n], one each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tangram.engine.passes.meters import Meters
 from tangram.engine.passes.passes import Carry, Passes
 from tangram.engine.passes.recorder import POOL_SHARE, KeptRecorder
 from tangram.engine.passes.saved_pass import PassSaver
-from tangram.engine.sampling.sampler import SampledTokens, SampleRow, choose
+from tangram.engine.sampling.sampler import PromptScores, SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
 from tangram.kernels.narrow import NARROW, stored_scales
@@ -125,13 +125,15 @@ class Runner:
         planned: PlannedStep,
         sample_rows: Sequence[SampleRow],
         before_choosing: Callable[[], object] = lambda: None,
+        asked: Sequence[int] = (),
     ) -> SampledTokens | None:
         """Compute `planned` and choose a token for each of its rows with `sample`.
 
         `sample_rows` are theirs, in order, one for each token of a decode row. Each gets its token.
         A GPU continues while the host does something else. Tokens that are `pending` in a row come
         from the last step, or are drafts. With drafts `sample_rows` get no tokens, since some are
-        refused. `before_choosing` is called when all but the choice is launched.
+        refused. `before_choosing` is called when all but the choice is launched. `asked` are the
+        alternatives beside the `targets` of each row that has some; such a step is one pass.
         """
         step, passes, drafted = planned.step, planned.passes, planned.drafted
         self._host.move(step.moves, awaited=step.awaited)
@@ -143,14 +145,20 @@ class Runner:
                 self.recorder.note(work.prefill_rows)
             found.append(logits if len(passes) == 1 else logits.clone())
         logits = found[0] if len(found) == 1 else torch.cat(found)
+        prompts = None
+        if asked:
+            targets = [row.targets for row in step.scored_rows if row.targets is not None]
+            sampled = len(logits) - sum(map(len, targets))
+            prompts = PromptScores(logits[sampled:], targets, asked)
+            logits = logits[:sampled]
         before_choosing()
-        choice = choose(logits, sample_rows) if sample_rows else None
-        if choice is not None:
+        choice = choose(logits, sample_rows) if sample_rows or asked else None
+        if choice is not None and sample_rows:
             slots = [row.slot for row in step.rows if row.sample]
             self._chosen = {slot: place for place, slot in enumerate(slots)}, choice.tokens
             if drafted is None:
                 self._append(sample_rows, choice.tokens)
-        return choice
+        return choice if choice is None or prompts is None else replace(choice, prompts=prompts)
 
     def _make_kernels(self, retention: Retention, chosen: Tensor | None = None) -> PoolKernels:
         """Kernels of the pool for what `retention` keeps."""

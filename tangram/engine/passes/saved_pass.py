@@ -35,7 +35,7 @@ from tangram.plan.records import ADDRESS, ENTRY, PAST, SEGMENT, SPAN, TASK
 from tangram.types import Int32, Int64
 from tangram.version import __version__
 
-FORMAT = "tangram pass 2"
+FORMAT = "tangram pass 3"
 MOST_BYTES = 1 << 30  # of a file's pages; the first sequences are kept, whose rows fit
 MOST_FILES = 8  # of one folder: an engine that fails at every step fills no disk
 
@@ -106,7 +106,7 @@ class PassSaver:
             self._save(begun, range(len(work.rows)), f"{type(error).__name__}: {error}")
             raise
         if unsound.any():
-            rows = np.searchsorted(work.ends, work.sampled[unsound])
+            rows = np.searchsorted(work.ends, work.wanted[unsound])
             self._save(begun, rows.tolist(), "its logits are NaN")
         return logits
 

@@ -83,10 +83,11 @@ class RankRunner(Runner):
         planned: PlannedStep,
         sample_rows: Sequence[SampleRow],
         before_choosing: Callable[[], object] = lambda: None,
+        asked: Sequence[int] = (),
     ) -> SampledTokens | None:
         """See `Runner`."""
         with self._telling(RunOrder()):
-            return super().run(planned, sample_rows, before_choosing)
+            return super().run(planned, sample_rows, before_choosing, asked)
 
     @contextmanager
     def _telling(self, order: Order) -> Iterator[None]:

@@ -36,7 +36,9 @@ from tangram.kernels.transfer import HostCopies, upload
 from tangram.types import (
     OPENAI_SAMPLING,
     ChosenToken,
+    Int64,
     Matcher,
+    PromptLogprobs,
     SamplingParams,
     SamplingValues,
     TokenLogprob,
@@ -44,6 +46,7 @@ from tangram.types import (
 
 BROKEN_LOGITS = "are NaN or infinite: the weights are damaged, or too large for the model's dtype"
 _GREEDY_BELOW = 1e-5  # vLLM's limit: a lower temperature means greedy
+_SCORED_AT_ONCE = 32  # tokens: their logits are in memory as float32, several times
 
 
 class SampleRow:
@@ -194,12 +197,14 @@ class SampledTokens:
 
     `figures` are the tokens and the largest logit of their rows. `logprobs` are, with the rows [n]
     that ask for as many, the log-probabilities [n] of the tokens, and the most likely tokens and
-    their log-probabilities, each [n, k].
+    their log-probabilities, each [n, k]. `prompts` are the figures of the prompts that are asked
+    for.
     """
 
     tokens: Tensor
     figures: HostCopies
     logprobs: Sequence[tuple[Sequence[int], HostCopies]]
+    prompts: PromptScores | None = None
 
     def tokens_on_host(self) -> list[ChosenToken | None]:
         """The tokens; waits for the device. None for a row without one.
@@ -222,6 +227,45 @@ class SampledTokens:
     def by_row(self) -> list[list[ChosenToken | None]]:
         """`tokens_on_host`, as the one token of each row."""
         return [[token] for token in self.tokens_on_host()]
+
+
+class PromptScores:
+    """The figures of tokens that are known, on their way to the host.
+
+    `logits` [n, V] are of the tokens before, any float dtype. `targets` are the known tokens, n in
+    all, and `counts` the alternatives that each part of them asks for.
+    """
+
+    def __init__(self, logits: Tensor, targets: Sequence[Int64], counts: Sequence[int]) -> None:
+        self._sizes, self._counts = [len(part) for part in targets], counts
+        most = min(max(counts), logits.shape[1])
+        known = upload(np.concatenate(targets), logits.device)
+        parts = (torch.split(whole, _SCORED_AT_ONCE) for whole in (logits, known))
+        scored = [_score(part.float(), own, most) for part, own in zip(*parts, strict=True)]
+        self._figures = HostCopies(*map(torch.cat, zip(*scored, strict=True)))
+
+    def by_part(self) -> list[PromptLogprobs | None]:
+        """Of each part; waits for the device. None for a part whose logits are unsound."""
+        figures = (torch.split(figure, self._sizes) for figure in self._figures.get())
+        found: list[PromptLogprobs | None] = []
+        for (ids, logprobs, ranks), count in zip(
+            zip(*figures, strict=True), self._counts, strict=True
+        ):
+            if logprobs[:, 0].isnan().any():
+                found.append(None)
+                continue
+            arrays = ids[:, : 1 + count], logprobs[:, : 1 + count], ranks
+            found.append(PromptLogprobs(*(array.numpy().tobytes() for array in arrays)))
+        return found
+
+
+def _score(raw: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first two and the third of the arrays of `PromptLogprobs`, as it describes them."""
+    own = raw.gather(1, tokens[:, None])
+    values, best = raw.topk(most, dim=-1)
+    logprobs = torch.cat([own, values], dim=1) - raw.logsumexp(dim=-1, keepdim=True)
+    ranks = (raw >= own).sum(dim=-1, dtype=torch.int32)  # of equal ones the last, as in vLLM
+    return torch.cat([tokens[:, None], best], dim=1).int(), logprobs, ranks
 
 
 def _possible(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:

@@ -7,6 +7,7 @@ import numpy as np
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind
 from tangram.engine.schedule.token_sequence import TokenSequence
+from tangram.types import Int64
 
 PRECEDING_TOKENS = 16
 _NOTHING, _UNKNOWN = np.zeros(0, np.int64), np.zeros(1, np.int64)
@@ -20,6 +21,7 @@ def row_of(
     end: int,
     *,
     sample: bool,
+    targets: Int64 | None = None,
 ) -> Row:
     """The row that computes the tokens `start` to `end` of `sequence` into `cache`."""
     tokens, pending = sequence.tokens[start:end], sequence.pending and end == sequence.known
@@ -33,6 +35,7 @@ def row_of(
         sequence.tokens[max(0, start - PRECEDING_TOKENS) : start],
         sample,
         pending,
+        targets,
     )
 
 

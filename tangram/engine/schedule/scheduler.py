@@ -141,7 +141,8 @@ class Scheduler:
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
-        new_tokens = self.cache.new_tokens(sequence.keys, sequence.known_tokens)
+        reusable = sequence.reusable_tokens
+        new_tokens = self.cache.new_tokens(sequence.keys, reusable) + sequence.known - len(reusable)
         sequence.due_tokens = (
             self.counters.computed_tokens + self.limits.prompt_patience * new_tokens
         )
@@ -392,10 +393,11 @@ class Scheduler:
     def _admit(self, sequence: TokenSequence) -> bool:
         if sequence.pending:  # just preempted; its tokens identify what the cache may have
             return False
-        sequence.cache = self.cache.admit(sequence.keys, sequence.known_tokens, sequence.limit)
+        known, reusable = sequence.known_tokens, sequence.reusable_tokens
+        sequence.cache = self.cache.admit(sequence.keys, known, sequence.limit, reusable)
         if sequence.cache is None:
             return False
-        if self.cache.next_key(sequence.cache, sequence.known_tokens) in self._sealing:
+        if not sequence.unscored and self.cache.next_key(sequence.cache, known) in self._sealing:
             self.cache.close(sequence.cache)
             sequence.cache = None
             return False
@@ -411,6 +413,8 @@ class Scheduler:
         return True
 
     def _find_loss(self, sequence: TokenSequence, cached: int) -> None:
+        if sequence.unscored:  # it reuses nothing on purpose
+            return
         prompt = sequence.known_tokens
         lost = sequence.lost = self.conversations.find_loss(sequence.domain, prompt, cached)
         if lost is not None:
@@ -465,7 +469,7 @@ class Scheduler:
         rows: list[Row] = []
         for sequence in candidates:
             goes_on = True
-            while goes_on:
+            while goes_on and not self._waits_to_score(sequence, rows):
                 row = self._prefill_row(sequence, budget)
                 if row is None:
                     return rows
@@ -473,6 +477,14 @@ class Scheduler:
                 budget -= len(row.tokens)
                 goes_on = self._goes_on(sequence, row)
         return rows
+
+    def _waits_to_score(self, sequence: TokenSequence, rows: Sequence[Row]) -> bool:
+        """Whether a step of `rows` would have logits of more than a chunk of prompt tokens."""
+        if not sequence.unscored:
+            return False
+        _, start, end = prefill_span(sequence.held, sequence.known)
+        scored = sum(len(row.targets) for row in rows if row.targets is not None)
+        return scored + end - start > self.cache.chunk_tokens
 
     def _goes_on(self, sequence: TokenSequence, row: Row) -> bool:
         """Whether the step that seals a chunk may compute more of the sequence.
@@ -500,7 +512,8 @@ class Scheduler:
         else:
             self.cache.grow(cache, end - start)
         self.counters.computed_prompt_tokens += max(0, min(end, sequence.prompt_tokens) - start)
-        return row_of(sequence, cache, kind, start, end, sample=sample)
+        targets = sequence.take_targets(start, end)
+        return row_of(sequence, cache, kind, start, end, sample=sample, targets=targets)
 
     def _epoch_of(self, decode: list[Row]) -> int:
         size = self.cache.chunk_tokens

@@ -26,6 +26,8 @@ class TokenSequence:
     first leaves the queue. `foreseen` tokens behind the known are accepted drafts. Nothing is
     drafted for a sequence that is not `speculative`. It is number `sample_index` of the completions
     of its request, which `client` has sent. `lost` is known when it first leaves the queue.
+    The log-probabilities of the first `scored` tokens of its prompt are asked of the device; all
+    are, unless a client wants them.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class TokenSequence:
     sample_index: int = 0
     client: bytes = b""
     lost: LostPrefix | None = None
+    scored: int | None = None
 
     @property
     def domain(self) -> bytes:
@@ -83,6 +86,26 @@ class TokenSequence:
     def known_tokens(self) -> Int64:
         """int64 [known]: prompt and sampled tokens."""
         return self.tokens[: self.known]
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.scored is not None and self.scored < self.prompt_tokens
+
+    @property
+    def reusable_tokens(self) -> Int64:
+        """int64 [n]: the known tokens whose KV state may come from the cache.
+
+        What comes from there has no logits, so the tokens behind must be scored.
+        """
+        return self.tokens[: self.scored if self.unscored else self.known]
+
+    def take_targets(self, start: int, end: int) -> Int64 | None:
+        """The prompt tokens behind those of `start` to `end`, if they are to be scored next."""
+        if not self.unscored or self.scored != start + 1:
+            return None
+        self.scored = min(end + 1, self.prompt_tokens)
+        return self.tokens[start + 1 : self.scored]
 
     @property
     def settled_tokens(self) -> Int64:
@@ -151,6 +174,7 @@ def sequence_of(
     speculative: bool = True,
     sample_index: int = 0,
     client: bytes = b"",
+    scored: int | None = None,
 ) -> TokenSequence:
     """A new sequence with the tokens of `prompt`; an array, int64 [n], is not copied."""
     return TokenSequence(
@@ -164,4 +188,5 @@ def sequence_of(
         speculative=speculative,
         sample_index=sample_index,
         client=client,
+        scored=scored,
     )

@@ -227,8 +227,8 @@ def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=config.max_num_seqs,
+            logits_to_keep=config.max_num_seqs + config.chunk_tokens,  # of prompts, if asked for
             tangram=_NoAttention(),
         )
-        output.logits.float()
+        output.logits[:, : config.max_num_seqs].float()
     return torch.cuda.max_memory_allocated(loaded.device) - before

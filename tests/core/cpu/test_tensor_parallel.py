@@ -37,7 +37,15 @@ from tangram.errors import ConfigError, EngineError, ModelError, ProfileError
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.mentions import mentioning
-from tests.small_engines import drain, profile_file, run, sealed_state, small_engine
+from tests.small_engines import (
+    answer,
+    drain,
+    profile_file,
+    run,
+    scores_of,
+    sealed_state,
+    small_engine,
+)
 from tests.speculation import METHODS, draft_always
 
 Adopt = Callable[[PretrainedConfig], LoadedModel]
@@ -158,6 +166,17 @@ def test_tokens_are_those_of_one_device(llama: Checkpoint, two: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
     assert run(two, others, params) == run(one, others, params)
     assert two.stats().preemptions > 0
+
+
+def test_prompts_score_as_on_one_device(llama: Checkpoint, two: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    asked = [(prompt, params) for prompt in prompts(*LONG)]
+    for here, there in zip(answer(two, *asked), answer(llama.one(), *asked), strict=True):
+        found, expected = scores_of(here), scores_of(there)
+        assert [token.token_id for token, _ in found] == [token.token_id for token, _ in expected]
+        assert [token.logprob for token, _ in found] == pytest.approx(
+            [token.logprob for token, _ in expected], abs=1e-4
+        )
 
 
 def test_hits_equal_misses(two: Engine) -> None:

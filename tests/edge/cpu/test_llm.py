@@ -76,6 +76,16 @@ def test_logprobs_hold_the_sampled_token_and_the_alternatives(llm: LLM) -> None:
         assert entry.top[0][1] >= entry.top[1][1]
 
 
+def test_the_prompt_has_log_probabilities_if_they_are_asked_for(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=2)
+    (scored,) = llm.generate("The capital of France is", params)
+    assert scored.prompt_logprobs is not None
+    assert tuple(entry.token_id for entry in scored.prompt_logprobs) == scored.prompt_token_ids[1:]
+    assert (scored.outputs[0].token_ids, scored.outputs[0].text) == ((), "")
+    (plain,) = llm.generate("The capital of France is", SamplingParams(max_tokens=1))
+    assert plain.prompt_logprobs is None
+
+
 def test_stop_strings_are_cut_and_stop_tokens_end(llm: LLM) -> None:
     prompt = "One, two, three, four,"
     whole = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12))[0].outputs[0]

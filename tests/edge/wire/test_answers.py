@@ -242,7 +242,7 @@ def test_alternatives_of_equal_text_all_have_their_place() -> None:
         def token_text(self, token_id: int) -> TokenText:
             return TokenText("\ufffd" if token_id < 5 else chr(token_id), bytes([token_id]))
 
-    writer = CompletionWriter(CharacterCodec(), {}, logprobs=True)  # type: ignore[arg-type]
+    writer = CompletionWriter(CharacterCodec(), {}, logprobs=1)  # type: ignore[arg-type]
     top = ((1, -0.1), (65, -0.5), (2, -1.0), (3, -2.0))
     content = Content("\ufffd", logprobs=[TokenLogprob(4, -9.0, top)])
     found = writer.write_delta(0, content)["logprobs"]["top_logprobs"]

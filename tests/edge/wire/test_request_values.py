@@ -148,23 +148,20 @@ TRIALS = [
     chat("top_k over int64", 400, "top_k", top_k=2**70),
     chat("top_logprobs", 400, "top_logprobs", "20", logprobs=True, top_logprobs=10**6),
     completion("logprobs", 400, "logprobs", "20", logprobs=10**6),
-    completion(
-        "prompt logprobs",
-        400,
-        "prompt_logprobs",
-        "invalid_value",
-        prompt="a " * 5000,
-        prompt_logprobs=5,
+    *(
+        trial(f"prompt_logprobs {value}", 400, "prompt_logprobs", words, prompt_logprobs=value)
+        for trial in (chat, completion)
+        for value, words in ((-1, "[0, 20]"), (21, "[0, 20]"), (10**40, "20"), (True, "integer"))
     ),
-    completion(
-        "echo with logprobs",
-        400,
-        "echo",
-        "invalid_value",
-        prompt="a " * 5000,
-        echo=True,
-        logprobs=1,
+    completion("streamed", 400, "prompt_logprobs", "stream", prompt_logprobs=1, stream=True),
+    *(
+        completion(f"too many {field}", 400, field, "175000", n=128, prompt=[5] * 100, **fields)
+        for field, fields in (
+            ("prompt_logprobs", {"prompt_logprobs": 20}),
+            ("logprobs", {"logprobs": 20, "echo": True}),
+        )
     ),
+    completion("no token and no prompt", 400, "max_tokens", "[1,", max_tokens=0),
     chat(
         "bias outside the vocabulary",
         400,

@@ -13,16 +13,7 @@ import pytest
 from tangram import __version__
 from tangram.errors import RequestError
 
-from .conftest import (
-    CHAT,
-    COMPLETIONS,
-    MODEL,
-    USER,
-    EngineServer,
-    chat_body,
-    run_fake_server,
-    wait_until,
-)
+from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, run_fake_server, wait_until
 
 
 def respond(server: EngineServer, **fields: Any) -> Any:
@@ -271,8 +262,6 @@ def test_echo_begins_with_the_prompt_whole_and_streamed(shared_server: EngineSer
             streamed[chunk.choices[0].index] += chunk.choices[0].text
         assert streamed == texts
     with shared_server.http() as client:
-        body = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1}
-        assert client.post(COMPLETIONS, json=body).json()["error"]["param"] == "echo"
         assert (
             client.post("/v1/chat/completions", json=chat_body(echo=True)).json()["error"]["param"]
             == "echo"
