@@ -10,10 +10,11 @@ repeats what was seen or believed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tangram.serve.calls import Call, CallReader
+from tangram.serve.calls import ArgumentText, Call, CallReader
 
 Part = str | tuple[str, object]
 CITY = 'São "Paulo"\nand \\ more'
@@ -26,17 +27,37 @@ TEMPLATE, UNPROVEN = "real template", "unproven"
 CHECKED = "checked by hand against the public template, 2026-11-30"
 
 
-def read_parts(reader: CallReader, pieces: Sequence[str]) -> list[Part]:
-    """Text that follows on text as one, calls by name and arguments."""
-    found: list[Part] = []
-    for part in [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]:
+def join_parts(parts: Iterable[object]) -> list[Any]:
+    """Text that follows on text as one, calls by name and the text of their arguments."""
+    found: list[Any] = []
+    for part in parts:
         if isinstance(part, Call):
-            found.append((part.name, json.loads(part.arguments)))
-        elif found and isinstance(found[-1], str):
+            found.append((part.name, ""))
+        elif isinstance(part, ArgumentText):
+            name, before = found.pop()
+            found.append((name, before + part.text))
+        elif isinstance(part, str) and found and isinstance(found[-1], str):
             found[-1] += part
         elif part:
             found.append(part)
     return found
+
+
+def read_parts(reader: CallReader, pieces: Sequence[str]) -> list[Part]:
+    """As `join_parts`, with the arguments as JSON, or as they are if a limit has cut them."""
+    said = [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]
+    return [
+        part if isinstance(part, str) else (part[0], read_arguments(part[1]))
+        for part in join_parts(said)
+    ]
+
+
+def read_arguments(text: str) -> object:
+    """The arguments; their text if it is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)

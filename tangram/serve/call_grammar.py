@@ -12,7 +12,7 @@ from tangram.engine.text.formats import split_shape
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import JSON_GAP, json_rule
 from tangram.serve.literals import list_literal_rules, make_literal_rules
-from tangram.serve.structured import Tool
+from tangram.serve.structured import INPUT, Tool
 from tangram.serve.tagged import make_tagged_rules
 from tangram.types import CallStyle, ToolFormat
 
@@ -25,6 +25,8 @@ _WRITERS = {
     CallStyle.PYTHON: make_literal_rules,
     CallStyle.QUOTED: make_literal_rules,
 }
+# Styles whose texts are written as they are: only these can follow a grammar in Lark.
+UNESCAPED = (CallStyle.TAGGED, CallStyle.QUOTED)
 _NO_FORM = AnswerForm()
 
 
@@ -151,7 +153,13 @@ class CallGrammar:
     def _body(self, rule: str, tool: Tool, field: str) -> Iterator[str]:
         name, arguments = tool.function.name, tool.arguments()
         form, write = self.form, self.answer.write_literal
-        if form.style in _WRITERS:
+        if tool.custom is not None and tool.custom.lark and form.style in UNESCAPED:
+            quoted = f"{form.quote}${INPUT}{form.quote}"
+            given = form.argument.replace("$key", INPUT).replace("$value", quoted)
+            call = form.call.replace("$name", name).replace("$arguments", given)
+            before, after = call.split(f"${INPUT}")
+            yield f"{rule}: {write(before)} %lark {{\n{tool.custom.lark}\n}} {write(after)}"
+        elif form.style in _WRITERS:
             letter = self.forced or tool.function.strict
             rules = _WRITERS[form.style]
             yield from rules(rule, name, arguments, field, form, write, to_the_letter=letter)

@@ -1,4 +1,4 @@
-"""Finds tool calls in an answer while it is written. Anything that is no valid call stays text.
+"""Finds tool calls in an answer while it is written. Text that begins no known call stays text.
 
 Transformers' parser of answers (`utils/chat_parsing`) fails on broken JSON and needs a mark at both
 ends. Here a limit may cut an answer, and Llama's calls have no marks.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from string import Template
@@ -17,13 +17,16 @@ from typing import Any
 
 from tangram.engine.text.answer_text import spell
 from tangram.engine.text.formats import loosen, split_shape
+from tangram.serve.arguments import CallArguments, JsonArguments, mark_overlap
 from tangram.serve.json_text import QuotedTexts, refuse_constant
-from tangram.serve.literals import read_literal_calls
-from tangram.serve.tagged import is_unfinished, read_tagged_calls
+from tangram.serve.literals import LiteralArguments, literal_head
+from tangram.serve.tagged import TaggedArguments, tagged_head
 from tangram.types import CallStyle, Piece, ToolFormat
 
 _SHORT_ID = 9  # letters and digits of Mistral's ids
-_BETWEEN = re.compile(r"[\s;]*")
+_MOST_HEAD = 512  # characters of a call before its arguments
+_BETWEEN = r"[\s,;\[\]]*"
+_PLAIN = r'(?:"[^"\\]*"|[\w.+-]+)'  # a value beside the name and the arguments
 _KEYS = re.compile(r'"(\w+)": "?\$([a-z]+)')
 _HOLES = {
     "name": r"(?P<name>[\w.-]+?)",
@@ -34,23 +37,33 @@ _HOLES = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function `name`; `arguments` is the text of a JSON object."""
+    """The beginning of a call of the function `name`, or of the `custom` tool."""
 
     name: str
-    arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    custom: bool = False
 
-    def json(self) -> dict[str, Any]:
-        """The call as it is in an answer."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+
+@dataclass(frozen=True)
+class ArgumentText:
+    """A piece of the last call's arguments, a JSON object. The `last` one ends the call.
+
+    A call without one was cut by the end of the answer. Those of a `custom` tool are its input.
+    """
+
+    text: str
+    last: bool
+    custom: bool = False
+
+
+CallPart = str | Call | ArgumentText
 
 
 class CallReader:
     """Splits one completion into text and calls as its text arrives.
 
     `names` are the functions that may be called. `parameters` are their schemas, for forms that do
-    not say whether a value is text.
+    not say whether a value is text. A call begins where its name is known and its arguments begin.
     """
 
     thinking = False
@@ -60,82 +73,129 @@ class CallReader:
     ) -> None:
         self._form, self._names, self._parameters = form, names, parameters or {}
         self._begin, self._end = form.begin.strip(), form.end.strip()
-        self._held, self._inside, self._searched, self._plain = "", False, 0, False
-        self._gap = ""  # the spaces before the mark that has opened a call
-        self._texts, self._read = _texts(form), 0  # read up to here
-        self._count, self.called = 0, False
+        self._held, self._inside, self._plain = "", False, False
+        self._gap = ""  # the spaces before the mark that has opened a block of calls
+        self._arguments: CallArguments | None = None
+        self._count, self._called_before, self.called = 0, 0, False
+        self._texts, self._read, self._searched = QuotedTexts(), 0, 0
 
-    def push(self, pieces: Iterable[Piece]) -> Iterator[str | Call]:
+    def push(self, pieces: Iterable[Piece]) -> Iterator[CallPart]:
         """The text and calls that are certain now."""
         self._held += spell(pieces)
-        if not self._begin:
-            yield from self._whole_answer()
-            return
-        while (found := self._held.find(self._mark, self._searched)) >= 0:
-            if self._inside and self._is_argument(found):
-                self._searched = found + len(self._mark)
+        going = True
+        while going:
+            if self._arguments is not None:
+                going = yield from self._read_arguments(self._arguments)
             else:
-                yield from self._close(found) if self._inside else self._open(found)
-        self._searched = max(0, len(self._held) - max(len(self._begin), len(self._end)))
-        if not self._inside:
-            yield from self._free(self._measure_undecided())
+                going = yield from (self._read_block() if self._inside else self._read_text())
 
-    def finish(self) -> Iterator[str | Call]:
+    def finish(self) -> Iterator[CallPart]:
         """What was held back, once the completion has ended."""
         held, self._held = self._held, ""
-        ends = not self._begin or (self._inside and not self._end)
-        calls = self._calls(held) if ends and not self._plain else []
-        if calls:
-            yield from calls
+        if self._arguments is not None:
+            return
+        if self._inside and not self._end:
+            yield from self._close(held, "")
+        elif self._inside and self._count == self._called_before:
+            yield f"{self._gap}{self._begin}{held}"
+        elif self._inside:
+            rest = held[_match_end(_between(self._form), held) :]
+            if not _closing(self._form).startswith("".join(rest.split())):
+                yield rest
         elif held.strip() or not self.called:
-            yield f"{self._gap}{self._begin}{held}" if self._inside else held
+            yield held
 
-    @property
-    def _mark(self) -> str:
-        """The mark to look for next."""
-        return self._end or self._begin if self._inside else self._begin
-
-    def _whole_answer(self) -> Iterator[str]:
-        first = self._form.brackets or self._form.call
-        self._plain = self._plain or self._held.lstrip()[:1] not in ("", first[0])
-        if self._plain:
-            yield from self._free(0)
+    def _read_text(self) -> Generator[CallPart, None, bool]:
+        """Read text up to the mark of a call. Returns whether there may be more to read."""
+        if not self._begin and not self._plain:
+            first = self._form.brackets or self._form.call
+            self._plain = self._held.lstrip()[:1] not in ("", first[0])
+            self._inside = not self._plain and bool(self._held.strip())
+            if not self._plain:
+                return self._inside
+        found = -1 if self._plain else self._held.find(self._begin)
+        if found >= 0:
+            yield from self._open(found)
+            return True
+        kept = 0 if self._plain else self._measure_undecided()
+        end = len(self._held) - kept
+        text, self._held = self._held[:end], self._held[end:]
+        if text:
+            yield text
+        return False
 
     def _open(self, found: int) -> Iterator[str]:
-        """Open a call; spaces before it belong to it."""
+        """Open a block of calls; spaces before it belong to it."""
         spoken, self._held = self._held[:found], self._held[found + len(self._begin) :]
         before = spoken.rstrip()
-        self._gap = spoken[len(before) :]
-        self._inside, self._searched = True, 0
-        self._texts, self._read = _texts(self._form), 0
+        self._gap, self._inside, self._called_before = spoken[len(before) :], True, self._count
+        self._look_anew()
         if before:
             yield before
 
-    def _close(self, found: int) -> Iterator[str | Call]:
-        """Close a call; one without an end mark ends where the next begins."""
-        inside, self._held = self._held[:found], self._held[found + len(self._mark) :]
-        self._inside, self._searched = not self._end, 0
-        self._texts, self._read = _texts(self._form), 0
-        if calls := self._calls(inside):
-            yield from calls
+    def _look_anew(self) -> None:
+        self._texts, self._read, self._searched = QuotedTexts(_quotes(self._form)), 0, 0
+
+    def _read_block(self) -> Generator[CallPart, None, bool]:
+        """Read the head of a call, or the end of the block, as `_read_text` does."""
+        if head := self._find_head():
+            name, written, end = head
+            self._held = self._held[end:]
+            self._arguments = _arguments_of(name, self._form, self._parameters)
+            yield self._begin_call(name, written)
+            return True
+        mark = self._end or self._begin
+        while mark and (found := self._held.find(mark, self._searched)) >= 0:
+            self._texts.read(self._held[self._read : found])
+            self._read, self._searched = found, found + len(mark)
+            if not self._texts.open:
+                inside, self._held = self._held[:found], self._held[found + len(mark) :]
+                yield from self._close(inside, self._end)
+                return True
+        self._searched = max(self._searched, len(self._held) - len(mark))
+        return False
+
+    def _find_head(self) -> tuple[str, Mapping[str, str], int] | None:
+        """Name, what else is said and the end of the head that begins here, of a known function."""
+        if self._searched >= _MOST_HEAD:  # all of it was looked at
+            return None
+        found = _head(self._form).match(self._held, 0, _MOST_HEAD)
+        if found is None:
+            return None
+        written = found.groupdict()
+        if "object" in written:
+            name, _ = _read_names(_read_json(f"{written.pop('object')}{{}}}}"), self._form)
         else:
-            yield f"{self._gap}{self._begin}{inside}{self._end}"
-        self._gap = ""
+            name = written.pop("name").strip()
+        known = isinstance(name, str) and name in self._names
+        return (name, written, found.end()) if known else None
 
-    def _is_argument(self, found: int) -> bool:
-        """Whether the mark at `found` is what an argument says, not the end of the call."""
-        if self._form.style is CallStyle.TAGGED:
-            return is_unfinished(self._held[:found], self._form)
-        self._texts.read(self._held[self._read : found])
-        self._read = found
-        return self._texts.open
+    def _read_arguments(self, arguments: CallArguments) -> Generator[CallPart, None, bool]:
+        text, self._held = self._held, ""
+        piece = arguments.push(text)
+        if piece or arguments.whole:
+            yield ArgumentText(piece, arguments.whole)
+        self.called = arguments.whole
+        if arguments.whole or arguments.broken:
+            self._held, self._arguments = arguments.rest, None
+            self._look_anew()
+        return self._arguments is None
 
-    def _free(self, kept: int) -> Iterator[str]:
-        end = len(self._held) - kept
-        text, self._held = self._held[:end], self._held[end:]
-        self._searched = 0
-        if text:
-            yield text
+    def _close(self, inside: str, end: str) -> Iterator[CallPart]:
+        """Close a block that ends in `inside`; one without an end mark ends where one begins."""
+        self._inside = bool(self._begin) and not self._end
+        rest, begun = inside[_match_end(_between(self._form), inside) :], self._called_before
+        whole = self._read_whole(rest) if self._form.style is CallStyle.OBJECT else []
+        for name, arguments in whole:
+            yield self._begin_call(name, {})
+            yield ArgumentText(arguments, last=True)
+            self.called = True
+        if not whole and begun == self._count:
+            yield f"{self._gap}{self._begin}{inside}{end}"
+        elif not whole and rest:
+            yield rest
+        self._gap, self._called_before = "", self._count
+        self._look_anew()
 
     def _measure_undecided(self) -> int:
         """How many last characters may belong to a call: spaces, and the beginning of a mark."""
@@ -143,44 +203,82 @@ class CallReader:
         before = text[: len(text) - mark_overlap(text, self._begin)]
         return len(text) - len(before.rstrip())
 
-    def _calls(self, text: str) -> list[Call]:
-        """The calls in `text`; none if any of it is something else."""
-        written = list(_read_calls(text, self._form, self._parameters))
-        calls = [self._call(*each) for each in written]
-        proper = [call for call in calls if call is not None]
-        if len(proper) != len(calls):
-            return []
-        self.called = self.called or bool(proper)
-        return proper
+    def _read_whole(self, text: str) -> list[tuple[str, str]]:
+        """Names and arguments of calls that write the name last; none if any is something else."""
+        calls = []
+        for value in _objects(text):
+            name, arguments = _read_names(value, self._form)
+            written = _write_object(arguments)
+            if written is None or not isinstance(name, str) or name not in self._names:
+                return []
+            calls.append((name, written))
+        return calls
 
-    def _call(self, name: Any, arguments: Any, written: Mapping[str, str]) -> Call | None:
-        if not isinstance(name, str) or name not in self._names:
-            return None
-        text = arguments_json(arguments)
-        if text is None:
-            return None
-        if not self._form.ids:
-            return Call(name, text)
+    def _begin_call(self, name: str, written: Mapping[str, str]) -> Call:
         self._count += 1
+        if not self._form.ids:
+            return Call(name)
         said = {"index": str(self._count - 1), **{k: v for k, v in written.items() if v}}
         short = uuid.uuid4().hex[:_SHORT_ID]
-        return Call(name, text, Template(self._form.ids).substitute(said, name=name, short=short))
+        return Call(name, Template(self._form.ids).substitute(said, name=name, short=short))
 
 
-def _texts(form: ToolFormat) -> QuotedTexts:
-    """What tells whether a mark is inside a text of an argument."""
-    if form.style is CallStyle.PYTHON:
-        return QuotedTexts(("'", '"'))
-    return QuotedTexts((form.quote or '"',))
+def _quotes(form: ToolFormat) -> tuple[str, ...]:
+    """What texts stand between, in which a mark ends no call; values between tags have none."""
+    if form.style is CallStyle.TAGGED:
+        return ()
+    return ("'", '"') if form.style is CallStyle.PYTHON else (form.quote or '"',)
 
 
-def mark_overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that begins `mark` and is shorter than it."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if mark.startswith(text[-length:])), 0)
+def _arguments_of(name: str, form: ToolFormat, schemas: Mapping[str, Any]) -> CallArguments:
+    if form.style is CallStyle.TAGGED:
+        return TaggedArguments(form, schemas.get(name, {}))
+    if form.style in (CallStyle.PYTHON, CallStyle.QUOTED):
+        return LiteralArguments.of(form)
+    return JsonArguments(form.end.strip() or form.begin.strip())
 
 
-def arguments_json(arguments: Any) -> str | None:
+@cache
+def _head(form: ToolFormat) -> re.Pattern[str]:
+    """What finds a call up to its arguments, with groups for what it says."""
+    if form.style is CallStyle.TAGGED:
+        found = tagged_head(form)
+    elif form.style in (CallStyle.PYTHON, CallStyle.QUOTED):
+        found = literal_head(form)
+    elif form.style is CallStyle.OBJECT:
+        fields = rf'(?:\s*"[^"\\]*"\s*:\s*{_PLAIN}\s*,)*'
+        found = rf'(?P<object>\{{{fields}\s*"(?:{"|".join(_list_keys(form))})"\s*:\s*)(?=\{{)'
+    else:
+        *head, _, _ = split_shape(form.call)
+        parts = (_HOLES[part] if at % 2 else loosen(part) for at, part in enumerate(head))
+        found = rf"{''.join(parts)}\s*(?=\{{)"
+    return re.compile(_between(form).pattern + found)
+
+
+@cache
+def _between(form: ToolFormat) -> re.Pattern[str]:
+    """What may stand between the arguments of a call and the next call or the end."""
+    tail = ""
+    if form.style is CallStyle.OBJECT:
+        tail = rf'(?:(?:\s*,\s*"\w+"\s*:\s*{_PLAIN})*\s*\}})?'
+    elif form.style is CallStyle.NAMED:
+        tail = rf"(?:\s*{loosen(split_shape(form.call)[-1])})?"
+    return re.compile(tail + _BETWEEN)
+
+
+@cache
+def _closing(form: ToolFormat) -> str:
+    """What stands after the arguments of the last call, without spaces."""
+    tail = split_shape(form.call)[-1] if form.style in (CallStyle.OBJECT, CallStyle.NAMED) else ""
+    return "".join(f"{tail}{(form.brackets or ('', ''))[1]}{form.end}".split())
+
+
+def _match_end(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.match(text)
+    return 0 if found is None else found.end()
+
+
+def _write_object(arguments: Any) -> str | None:
     """A call's arguments as the text of a JSON object; None if they are no object."""
     if not isinstance(arguments, dict):
         return None
@@ -194,7 +292,7 @@ def arguments_json(arguments: Any) -> str | None:
     return written
 
 
-def read_call_json(text: str) -> Any:
+def _read_json(text: str) -> Any:
     """The JSON value in `text`; None if it is not JSON."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
@@ -202,79 +300,31 @@ def read_call_json(text: str) -> Any:
         return None
 
 
-def _read_calls(
-    text: str, form: ToolFormat, schemas: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any, Mapping[str, str]]]:
-    """Name, arguments and what else was said of each call in `text`; None for a malformed call."""
-    if form.style is CallStyle.NAMED:
-        yield from _read_named(text, form)
-    elif form.style is CallStyle.TAGGED:
-        yield from ((*call, {}) for call in read_tagged_calls(text, form, schemas))
-    elif form.style is not CallStyle.OBJECT:
-        inside = _unwrap(text.strip(), form)
-        yield from ((*call, {}) for call in read_literal_calls(inside, form))
-    elif form.begin:
-        value = read_call_json(text)  # a call may come without the list around it
-        listed = value if form.brackets and isinstance(value, list) else [value]
-        yield from ((*_read_names(call, form), {}) for call in listed)
-    else:
-        yield from ((*_read_names(call, form), {}) for call in _objects(text))
-
-
-def _unwrap(text: str, form: ToolFormat) -> str:
-    """What stands between brackets; the text itself, which is no call then, without them."""
-    opening, closing = (bracket.strip() for bracket in form.brackets or ("", ""))
-    whole = text.startswith(opening) and text.endswith(closing)
-    return text[len(opening) : len(text) - len(closing)] if whole else text
-
-
-def _read_named(text: str, form: ToolFormat) -> Iterator[tuple[Any, Any, Mapping[str, str]]]:
-    (head, tail), at = _named_patterns(form), 0
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
-    while at < len(text.rstrip()):
-        found = head.match(text, at)
-        try:
-            arguments, at = decoder.raw_decode(text, found.end()) if found else (None, at)
-        except (ValueError, RecursionError):
-            found = None
-        closed = tail.match(text, at)
-        if found is None or closed is None:
-            yield None, None, {}
-            return
-        at = closed.end()
-        yield found["name"], arguments, found.groupdict()
-
-
-@cache
-def _named_patterns(form: ToolFormat) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What finds a call up to its arguments, and its end."""
-    *head, _, tail = split_shape(form.call)
-    found = "".join(_HOLES[part] if at % 2 else loosen(part) for at, part in enumerate(head))
-    return re.compile(rf"\s*{found}\s*"), re.compile(rf"\s*{loosen(tail)}\s*")
+def _list_keys(form: ToolFormat) -> list[str]:
+    """The names of the arguments; models may write another than their own."""
+    own = [key for key, hole in _KEYS.findall(form.call) if hole == "arguments"]
+    return list(dict.fromkeys([*own, "arguments", "parameters"]))
 
 
 def _read_names(call: Any, form: ToolFormat) -> tuple[Any, Any]:
-    """Name and arguments of a call; models may write another name for arguments than their own."""
+    """Name and arguments of a call."""
     if not isinstance(call, dict):
         return None, None
     own = {hole: key for key, hole in _KEYS.findall(form.call)}
-    names = (own["arguments"], "arguments", "parameters")
-    return call.get(own["name"]), next((call[name] for name in names if name in call), None)
+    given = next((call[key] for key in _list_keys(form) if key in call), None)
+    return call.get(own["name"]), given
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON values separated by semicolons or spaces; None for a malformed value."""
-    decoder, at = json.JSONDecoder(parse_constant=refuse_constant), _end_of_gap(text, 0)
+    """JSON values with separators or brackets between them; None for a malformed value."""
+    gap = re.compile(_BETWEEN)
+    decoder, at = json.JSONDecoder(parse_constant=refuse_constant), _match_end(gap, text)
     while at < len(text):
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             yield None
             return
         yield value
-        at = _end_of_gap(text, end)
-
-
-def _end_of_gap(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    return at if found is None else found.end()
+        found = gap.match(text, at)
+        at = at if found is None else found.end()

@@ -50,15 +50,15 @@ class ChatWriter(ChunkWriter):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def write_delta(self, index: int, content: Content) -> Json:
-        """Thoughts under two names, text in `content`, each call whole in `tool_calls`."""
+        """Thoughts under two names, text in `content`, calls and their pieces in `tool_calls`."""
         delta: Json = {}
         if content.thought:
             delta |= dict.fromkeys(_THOUGHT, content.thought)
         if content.text:
             delta["content"] = content.text
         if content.calls:
-            first = self._calls_written[index]
-            self._calls_written[index] += len(content.calls)
+            first = self._calls_written[index] - (content.calls[0].begun is None)
+            self._calls_written[index] = first + len(content.calls)
             delta["tool_calls"] = [
                 {"index": number} | call.json() for number, call in enumerate(content.calls, first)
             ]

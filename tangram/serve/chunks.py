@@ -12,7 +12,7 @@ from typing import ClassVar
 from tangram.engine.text.codec import TextCodec
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
 from tangram.serve.body import Json
-from tangram.serve.calls import Call
+from tangram.serve.calls import ArgumentText, Call
 from tangram.serve.json_text import write_line
 from tangram.serve.schema import StreamOptions
 from tangram.serve.thoughts import Part, Thought
@@ -24,12 +24,29 @@ _DONE = "data: [DONE]\n\n"
 
 
 @dataclass
+class WrittenCall:
+    """A call with pieces of its arguments; None for one that an earlier event has begun."""
+
+    begun: Call | None
+    custom: bool
+    pieces: list[str] = field(default_factory=list)
+
+    def json(self) -> Json:
+        """It as it is in an answer."""
+        kind, given = ("custom", "input") if self.custom else ("function", "arguments")
+        said: Json = {given: "".join(self.pieces)}
+        if self.begun is None:
+            return {kind: said}
+        return {"id": self.begun.id, "type": kind, kind: {"name": self.begun.name, **said}}
+
+
+@dataclass
 class Content:
     """Parts of one completion by kind: its text, its thoughts, its calls."""
 
     text: str = ""
     thought: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[WrittenCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
@@ -49,7 +66,11 @@ class Content:
 
     def _add_part(self, part: Part) -> None:
         if isinstance(part, Call):
-            self.calls.append(part)
+            self.calls.append(WrittenCall(part, part.custom))
+        elif isinstance(part, ArgumentText):
+            if not self.calls:
+                self.calls.append(WrittenCall(None, part.custom))
+            self.calls[-1].pieces.append(part.text)
         elif isinstance(part, Thought):
             self.thought += part.text
         else:

@@ -131,7 +131,8 @@ class Endpoints:
         response_id = f"resp_{uuid.uuid4().hex}"
         generation = _make_generation(response_id, [chat.prompt], body, record, chat.grammar, marks)
         values = self.sampling.with_stated(generation.first.sampling)
-        writer = ResponsesWriter(body, response_id, self.model, values, chat.warnings)
+        warnings = [*body.list_warnings(), *chat.warnings]
+        writer = ResponsesWriter(body, response_id, self.model, values, warnings)
         return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
 
     async def _prepare_message(

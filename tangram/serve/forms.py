@@ -13,6 +13,7 @@ from tangram.engine.text.codec import TextCodec
 from tangram.engine.text.thinking import write_blocks
 from tangram.errors import RequestError
 from tangram.serve.calls import CallReader
+from tangram.serve.custom_calls import CustomReader
 from tangram.serve.structured import Tool
 from tangram.serve.thoughts import ChannelReader, Reader, TextReader, ThoughtReader
 from tangram.types import Marks, ThinkingFormat, ToolFormat
@@ -56,6 +57,11 @@ class AnswerForm:
 
     def reader(self, tools: Sequence[Tool]) -> Callable[[], Reader]:
         """Makes readers for an answer that may call `tools`."""
+        read = self._reader(tools)
+        customs = frozenset(tool.function.name for tool in tools if tool.custom is not None)
+        return partial(CustomReader, read, customs) if customs else read
+
+    def _reader(self, tools: Sequence[Tool]) -> Callable[[], Reader]:
         schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
             return partial(ChannelReader, frozenset(schemas))

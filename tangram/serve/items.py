@@ -1,14 +1,24 @@
-"""The input items of POST /v1/responses: messages, thoughts, function calls and their results."""
+"""The input items of POST /v1/responses: messages, thoughts, calls and their results."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag, ValidationInfo
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tangram.serve.body import ALTERNATIVE, Body, Label, Text
 from tangram.serve.messages import Arguments, CalledName, CallId, describe_parts, text_of_parts
+from tangram.serve.structured import INPUT
 
 Status = Literal["completed", "incomplete", "in_progress"]
 
@@ -31,6 +41,11 @@ def _join(*types: str) -> BeforeValidator:
     return BeforeValidator(join_parts)
 
 
+# Types of what tools of other servers leave in a conversation.
+_OTHER = (
+    r"^(?!(?:function|custom_tool)_call(?:_output)?$)"
+    r"(?:[a-z_]{1,48}_call(?:_output)?|mcp_[a-z_]{1,48})$"
+)
 _PARTS, _THOUGHTS = ("input_text", "output_text"), ("reasoning_text", "summary_text")
 _Content = Annotated[Text, _join(*_PARTS), describe_parts(*_PARTS, "text")]
 _Thought = Annotated[Text, _join(*_THOUGHTS), describe_parts(*_THOUGHTS, "text")]
@@ -39,18 +54,18 @@ _Thought = Annotated[Text, _join(*_THOUGHTS), describe_parts(*_THOUGHTS, "text")
 class InputMessage(Body):
     """One message; `id` and `status` are set in an answer that is sent back."""
 
-    refused = {"phase": ()}  # noqa: RUF012 (a ClassVar of the base)
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content
     id: Label | None = None
     status: Status | None = None
+    phase: Label | None = None
 
 
 class ReasoningItem(Body):
     """A thought that an earlier answer had."""
 
-    refused = {"encrypted_content": ()}  # noqa: RUF012
+    refused = {"encrypted_content": ()}  # noqa: RUF012 (a ClassVar of the base)
     type: Literal["reasoning"]
     content: _Thought = ""
     summary: _Thought = ""
@@ -86,11 +101,47 @@ class FunctionOutputItem(Body):
     status: Status | None = None
 
 
+class CustomCallItem(Body):
+    """A call of a custom tool that an earlier answer had."""
+
+    refused = {"caller": (), "namespace": ()}  # noqa: RUF012
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: CalledName
+    input: Text
+    id: Label | None = None
+    status: Status | None = None
+
+    def call(self) -> dict[str, Any]:
+        """The call as it is in a chat message."""
+        function = {"name": self.name, "arguments": json.dumps({INPUT: self.input})}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class CustomOutputItem(FunctionOutputItem):
+    """The result of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+
+
+class OtherItem(Body):
+    """What a tool of another server has done: it is left out."""
+
+    type: Annotated[Text, WithJsonSchema({"type": "string", "pattern": _OTHER})]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_type(cls, item: Any) -> Any:
+        return {"type": item["type"]} if isinstance(item, dict) else item
+
+
 ITEMS = {
     "message": InputMessage,
     "reasoning": ReasoningItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CustomOutputItem,
 }
 
 
@@ -99,7 +150,12 @@ def _kind(item: Any) -> str:
     kind = getattr(item, "type", "message")
     if isinstance(item, dict) and "role" not in item:
         given = item.get("type")
-        kind = given if isinstance(given, str) and given in ITEMS else kind
+        if isinstance(given, str) and given in ITEMS:
+            kind = given
+        elif isinstance(given, str) and re.fullmatch(_OTHER, given):
+            kind = "other"
+    elif isinstance(item, OtherItem):
+        kind = "other"
     return f"{ALTERNATIVE}{kind}"
 
 
@@ -107,7 +163,10 @@ Item = Annotated[
     Annotated[InputMessage, Tag(f"{ALTERNATIVE}message")]
     | Annotated[ReasoningItem, Tag(f"{ALTERNATIVE}reasoning")]
     | Annotated[FunctionCallItem, Tag(f"{ALTERNATIVE}function_call")]
-    | Annotated[FunctionOutputItem, Tag(f"{ALTERNATIVE}function_call_output")],
+    | Annotated[FunctionOutputItem, Tag(f"{ALTERNATIVE}function_call_output")]
+    | Annotated[CustomCallItem, Tag(f"{ALTERNATIVE}custom_tool_call")]
+    | Annotated[CustomOutputItem, Tag(f"{ALTERNATIVE}custom_tool_call_output")]
+    | Annotated[OtherItem, Tag(f"{ALTERNATIVE}other")],
     Discriminator(_kind),
 ]
 
@@ -116,6 +175,8 @@ def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
     """The items as chat messages. A thought, a text and calls in sequence become one message."""
     turn: dict[str, Any] = {}
     for item in items:
+        if isinstance(item, OtherItem):
+            continue
         part = _of_assistant(item)
         if turn and (part is None or _goes_on(turn, part)):
             yield _message(turn)
@@ -134,7 +195,7 @@ def _of_assistant(item: Item) -> dict[str, Any] | None:
     """What an item adds to a message of the assistant; None for items of others."""
     if isinstance(item, ReasoningItem):
         return {"reasoning_content": item.content or item.summary}
-    if isinstance(item, FunctionCallItem):
+    if isinstance(item, (FunctionCallItem, CustomCallItem)):
         return {"tool_calls": [item.call()]}
     if isinstance(item, InputMessage) and item.role == "assistant":
         return {"content": item.content}

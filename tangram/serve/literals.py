@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from tangram.engine.text.formats import split_shape
+from tangram.serve.arguments import CallArguments, escape_text, mark_overlap
 from tangram.serve.json_schema import json_rule
 from tangram.serve.json_text import refuse_constant
 from tangram.serve.schema_parts import (
@@ -26,135 +28,175 @@ from tangram.serve.schema_parts import (
 from tangram.types import CallStyle, ToolFormat
 
 _MOST_LEVELS = 64
-_WORDS = {"True": True, "False": False, "None": None}
-_WORDS |= {"true": True, "false": False, "null": None}
+_MOST_WORD = 1024
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _GAP, _WORD = re.compile(r"\s*"), re.compile(r"[^\s,:=\[\]{}()\"'<]+")
-_PYTHON_TEXT = re.compile(r"'((?:\\.|[^'\\])*)'|\"((?:\\.|[^\"\\])*)\"", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)?")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
-_NO_MARKS = ToolFormat("", "")
 
 
-class _MalformedError(ValueError):
-    """What is no call in this form."""
-
-
-def read_literal_calls(text: str, form: ToolFormat) -> Iterator[tuple[Any, Any]]:
-    """Name and arguments of each call in `text`; None for a malformed call, which is the last."""
-    reader, at = _Reader(text, form), 0
-    while at < len(text.rstrip(", \n")):
-        try:
-            name, arguments, at = reader.call(at)
-        except _MalformedError:
-            yield None, None
-            return
-        yield name, arguments
+def literal_head(form: ToolFormat) -> str:
+    """A pattern of a call up to its arguments, with a group `name`."""
+    before, _, opening, *_ = split_shape(form.call)
+    return rf"{re.escape(before)}(?P<name>[\w.-]+)\s*{re.escape(opening)}"
 
 
 def read_python_value(text: str) -> Any:
     """The value that `text` writes as Python does. Raises `ValueError` if it is no such value."""
-    return _Reader(text, _NO_MARKS).whole()
+    reader = LiteralArguments("]")
+    written = reader.push(f"{text}]")
+    values = json.loads(written) if reader.whole and not reader.rest else []
+    if len(values) != 1 or text.rstrip().endswith(","):
+        raise ValueError("not one value")
+    return values[0]
 
 
-@cache
-def _edges(form: ToolFormat) -> tuple[re.Pattern[str], str, str]:
-    """What begins a call, what ends it, and what stands between name and value."""
-    before, _, opening, _, closing = split_shape(form.call)
-    head = rf"[\s,]*{re.escape(before)}([\w.-]+)\s*{re.escape(opening)}"
-    return re.compile(head), closing, split_shape(form.argument)[2]
+class _Want(Enum):
+    """What comes next; after `ITEM` and `COMMA` also the end of what is open."""
+
+    ITEM, KEY, EQUALS, VALUE, COMMA = range(5)
 
 
-class _Reader:
-    """Reads calls in `text`, each part at its place. Raises `_MalformedError`."""
+@dataclass
+class _Level:
+    """What is open: pairs with `equals` between name and value, or a list."""
 
-    def __init__(self, text: str, form: ToolFormat) -> None:
-        self._text, self._form = text, form
-        quote = re.escape(form.quote)
-        marked = re.compile(rf"{quote}(.*?){quote}()", re.DOTALL)
-        self._quoted = marked if form.quote else _PYTHON_TEXT
+    closing: str
+    equals: str = ""
+    filled: bool = False
 
-    def call(self, at: int) -> tuple[str, dict[str, Any], int]:
-        """The call at `at`: its name, its arguments, where it ends."""
-        head, closing, equals = _edges(self._form)
-        found = head.match(self._text, at)
-        if found is None:
-            raise _MalformedError
-        arguments, at = self._pairs(found.end(), equals, closing, 1)
-        return found[1], arguments, at
 
-    def whole(self) -> Any:
-        """The value that is all of the text."""
-        value, at = self._value(0, 1)
-        if self._after_gap(at) < len(self._text):
-            raise _MalformedError
-        return value
+class LiteralArguments(CallArguments):
+    """Pairs up to `closing`, with `equals` between name and value; without `equals` a list.
 
-    def _pairs(self, at: int, equals: str, closing: str, level: int) -> tuple[dict[str, Any], int]:
-        pairs: dict[str, Any] = {}
-        while not self._text.startswith(closing, at := self._after_gap(at)):
-            key, at = self._key(at)
-            at = self._expect(equals, at)
-            pairs[key], at = self._value(at, level)
-            at = self._separate(at, closing)
-        return pairs, at + len(closing)
+    Texts are between `quote`, or as Python has them.
+    """
 
-    def _value(self, at: int, level: int) -> tuple[Any, int]:
-        if level > _MOST_LEVELS:
-            raise _MalformedError
-        at = self._after_gap(at)
-        opening = self._text[at : at + 1]
-        if opening == "{":
-            return self._pairs(at + 1, ":", "}", level + 1)
-        if opening == "[":
-            items, at = [], at + 1
-            while not self._text.startswith("]", at := self._after_gap(at)):
-                item, at = self._value(at, level + 1)
-                items.append(item)
-                at = self._separate(at, "]")
-            return items, at + 1
-        if found := self._quoted.match(self._text, at):
-            return self._unquote(found), found.end()
-        return self._plain(at)
+    def __init__(self, closing: str, equals: str = "", quote: str = "") -> None:
+        super().__init__()
+        self._quotes, self._levels = (quote,) if quote else ("'", '"'), [_Level(closing, equals)]
+        self._escapes = not quote
+        self._held, self._at = "", 0
+        self._want, self._open = _Want.ITEM, ""  # the quote of the text that has begun
+        self._said, self._high = ["{" if equals else "["], ""  # the first half of a surrogate pair
 
-    def _key(self, at: int) -> tuple[str, int]:
-        found = self._quoted.match(self._text, at)
-        if found is not None:
-            return self._unquote(found), found.end()
-        found = _WORD.match(self._text, at)
-        if found is None:
-            raise _MalformedError
-        return found[0], found.end()
+    @classmethod
+    def of(cls, form: ToolFormat) -> LiteralArguments:
+        """What reads those of a call in `form`."""
+        return cls(split_shape(form.call)[-1], split_shape(form.argument)[2], form.quote)
 
-    def _plain(self, at: int) -> tuple[Any, int]:
-        found = _WORD.match(self._text, at)
-        if found is None:
-            raise _MalformedError
-        word = found[0]
-        if word in _WORDS:
-            return _WORDS[word], found.end()
+    def push(self, text: str) -> str:
+        """As for all arguments."""
+        self._held += text
+        while not (self.whole or self.broken) and self._step():
+            pass
+        self._held, self._at = self._held[self._at :], 0
+        said, self._said = "".join(self._said), []
+        return said
+
+    def _step(self) -> bool:
+        """Read on. Returns whether there may be more to read."""
+        if self._open:
+            return self._read_text()
+        found = _GAP.match(self._held, self._at)
+        self._at = self._at if found is None else found.end()
+        following, level = self._held[self._at : self._at + 1], self._levels[-1]
+        match self._want:
+            case _ if not following:
+                return False
+            case _Want.ITEM | _Want.COMMA if following == level.closing:
+                self._close()
+            case _Want.ITEM:
+                self._go_on(
+                    ", " if level.filled else "", _Want.KEY if level.equals else _Want.VALUE
+                )
+                level.filled = True
+            case _Want.VALUE if following in "{[" and len(self._levels) < _MOST_LEVELS:
+                self._levels.append(_Level("}", ":") if following == "{" else _Level("]"))
+                self._go_on(following, _Want.ITEM, self._at + 1)
+            case _Want.KEY | _Want.VALUE:
+                return self._begin_text() or self._read_word()
+            case _Want.EQUALS if following == level.equals:
+                self._go_on(": ", _Want.VALUE, self._at + 1)
+            case _Want.COMMA if following == ",":
+                self._go_on("", _Want.ITEM, self._at + 1)
+            case _:
+                self._stop(self._held[self._at :], whole=False)
+        return True
+
+    def _go_on(self, said: str, want: _Want, at: int | None = None) -> None:
+        self._said.append(said)
+        self._want, self._at = want, self._at if at is None else at
+
+    def _close(self) -> None:
+        said = "}" if self._levels.pop().equals else "]"
+        self._go_on(said, _Want.COMMA, self._at + 1)
+        if not self._levels:
+            self._stop(self._held[self._at :], whole=True)
+
+    @property
+    def _after(self) -> _Want:
+        """What is wanted after the text or word that is wanted now."""
+        return _Want.EQUALS if self._want is _Want.KEY else _Want.COMMA
+
+    def _begin_text(self) -> bool:
+        for quote in self._quotes:
+            if self._held.startswith(quote, self._at):
+                self._open = quote
+                self._go_on('"', self._want, self._at + len(quote))
+                return True
+        return False
+
+    def _read_word(self) -> bool:
+        """Read a word that is whole: a name, a number, true, false or null."""
+        found = _WORD.match(self._held, self._at)
+        if found is None and self._quotes[0].startswith(self._held[self._at :]):
+            return False
+        if found is not None and found.end() == len(self._held) and len(found[0]) < _MOST_WORD:
+            return False
+        word = "" if found is None else found[0]
         try:
-            return json.loads(word, parse_constant=refuse_constant), found.end()
-        except ValueError as error:
-            raise _MalformedError from error
+            said = _WORDS.get(word, word)
+            if self._want is _Want.KEY and word:
+                said = json.dumps(word, ensure_ascii=False)
+            else:
+                json.loads(said, parse_constant=refuse_constant)
+        except ValueError:
+            self._stop(self._held[self._at :], whole=False)
+        else:
+            self._go_on(said, self._after, self._at + len(word))
+        return True
 
-    def _unquote(self, found: re.Match[str]) -> str:
-        text = found[1] or found[2] or ""
-        return text if self._form.quote else _ESCAPE.sub(_unescape, text)
+    def _read_text(self) -> bool:
+        """Read the text that is open, as far as it has come."""
+        held, marks = self._held, re.escape(self._open) + (r"|\\" if self._escapes else "")
+        stop = re.compile(marks).search(held, self._at)
+        end = len(held) if stop is None else stop.start()
+        if stop is None:
+            end -= mark_overlap(held[self._at :], self._open)
+        self._say(held[self._at : end])
+        self._at = end
+        if stop is None:
+            return False
+        if stop[0] == self._open:
+            self._say("", last=True)
+            self._open = ""
+            self._go_on('"', self._after, stop.end())
+            return True
+        escape = _ESCAPE.match(held, end)
+        if escape is None or _HALF_ESCAPE.fullmatch(held, end):
+            return False
+        self._say(_unescape(escape))
+        self._at = escape.end()
+        return True
 
-    def _expect(self, mark: str, at: int) -> int:
-        at = self._after_gap(at)
-        if not self._text.startswith(mark, at):
-            raise _MalformedError
-        return at + len(mark)
-
-    def _separate(self, at: int, closing: str) -> int:
-        """The place after the comma, or of `closing`."""
-        at = self._after_gap(at)
-        return at if self._text.startswith(closing, at) else self._expect(",", at)
-
-    def _after_gap(self, at: int) -> int:
-        found = _GAP.match(self._text, at)
-        return at if found is None else found.end()
+    def _say(self, text: str, *, last: bool = False) -> None:
+        """Write a part of a text. UTF-8 cannot spell half a surrogate pair."""
+        text = self._high + text
+        self._high = text[-1:] if not last and "\ud800" <= text[-1:] < "\udc00" else ""
+        whole = text[: len(text) - len(self._high)].encode("utf-16-le", "surrogatepass")
+        self._said.append(escape_text(whole.decode("utf-16-le", "replace")))
 
 
 def _unescape(found: re.Match[str]) -> str:

@@ -15,6 +15,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import from_json
 
 from tangram.serve.body import Body, Note, Text, deeper_than, describe_object, encodable, texts_in
 from tangram.serve.parsing import has_more_items
@@ -61,14 +62,19 @@ def describe_parts(*types: str) -> WithJsonSchema:
 
 
 def _an_object(arguments: str) -> str:
+    """The same; of arguments that a limit has cut what can be read, as clients read a stream."""
+    cut = False
     try:
-        data = json.loads(arguments or "{}")
+        try:
+            data = json.loads(arguments or "{}")
+        except ValueError:
+            data, cut = from_json(arguments, allow_partial=True), True
     except (ValueError, RecursionError) as error:
         raise ValueError("must be a JSON object, as text") from error
     if not isinstance(data, dict):
         raise ValueError("must be a JSON object, as text")
     check_arguments(data)
-    return arguments
+    return json.dumps(data, ensure_ascii=False) if cut else arguments
 
 
 def check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +114,15 @@ class CallMessage(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom_is_function(cls, call: Any) -> Any:
+        match call:
+            case {"type": "custom", "custom": {"name": name, "input": str(text)}, **rest}:
+                function = {"name": name, "arguments": json.dumps({"input": text})}
+                return {**rest, "type": "function", "function": function}
+        return call
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it: arguments are an object, not text."""

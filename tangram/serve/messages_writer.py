@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pydantic_core import from_json
 
 from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Writer
 from tangram.serve.body import Json
-from tangram.serve.calls import Call
+from tangram.serve.calls import ArgumentText, Call
 from tangram.serve.json_text import write_event
 from tangram.serve.messages_schema import MessagesRequest
 from tangram.serve.thoughts import Part, Thought
@@ -35,9 +37,12 @@ class Blocks:
         for part in parts:
             if isinstance(part, Call):
                 block = {"type": _CALL, "id": part.id, "name": part.name, "input": {}}
-                yield from self._begin(_CALL, block)
-                yield self._grow({"type": "input_json_delta", "partial_json": part.arguments})
                 yield from self.close()
+                yield from self._begin(_CALL, block)
+            elif isinstance(part, ArgumentText):
+                yield self._grow({"type": "input_json_delta", "partial_json": part.text})
+                if part.last:
+                    yield from self.close()
             elif isinstance(part, Thought):
                 yield from self._begin(_THOUGHT, _EMPTY[_THOUGHT])
                 if not self._hides_thoughts:
@@ -88,6 +93,7 @@ class MessagesWriter(Writer):
             self._head["warnings"] = list(warnings)
         self._blocks = Blocks(hides_thoughts=body.hides_thoughts)
         self._content: list[Json] = []
+        self._pieces: list[str] = []  # of the input of the block that is open
         self._last: Delta | None = None
 
     def begin(self) -> Iterator[str]:
@@ -120,8 +126,12 @@ class MessagesWriter(Writer):
         for kind, fields in self._take(delta):
             if kind == "content_block_start":
                 self._content.append(dict(fields["content_block"]))
+                self._pieces = []
             elif kind == "content_block_delta":
+                self._pieces.append(fields["delta"].get("partial_json", ""))
                 _add(self._content[-1], fields["delta"])
+            elif self._content[-1]["type"] == _CALL:
+                self._content[-1]["input"] = _read_input("".join(self._pieces))
 
     def write_whole(self, usage: AnswerUsage) -> Json:
         """The message object."""
@@ -156,14 +166,20 @@ _NOT_ENDED: Json = {"stop_reason": None, "stop_sequence": None}
 def _add(block: Json, delta: Json) -> None:
     """Add a delta to the block that it belongs to."""
     match delta:
-        case {"type": "input_json_delta", "partial_json": text}:
-            block["input"] = json.loads(text)
         case {"type": "signature_delta", "signature": text}:
             block["signature"] = text
         case {"type": "thinking_delta", "thinking": text}:
             block["thinking"] += text
         case {"type": "text_delta", "text": text}:
             block["text"] += text
+
+
+def _read_input(text: str) -> Any:
+    """The input of a call, as Anthropic's clients read a stream: of one that was cut what came."""
+    try:
+        return from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
 
 
 def _write_usage(usage: AnswerUsage) -> Json:

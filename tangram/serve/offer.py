@@ -47,6 +47,8 @@ class Offer:
             try:
                 check_arguments(tool, f"tools[{at}].function", bounds)
             except RequestError as error:
+                if tool.custom is not None:
+                    raise error.rename(f"tools[{at}].custom.format") from error
                 offer.loosen([at], error)
         return offer
 

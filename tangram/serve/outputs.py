@@ -6,12 +6,16 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from tangram.serve.body import Json
-from tangram.serve.calls import Call
+from tangram.serve.calls import ArgumentText, Call
 from tangram.serve.thoughts import Part, Thought
 
 # The type of a stream event, and its fields.
 OutputEvent = tuple[str, Json]
 _TEXT, _THOUGHT = "output_text", "reasoning_text"
+_FUNCTION, _CUSTOM = "function_call_arguments", "custom_tool_call_input"
+
+# Type, beginning of ids and field of a call's item: of a function, and of a custom tool.
+_CALLS = (("function_call", "fc", "arguments"), ("custom_tool_call", "ctc", "input"))
 
 
 class Output:
@@ -20,13 +24,20 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = ""  # the type of the part that the last item is being given
+        self._pieces: list[str] = []  # of the arguments, if that is a call
 
     def add(self, parts: Iterable[Part]) -> Iterator[OutputEvent]:
         """Append `parts`; returns the events for them."""
         for part in parts:
             if isinstance(part, Call):
                 yield from self._close("completed")
-                yield from self._call(part)
+                yield from self._begin_call(part)
+            elif isinstance(part, ArgumentText):
+                self._pieces.append(part.text)
+                kind = _CUSTOM if part.custom else _FUNCTION
+                yield f"response.{kind}.delta", {**self._item_place, "delta": part.text}
+                if part.last:
+                    yield from self._end_call("completed")
             elif isinstance(part, Thought):
                 yield from self._grow(_THOUGHT, part.text)
             else:
@@ -57,6 +68,8 @@ class Output:
         yield "response.content_part.added", {**self._place, "part": dict(self._part)}
 
     def _close(self, status: str) -> Iterator[OutputEvent]:
+        if self._open in (_FUNCTION, _CUSTOM):
+            yield from self._end_call("incomplete")
         kind, self._open = self._open, ""
         if not kind:
             return
@@ -66,17 +79,25 @@ class Output:
         self.items[-1]["status"] = status
         yield "response.output_item.done", self._item()
 
-    def _call(self, call: Call) -> Iterator[OutputEvent]:
-        item: Json = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id}
-        item |= {"name": call.name, "arguments": "", "status": "in_progress"}
+    def _begin_call(self, call: Call) -> Iterator[OutputEvent]:
+        kind, prefix, given = _CALLS[call.custom]
+        item: Json = {"type": kind, "id": f"{prefix}_{uuid.uuid4().hex}", "call_id": call.id}
+        item |= {"name": call.name, given: "", "status": "in_progress"}
         self.items.append(item)
+        self._open, self._pieces = _CUSTOM if call.custom else _FUNCTION, []
         yield "response.output_item.added", self._item()
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
-        said = {"name": call.name, "arguments": call.arguments}
-        yield "response.function_call_arguments.done", {**place, **said}
-        item |= {"arguments": call.arguments, "status": "completed"}
+
+    def _end_call(self, status: str) -> Iterator[OutputEvent]:
+        item, kind, self._open = self.items[-1], self._open, ""
+        _, _, given = _CALLS[kind == _CUSTOM]
+        item |= {given: "".join(self._pieces), "status": status}
+        named = {} if kind == _CUSTOM else {"name": item["name"]}
+        yield f"response.{kind}.done", {**self._item_place, **named, given: item[given]}
         yield "response.output_item.done", self._item()
+
+    @property
+    def _item_place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     @property
     def _part(self) -> Json:
@@ -85,8 +106,7 @@ class Output:
 
     @property
     def _place(self) -> Json:
-        item = self.items[-1]["id"]
-        return {"item_id": item, "output_index": len(self.items) - 1, "content_index": 0}
+        return {**self._item_place, "content_index": 0}
 
     def _item(self) -> Json:
         """The event fields of the last item, as it is now."""

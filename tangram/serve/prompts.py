@@ -11,13 +11,13 @@ from tangram.errors import RequestError
 from tangram.limits import check_size
 from tangram.serve.body import texts_in
 from tangram.serve.bridge import ServedEngine
-from tangram.serve.call_grammar import CallGrammar
+from tangram.serve.call_grammar import UNESCAPED, CallGrammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.offer import Offer
 from tangram.serve.preparation import Preparation
 from tangram.serve.schema import ChatRequest, CompletionRequest
-from tangram.serve.structured import Tool
+from tangram.serve.structured import INPUT, Tool
 from tangram.serve.template import FIELD, Template
 from tangram.types import Grammar
 
@@ -26,6 +26,8 @@ _NO_TOOLS = (
     "the chat template of this model shows it no tools, or has calls written in a form that this "
     "server cannot read: leave them out, or choose another model"
 )
+
+_NO_LARK = "this model writes texts in JSON, which can follow a 'regex' but no grammar of 'lark'"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,26 @@ class Prompts:
             raise RequestError(f"tools: {_NO_TOOLS}", "tools")
         # Before anything is made of them; those of 200 tools take a while.
         if body.tools or body.shaped:
-            return form, await self._preparation.parser.run(_check_schemas, body)
+            offer = await self._preparation.parser.run(_check_schemas, body)
+            await self._check_inputs(offer, form)
+            return form, offer
         return form, Offer(free=False, tools={})
+
+    async def _check_inputs(self, offer: Offer, form: AnswerForm) -> None:
+        """Raise `RequestError` for a grammar of a custom tool that is none.
+
+        Where calls are JSON, the inputs of others are held to no grammar in Lark.
+        """
+        larks = {at: t.custom.lark for at, t in offer.tools.items() if t.custom and t.custom.lark}
+        if not larks or form.tools is None:
+            return
+        faults = await self._preparation.find_faults(list(larks.values()), "tools")
+        for number, reason in faults.items():
+            place = f"tools[{list(larks)[number]}].custom.format.grammar.definition"
+            raise _explain_fault(f"is no valid grammar: {reason}", place)
+        for at in larks if form.tools.style not in UNESCAPED else ():
+            if "pattern" not in offer.tools[at].arguments()["properties"][INPUT]:
+                offer.loosen([at], _explain_fault(_NO_LARK, f"tools[{at}].custom.format"))
 
     async def _tokenize(
         self, body: ChatRequest, form: AnswerForm, rename_field: Callable[[str], str]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_TOOLS
 from tangram.serve.answer_body import MaxTokens, ReadAsChat, ResponseFields
-from tangram.serve.body import Body, Json, Label, Metadata, OrText, Text, describe_object, encodable
-from tangram.serve.items import Item, conversation
+from tangram.serve.body import (
+    ALTERNATIVE,
+    Body,
+    Json,
+    Label,
+    Metadata,
+    OrText,
+    Text,
+    describe_object,
+    encodable,
+)
+from tangram.serve.items import Item, OtherItem, conversation
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import NAME, Function, JsonSchema, NamedTool
@@ -23,7 +34,16 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-_NAMED = describe_object(type={"const": "function"}, name={"type": "string"})
+_NAMED = describe_object(type={"enum": ["function", "custom"]}, name={"type": "string"})
+ClientLabels = Annotated[
+    dict[Annotated[Text, Field(max_length=256)], Annotated[Text, Field(max_length=16_384)]],
+    Field(max_length=64, description="labels, without effect"),
+]
+_OWN = ("function", "custom")
+_MOST_TYPE = 64
+_OTHER: Json = {"type": "string", "maxLength": _MOST_TYPE, "not": {"enum": list(_OWN)}}
+_MOST_NAMED = 8
+_PLACE = re.compile(r"^tools\[(\d+)\]")
 
 
 class FunctionTool(Function):
@@ -31,21 +51,75 @@ class FunctionTool(Function):
 
     type: Literal["function"]
 
+    def for_chat(self) -> Json:
+        """The tool as the chat endpoint takes it."""
+        fields = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": self.type, "function": fields}
 
-def _only_functions(tools: Any) -> Any:
-    for at, tool in enumerate(tools if isinstance(tools, list) else []):
-        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-        if kind != "function":
-            raise ValueError(f"item {at} is of type {kind!r}, only functions are supported")
-    return tools
+
+class TextInput(Body):
+    """The form of the input of a custom tool: any text, or one that a grammar allows."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Text | None = None
+
+    def for_chat(self) -> Json:
+        """The form as the chat endpoint takes it."""
+        grammar = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": self.type, **({"grammar": grammar} if grammar else {})}
+
+
+class TextTool(Body):
+    """A custom tool, whose input is a text."""
+
+    type: Literal["custom"]
+    name: Text = Field(pattern=NAME)
+    description: Text | None = None
+    format: TextInput = TextInput(type="text")
+
+    def for_chat(self) -> Json:
+        """The tool as the chat endpoint takes it."""
+        fields = self.model_dump(include={"name", "description"}, exclude_none=True)
+        return {"type": self.type, "custom": {**fields, "format": self.format.for_chat()}}
+
+
+class OtherTool(Body):
+    """A tool that another server runs. It is left out of the prompt, and the answer says so."""
+
+    type: Annotated[Text, Field(max_length=_MOST_TYPE), WithJsonSchema(_OTHER)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_type(cls, tool: Any) -> Any:
+        return {"type": tool["type"]} if isinstance(tool, dict) else tool
+
+
+def _name_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = "function" if kind is None else kind
+    return f"{ALTERNATIVE}{kind if kind in _OWN else 'other'}"
+
+
+_AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(f"{ALTERNATIVE}function")]
+    | Annotated[TextTool, Tag(f"{ALTERNATIVE}custom")]
+    | Annotated[OtherTool, Tag(f"{ALTERNATIVE}other")],
+    Discriminator(_name_kind),
+]
 
 
 def _choice(value: Any) -> Any:
     if value in ("none", "auto", "required") or isinstance(value, NamedTool):
         return value
     match value:
-        case {"type": "function", "name": str(name)} if len(value) == 2:
+        case {"type": "function" | "custom", "name": str(name)} if len(value) == 2:
             return NamedTool(encodable(name))
+        case {"type": str(kind)} if kind not in _OWN:
+            kind = kind[:_MOST_TYPE]
+            raise ValueError(
+                f"names {kind!r}, which is not run here: name a function or leave it out"
+            )
     choices = '\'none\', \'auto\', \'required\' or {"type": "function", "name": "..."}'
     raise ValueError(f"must be {choices}")
 
@@ -84,7 +158,8 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
     names_here: ClassVar = {
         r"(messages|prompt)\b.*": "input",
         r"max_(completion_)?tokens": "max_output_tokens",
-        r"tools\[(\d+)\]\.function": r"tools[\1]",
+        r"tools\[(\d+)\]\.custom\.format\.grammar": r"tools[\1].format",
+        r"tools\[(\d+)\]\.(function|custom)": r"tools[\1]",
         r"response_format\.json_schema": "text.format",
         r"response_format": "text.format",
         r"reasoning_effort": "reasoning",
@@ -98,11 +173,7 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
     ]
     instructions: Text | None = Field(default=None, description="a system message before the input")
     max_output_tokens: Annotated[MaxTokens, Field(gt=0)] | None = None
-    tools: Annotated[
-        list[FunctionTool],
-        Field(max_length=MAX_TOOLS, fail_fast=True),
-        BeforeValidator(_only_functions),
-    ] = []  # noqa: RUF012 (pydantic copies it)
+    tools: list[_AnyTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
         BeforeValidator(_choice),
@@ -116,20 +187,35 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
     reasoning: Reasoning = Reasoning()
     safety_identifier: Label | None = None
     metadata: Metadata = Field(default={})
+    client_metadata: ClientLabels = Field(default={})
+
+    @property
+    def served_tools(self) -> list[FunctionTool | TextTool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools if not isinstance(tool, OtherTool)]
+
+    def list_warnings(self) -> list[str]:
+        """What the answer says of tools and items that are left out."""
+        tools = [tool.type for tool in self.tools if isinstance(tool, OtherTool)]
+        items = [item.type for item in self.input if isinstance(item, OtherItem)]
+        warnings = []
+        for what, given in (("tools", tools), ("input items of tools", items)):
+            kinds = list(map(repr, dict.fromkeys(given)))
+            named = ", ".join(kinds[:_MOST_NAMED])
+            more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
+            if kinds:
+                warnings.append(f"{what} that are not run here are left out: {named}{more}")
+        return warnings
 
     def chat(self) -> ChatRequest:
         """The request as a chat. Raises `ValidationError`."""
         first = (
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in self.tools
-        ]
         fields = {
             "model": self.model,
             "messages": [*first, *conversation(self.input)],
-            "tools": tools,
+            "tools": [tool.for_chat() for tool in self.served_tools],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": None if self.text.format is None else self.text.format.for_chat(),
@@ -137,6 +223,12 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
             "verbosity": self.text.verbosity,
         }
         return ChatRequest.model_validate(fields)
+
+    def rename_field(self, field: str) -> str:
+        """As for every body that is read as a chat, which does not have all of the tools."""
+        found = super().rename_field(field)
+        places = [at for at, tool in enumerate(self.tools) if not isinstance(tool, OtherTool)]
+        return _PLACE.sub(lambda place: f"tools[{places[int(place[1])]}]", found)
 
     def rename(self, error: RequestError) -> RequestError:
         """`error` with the names of this endpoint."""

@@ -97,9 +97,9 @@ class ResponsesWriter(Writer):
             "temperature": self._values.temperature,
             "top_p": self._values.top_p,
             "text": _write_text_options(body),
-            "tools": [tool.model_dump() for tool in body.tools],
+            "tools": [tool.model_dump() for tool in body.served_tools],
             "tool_choice": _write_tool_choice(body),
-            "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls,
+            "parallel_tool_calls": bool(body.served_tools) and body.parallel_tool_calls,
             "truncation": body.truncation,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
@@ -138,10 +138,12 @@ def _write_text_options(body: ResponsesRequest) -> Json:
 
 
 def _write_tool_choice(body: ResponsesRequest) -> Json | str:
-    if not body.tools:
+    if not body.served_tools:
         return "none"
-    choice = body.tool_choice
-    return choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
+    if isinstance(choice := body.tool_choice, str):
+        return choice
+    kinds = {tool.name: tool.type for tool in body.served_tools}
+    return {"type": kinds[choice.name], "name": choice.name}
 
 
 def _write_usage(usage: AnswerUsage) -> Json:

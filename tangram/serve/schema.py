@@ -16,7 +16,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import Messages, PromptEnd
-from tangram.serve.structured import ResponseFormat, Tool, ToolChoice
+from tangram.serve.structured import ChatTool, ResponseFormat, Tool, ToolChoice
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
 from tangram.types import SamplingParams
@@ -131,7 +131,7 @@ class ChatRequest(PromptEnd, _GeneratingFields):
     verbosity: Verbosity | None = Field(
         default=None, description="where the chat template reads it"
     )
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[ChatTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from tangram.errors import RequestError
-from tangram.serve.body import Body, Json, Note, Text, describe_object, encodable
+from tangram.serve.body import ALTERNATIVE, Body, Json, Note, Text, describe_object, encodable
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.unsupported import wrong_field
 
+_MAX_DEFINITION_CHARACTERS = 65_536
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # or what a backslash escapes
+INPUT = "input"  # the parameter of a custom tool
 _MAX_DESCRIPTION_CHARACTERS = 65_536  # of what has no effect; a tool's is part of the prompt
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -65,12 +77,86 @@ class Function(Body):
     strict: bool = False
 
 
+class InputGrammar(Body):
+    """What the input of a custom tool follows: a grammar of llguidance's Lark, or an expression."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Text = Field(min_length=1, max_length=_MAX_DEFINITION_CHARACTERS)
+
+
+class InputFormat(Body):
+    """The form of the input of a custom tool: any text, or one that a grammar allows."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+    @model_validator(mode="after")
+    def _grammar_where_it_belongs(self) -> Self:
+        if (self.grammar is None) == (self.type == "grammar"):
+            raise wrong_field("grammar", "'grammar' belongs to the type 'grammar', which needs it")
+        return self
+
+
+class Custom(Body):
+    """A tool whose input is a text. A model reads it as a function with one text, `input`."""
+
+    name: Text = Field(pattern=NAME)
+    description: Text | None = None
+    format: InputFormat = InputFormat(type="text")
+
+    @property
+    def lark(self) -> str | None:
+        """The grammar of the input, in llguidance's Lark; None for any text."""
+        grammar = self.format.grammar
+        if grammar is None or grammar.syntax == "lark":
+            return None if grammar is None else grammar.definition
+        return f"start: /{_SLASH.sub(_escape_slash, grammar.definition)}/"
+
+    def function(self) -> Function:
+        """The tool as a function."""
+        text, grammar = {"type": "string"}, self.format.grammar
+        if grammar is not None:
+            text["description"] = f"follows the {grammar.syntax} grammar: {grammar.definition}"
+            if grammar.syntax == "regex":
+                text["pattern"] = f"^(?:{grammar.definition})$"
+        parameters: Json = {"type": "object", "properties": {INPUT: text}}
+        parameters |= {"required": [INPUT], "additionalProperties": False}
+        return Function(name=self.name, description=self.description, parameters=parameters)
+
+
+def _escape_slash(found: re.Match[str]) -> str:
+    return "\\/" if found[0] == "/" else found[0]
+
+
+class CustomTool(Body):
+    """A custom tool of the chat endpoint."""
+
+    type: Literal["custom"]
+    custom: Custom
+    cache_control: Note = None
+
+
 class Tool(Body):
-    """One tool; only functions are supported."""
+    """A function, or what is one to the model."""
 
     type: Literal["function"]
     function: Function
     cache_control: Note = None
+    _custom: Custom | None = None
+
+    @classmethod
+    def of(cls, tool: Tool | CustomTool) -> Tool:
+        """The tool as a function."""
+        if isinstance(tool, Tool):
+            return tool
+        made = cls(type="function", function=tool.custom.function())
+        made._custom = tool.custom
+        return made
+
+    @property
+    def custom(self) -> Custom | None:
+        """What it is to the client, if that is no function."""
+        return self._custom
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
@@ -84,9 +170,28 @@ class Tool(Body):
         return {"type": "object", **self.function.parameters}
 
     def loose_copy(self) -> Tool:
-        """The tool as one whose arguments are any object."""
-        free = Function(name=self.function.name, parameters={"type": "object"})
-        return self.model_copy(update={"function": free})
+        """The tool as one whose arguments are any object, or its input any text."""
+        if self._custom is not None:
+            free = self._custom.model_copy(update={"format": InputFormat(type="text")})
+            return Tool.of(CustomTool(type="custom", custom=free))
+        function = Function(name=self.function.name, parameters={"type": "object"})
+        return self.model_copy(update={"function": function})
+
+
+def _name_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return f"{ALTERNATIVE}{'custom' if kind == 'custom' else 'function'}"
+
+
+if TYPE_CHECKING:
+    ChatTool = Tool
+else:
+    ChatTool = Annotated[
+        Annotated[Tool, Tag(f"{ALTERNATIVE}function")]
+        | Annotated[CustomTool, Tag(f"{ALTERNATIVE}custom")],
+        Discriminator(_name_kind),
+        AfterValidator(Tool.of),
+    ]
 
 
 @dataclass(frozen=True)
@@ -100,9 +205,11 @@ def _choice(value: Any) -> Any:
     if value in ("none", "auto", "required") or isinstance(value, NamedTool):
         return value
     match value:
-        case {"type": "function", "function": {"name": str(name)}} if (
-            len(value) == len(value["function"]) + 1 == 2
-        ):
+        case {"type": "function", "function": {"name": str(name), **more}, **rest} | {
+            "type": "custom",
+            "custom": {"name": str(name), **more},
+            **rest,
+        } if not more and not rest:
             return NamedTool(encodable(name))
     raise ValueError(
         'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": '
@@ -129,7 +236,8 @@ def measure_tools(tools: Sequence[Tool], bounds: SchemaBounds) -> None:
     for at, tool in enumerate(tools):
         field = f"tools[{at}].function"
         if tool.function.name in names:
-            raise _explain_duplicate(tool.function.name, f"{field}.name")
+            kind = "custom" if tool.custom else "function"
+            raise _explain_duplicate(tool.function.name, f"tools[{at}].{kind}.name")
         names.add(tool.function.name)
         bounds.measure(tool.arguments(), f"{field}.parameters")
 

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from tangram.engine.text.formats import loosen, split_shape
+from tangram.serve.arguments import CallArguments, escape_text, mark_overlap
 from tangram.serve.json_schema import json_rule
 from tangram.serve.json_text import refuse_constant
 from tangram.serve.literals import read_python_value
@@ -35,62 +36,147 @@ from tangram.serve.schema_parts import (
 from tangram.types import ToolFormat
 
 _NAMES = re.compile(r"[^<>\n]+")
+_MOST_TAGS = 512  # characters in which a tag and what follows it must be found
+# How values begin that are no texts without quotes.
+_BEGINNINGS = {"null": "nN", "boolean": "tfTF", "array": "[", "object": "{"}
+_BEGINNINGS |= dict.fromkeys(("number", "integer"), "-0123456789")
 
 
-def is_unfinished(text: str, form: ToolFormat) -> bool:
-    """Whether `text` is only the beginning of a call: it ends in the value of an argument, say."""
-    opening, *_, closing = (part.strip() for part in split_shape(form.argument))
-    end = split_shape(form.call)[-1].strip()
-    return not text.rstrip().endswith(end) or text.rfind(opening) > text.rfind(closing)
+def tagged_head(form: ToolFormat) -> str:
+    """A pattern of a call up to its arguments, with a group `name`."""
+    before, _, after, *_ = split_shape(form.call)
+    ends = rf"<>\n{re.escape(after[:1])}"
+    return rf"{loosen(before)}(?P<name>[^{ends}]+)(?=[{ends}]){loosen(after)}"
 
 
-def read_tagged_calls(
-    text: str, form: ToolFormat, schemas: Mapping[str, Any]
-) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
-    """Name and arguments of each call in `text`; None for a malformed one, which is the last."""
-    (head, argument, tail), at, end = _patterns(form), 0, len(text.rstrip())
-    while at < end:
-        found = head.match(text, at)
-        if found is None:
-            yield None, None
-            return
-        name, at = found[1].strip(), found.end()
-        schema = schemas.get(name, {})
-        arguments: dict[str, Any] = {}
-        while (given := argument.match(text, at)) is not None:
-            key, at = given[1].strip(), given.end()
-            allowed = follow_reference(schema.get("properties", {}).get(key, {}), schema)
-            arguments[key] = _value(given[2], allowed)
-        closed = tail.match(text, at)
-        if closed is None:
-            yield name, None
-            return
-        at = closed.end()
-        yield name, arguments
+class TaggedArguments(CallArguments):
+    """Values between tags, of the types that `schema` allows: only it says what is a text.
+
+    A text is certain as it comes, another value at its end. A value may say its own end tag: at the
+    end another argument follows, or the end of the call.
+    """
+
+    def __init__(self, form: ToolFormat, schema: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._form, self._schema, self._patterns = form, schema, _patterns(form)
+        self._tag = split_shape(form.argument)[-1]
+        self._held, self._filled, self._said = "", False, list[str]()
+        self._allowed: set[str] | None = None  # the types of the value that is open
+        # What of it waits for its end, and whether it is a text: None while that is not known.
+        self._kept = list[str]()
+        self._is_text: bool | None = None
+
+    def push(self, text: str) -> str:
+        """As for all arguments."""
+        self._held += text
+        while self._read_tag() if self._allowed is None else self._read_value(self._allowed):
+            pass
+        said, self._said = "".join(self._said), []
+        return said
+
+    def _read_tag(self) -> bool:
+        """Read the tag that opens an argument, or ends the call. Returns whether there is more."""
+        held, (opening, _, end) = self._held, self._patterns
+        if opened := opening.match(held, 0, _MOST_TAGS):
+            key = opened[1].strip()
+            self._said.append(f'{", " if self._filled else "{"}"{escape_text(key)}": ')
+            given = self._schema.get("properties", {}).get(key, {})
+            self._allowed = types_of(follow_reference(given, self._schema))
+            self._held, self._filled = held[opened.end() :], True
+            self._kept, self._is_text = [], True if self._allowed == {"string"} else None
+            self._said.append('"' if self._is_text else "")
+            return True
+        if ended := end.match(held, 0, _MOST_TAGS):
+            self._said.append("}" if self._filled else "{}")
+            self._stop(held[ended.end() :], whole=True)
+        elif len(held) >= _MOST_TAGS or self._form.end.strip() in held:
+            self._stop(held, whole=False)
+        return False
+
+    def _read_value(self, allowed: set[str]) -> bool:
+        """Read the value that is open. Returns whether it has ended."""
+        held, tag, at = self._held, self._tag.strip(), 0
+        while (at := held.find(tag, at)) >= 0:
+            if ended := self._patterns[1].match(held, at, at + _MOST_TAGS):
+                self._take(self._before_break(at), allowed)
+                self._said.append('"' if self._is_text else _write("".join(self._kept), allowed))
+                self._allowed, self._held = None, held[ended.end() :]
+                return True
+            if self._may_end(held[at + len(tag) : at + _MOST_TAGS]):
+                break
+            at += len(tag)
+        end = len(held) - mark_overlap(held, tag) if at < 0 else at
+        self._take(self._before_break(end), allowed)
+        return False
+
+    def _before_break(self, end: int) -> int:
+        """The place before the line break that belongs to the tag at `end`."""
+        return end - (self._tag[0] == "\n" == self._held[max(0, end - 1) : end])
+
+    def _may_end(self, following: str) -> bool:
+        """Whether more text may show that the tag before `following` ends the value."""
+        begun = "".join(following.split())
+        followers = _followers(self._form)
+        whole = len(following) + len(self._tag.strip()) >= _MOST_TAGS
+        return not whole and any(each.startswith(begun) for each in followers)
+
+    def _take(self, end: int, allowed: set[str]) -> None:
+        """Take the text up to `end` as a part of the value."""
+        part, self._held = self._held[:end], self._held[end:]
+        if self._is_text is None and (first := part.lstrip()[:1]):
+            kinds = (allowed or _BEGINNINGS.keys()) - {"string"}
+            begun = first == '"' or any(first in _BEGINNINGS.get(kind, "") for kind in kinds)
+            self._is_text = not begun
+            if self._is_text:
+                self._said.append('"')
+                part = "".join([*self._kept, part])
+        if self._is_text:
+            self._said.append(escape_text(part))
+        else:
+            self._kept.append(part)
 
 
 @cache
 def _patterns(form: ToolFormat) -> tuple[re.Pattern[str], ...]:
-    """What finds the beginning of a call, one of its arguments, and its end."""
-    before, _, after, _, end = split_shape(form.call)
-    head = rf"\s*{loosen(before)}([^<>\n{re.escape(after[:1])}]+){loosen(after)}"
-    tail = rf"\s*{loosen(end)}\s*"
+    """What finds the tag before a value, that after it, and the end of a call."""
+    before, *_, end = split_shape(form.call)
     opening, _, middle, _, closing = split_shape(form.argument)
-    # A value may say its end tag too: at the end another argument follows, or none.
-    last = rf"{tail}(?:{loosen(before)}|\Z)" if end and before else rf"{tail}\Z"
-    gaps = ["\n?" if "\n" in edge else "" for edge in (middle[-1:], closing[:1])]
-    argument = (
-        rf"\s*{loosen(opening)}([^<>\n{re.escape(middle[:1])}]+){loosen(middle.rstrip())}"
-        rf"{gaps[0]}(.*?){gaps[1]}{loosen(closing.strip())}\s*(?={loosen(opening)}|{last})"
+    gap = r"(?:\n|(?=[^\n]))" if "\n" in middle[-1:] else ""
+    key = rf"([^<>\n{re.escape(middle[:1])}]+)"
+    mark = re.escape(form.end.strip())
+    after = rf"(?:{mark}|{loosen(before)})" if form.brackets and before else mark
+    tail = rf"\s{{0,64}}{loosen(end)}"
+    return (
+        re.compile(rf"\s*{loosen(opening)}{key}{loosen(middle.rstrip())}{gap}"),
+        re.compile(
+            rf"{loosen(closing.strip())}"
+            rf"(?=\s{{0,64}}{loosen(opening)}|{tail}\s{{0,64}}{after})"
+        ),
+        re.compile(tail if end.strip() else rf"{tail}(?={mark})"),
     )
-    return tuple(re.compile(each, re.DOTALL) for each in (head, argument, tail))
 
 
-def _value(text: str, schema: Any) -> Any:
-    """The value that `text` stands for: of a type that the schema allows, else the text."""
-    allowed = types_of(schema)
-    if allowed == {"string"}:
-        return text
+@cache
+def _followers(form: ToolFormat) -> tuple[str, ...]:
+    """What may follow on the end of a value, without spaces."""
+    before, *_, end = split_shape(form.call)
+    shapes = [split_shape(form.argument)[0], f"{end}{form.end}"]
+    shapes += [f"{end}{before}"] if form.brackets else []
+    return tuple("".join(shape.split()) for shape in shapes)
+
+
+def _write(text: str, allowed: set[str]) -> str:
+    """In JSON the value that `text` stands for; the text itself where JSON has no such value."""
+    with suppress(ValueError, RecursionError):
+        value = _value(text, allowed)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
+        return written
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _value(text: str, allowed: set[str]) -> Any:
+    """The value that `text` stands for: of a type that is `allowed`, else the text."""
     value = _read(text)
     kind = KINDS[type(value)]
     fits = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tangram.engine.text.answer_text import spell
-from tangram.serve.calls import Call, CallReader, arguments_json, mark_overlap, read_call_json
+from tangram.serve.arguments import JsonArguments, mark_overlap
+from tangram.serve.calls import ArgumentText, Call, CallPart, CallReader
 from tangram.types import Mark, Piece, ThinkingFormat
 
 
@@ -19,7 +20,7 @@ class Thought:
     text: str
 
 
-Part = str | Thought | Call
+Part = CallPart | Thought
 
 
 class Reader(Protocol):
@@ -31,7 +32,7 @@ class Reader(Protocol):
 
     @property
     def called(self) -> bool:
-        """Whether there was a call."""
+        """Whether there was a call, and the last one is whole."""
 
     def push(self, pieces: Iterable[Piece]) -> Iterable[Part]:
         """The parts that are certain now."""
@@ -70,7 +71,7 @@ class ThoughtReader:
 
     @property
     def called(self) -> bool:
-        """Whether there was a call."""
+        """As for every reader."""
         return self._rest is not None and self._rest.called
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
@@ -119,14 +120,14 @@ class ThoughtReader:
         if thought:
             yield Thought(thought)
 
-    def _answer(self) -> Iterator[str | Call]:
+    def _answer(self) -> Iterator[CallPart]:
         if self._gap:
             self._held = self._held.lstrip()
             self._gap = not self._held
         held, self._held = self._held, ""
         yield from self._read_answer(held)
 
-    def _read_answer(self, text: str) -> Iterator[str | Call]:
+    def _read_answer(self, text: str) -> Iterator[CallPart]:
         if self._rest is not None:
             yield from self._rest.push([text])
         elif text:
@@ -171,6 +172,7 @@ class ChannelReader:
         self._role = ""  # the prompt has it; after `<|start|>` the model writes it
         self._stops: tuple[str, ...] = _ENDS
         self._fresh, self._spoken = True, {True: False, False: False}
+        self._arguments: JsonArguments | None = None
         self.thinking, self.called = False, False
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
@@ -185,7 +187,7 @@ class ChannelReader:
         """What was held back. The head of a message without text is dropped."""
         held, self._held = self._held, ""
         if not self._head:
-            yield from self._speak(held)
+            yield from self._part(held)
         elif _find_first(held, _NAMES) is not None:
             yield from self._part(self._list_words(held))
         elif not self._role or not self._role.startswith(held.strip()):
@@ -232,13 +234,19 @@ class ChannelReader:
     def _read_text(self) -> Generator[Part, None, bool]:
         """Read text up to its end. Returns whether there may be more to read."""
         end = _find_first(self._held, self._stops)
-        if end is None:
-            if not self._recipient:
-                text, self._held = self._held, ""
-                yield from self._part(text)
+        body = self._held if end is None else self._held[:end]
+        if self._recipient and body.strip():
+            if self._recipient in self._names and body.lstrip()[0] == "{":
+                self._arguments, body = JsonArguments(), body.lstrip()
+                yield Call(self._recipient)
+            self._recipient = ""
+        if self._recipient and end is None:  # nothing but spaces
             return False
-        body, mark, self._held = self._held[:end], self._held[end], self._held[end:]
+        self._held = "" if end is None else self._held[end:]
         yield from self._speak(body)
+        if end is None:
+            return False
+        mark = self._held[0]
         if mark in _ENDS:
             self._held = self._held[1:]
         self._end(mark)
@@ -247,16 +255,19 @@ class ChannelReader:
     def _end(self, mark: str) -> None:
         """Expect a head, after `mark`."""
         self._recipient, self.thinking, self._head, self._fresh = "", False, True, True
-        self._role = _ROLE if mark == _START else ""
+        self._role, self._arguments = _ROLE if mark == _START else "", None
 
     def _speak(self, body: str) -> Iterator[Part]:
-        known = self._recipient in self._names
-        arguments = arguments_json(read_call_json(body.translate(_SPELLED))) if known else None
-        if arguments is None:
-            yield from self._part(body)
-        else:
-            self.called = True
-            yield Call(self._recipient, arguments)
+        arguments = self._arguments
+        if arguments is None or arguments.whole:
+            yield from self._part(body if arguments is None else body.strip())
+            return
+        piece = arguments.push(body.translate(_SPELLED))
+        self.called = arguments.whole
+        if piece or arguments.whole:
+            yield ArgumentText(piece, arguments.whole)
+        if arguments.whole:
+            yield from self._part(arguments.rest.strip())
 
     def _part(self, text: str) -> Iterator[Part]:
         if not text:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS
 from tangram.engine.text.tools import find_written_format, marks
 from tangram.errors import ConfigError, RequestError
 from tangram.model.chat_template import read_template
-from tangram.serve.call_grammar import CallGrammar
+from tangram.serve.call_grammar import UNESCAPED, CallGrammar
 from tangram.serve.forms import AnswerForm
-from tangram.serve.structured import Tool
-from tangram.types import ToolFormat
+from tangram.serve.structured import CustomTool, Tool
+from tangram.types import CallStyle, ToolFormat
 from tests.mentions import mentioning
 from tests.real_templates import MISTRAL_LISTS, real_template
-from tests.recorded_calls import CUT_DOWN, RECORDED, cut_down_template
+from tests.recorded_calls import CUT_DOWN, RECORDED, cut_down_template, join_parts
 
 from .test_answer_forms import codec_of, compiler_of, may_end
 
@@ -325,3 +326,81 @@ def test_a_schema_without_properties_allows_any(codec: TextCodec, name: str, cal
     answer = AnswerForm(TOOL_FORMATS[name], marks=marks(codec.tokenizer, TOOL_FORMATS[name], None))
     alone = CallGrammar(tools, TOOL_FORMATS[name], True, False, None, answer)
     assert compiler_of(codec).compile(alone.describe_arguments(), "tools")
+
+
+# What Codex sends for its tool `apply_patch`.
+PATCHES = """start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+PATCH = (
+    '*** Begin Patch\n*** Update File: a.py\n@@ def f("x"):\n-  </a>\n+  {é}\\n\n*** End Patch\n'
+)
+
+
+def custom(syntax: str, definition: str) -> Tool:
+    grammar = {"syntax": syntax, "definition": definition}
+    named = {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}
+    return Tool.of(CustomTool.model_validate({"type": "custom", "custom": named}))
+
+
+def write_input(form: ToolFormat, text: str) -> str:
+    """A call of `patch` as a model writes it."""
+    given = json.dumps({"input": text}, ensure_ascii=False)
+    if form.argument:
+        quoted = f"{form.quote}{text}{form.quote}"
+        if form.style is CallStyle.PYTHON:
+            quoted = json.dumps(text, ensure_ascii=False)
+        given = form.argument.replace("$key", "input").replace("$value", quoted)
+    opening, closing = form.brackets or ("", "")
+    call = form.call.replace("$name", "patch").replace("$index", "0").replace("$callid", "")
+    return f"{form.begin}{opening}{call.replace('$arguments', given)}{closing}{form.end}"
+
+
+def read_input(form: ToolFormat, pieces: Iterable[str]) -> str:
+    reader = AnswerForm(form).reader([custom("regex", "a")])()
+    parts = [*(part for piece in pieces for part in reader.push([piece])), *reader.finish()]
+    assert reader.called
+    ((name, text),) = join_parts(parts)
+    assert name == "patch"
+    return str(text)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if TOOL_FORMATS[name].style in UNESCAPED])
+def test_an_input_follows_its_grammar_where_texts_are_not_escaped(
+    codec: TextCodec, name: str, forced: bool
+) -> None:
+    form, tools = TOOL_FORMATS[name], [custom("lark", PATCHES), *TOOLS]
+    source, said = grammar(codec, name, tools, forced=forced), write_input(form, PATCH)
+    assert may_end(codec, source, said)
+    assert may_end(codec, source, RECORDED[name].calls)
+    assert read_input(form, [said]) == read_input(form, said) == PATCH
+    for wrong in ("*** Begin", "Update File: a.py", "*** End"):
+        assert may_end(codec, source, said.replace(wrong, "a")) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_follows_an_expression_in_every_format(codec: TextCodec, name: str) -> None:
+    form = TOOL_FORMATS[name]
+    source = grammar(codec, name, [custom("regex", 'a/"é\\n(b|c)+')], forced=True)
+    said = write_input(form, 'a/"é\nbcb')
+    assert may_end(codec, source, said)
+    assert read_input(form, [said]) == read_input(form, said) == 'a/"é\nbcb'
+    assert may_end(codec, source, write_input(form, 'a/"é\nd')) is None

@@ -19,6 +19,7 @@ LLAMA = TOOL_FORMATS["llama3"]
 NAMES = frozenset({"add", "look"})
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}\n</tool_call>'
 LOOK = '<tool_call>{"arguments": {}, "name": "look"}</tool_call>'
+BEGUN = ("add", '{"a": \n')
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
 SPELLED = json.dumps({"name": "look", "arguments": {"tag": '<tool_call> "</tool_call>\\'}})
 NAMES_MARKS = f"<tool_call>{SPELLED}</tool_call>"
@@ -41,15 +42,16 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
             ["I look.", ("look", {}), ("add", {"a": 1, "b": [2, "é"]})],
         ),
         (HERMES, f"{LOOK} done", [("look", {}), " done"]),
-        (HERMES, BROKEN, [BROKEN]),
-        (HERMES, f"{BROKEN}{LOOK}", [BROKEN, ("look", {})]),
+        # A call that has begun stays one: its arguments are what came of them.
+        (HERMES, BROKEN, [BEGUN]),
+        (HERMES, f"{BROKEN}{LOOK}", [BEGUN, ("look", {})]),
+        (HERMES, f"{BROKEN} {LOOK} a", [BEGUN, ("look", {}), " a"]),
         (HERMES, '<tool_call>\n{"name": "add", "argu', ['<tool_call>\n{"name": "add", "argu']),
         *(
             (HERMES, text, [text])
             for text in (
                 '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
                 '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
-                '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
             )
         ),
         (
@@ -58,7 +60,7 @@ def parts(form: ToolFormat, pieces: list[str]) -> list[Part]:
             [f"<tool_call>{'[' * 100_000}</tool_call>"],
         ),
         (HERMES, "Hm. \n<tool_call>\n{", ["Hm. \n<tool_call>\n{"]),
-        (HERMES, f"Hm. \n{BROKEN}", [f"Hm. \n{BROKEN}"]),
+        (HERMES, f"Hm. \n{BROKEN}", ["Hm.", BEGUN]),
         *(
             (form, call, [("look", {"tag": tag})] * 2)
             for form, tag, call in (

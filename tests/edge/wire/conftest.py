@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +142,18 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 def stream_data(response: httpx.Response) -> list[str]:
     """The data of each server-sent event."""
     return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def join_calls(pieces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of one answer, from what `delta.tool_calls` had of them."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.get("id"):
+            calls.append({**piece, "function": dict(piece["function"])})
+        else:
+            calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+        assert piece["index"] == len(calls) - 1
+    return calls
 
 
 def scrape(client: httpx.Client) -> dict[tuple[str, str], float]:

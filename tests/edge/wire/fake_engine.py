@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tangram.engine.text.codec import TokenText
+from tangram.engine.text.grammar import GrammarCompiler
 from tangram.errors import RequestError
 from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
@@ -122,6 +123,10 @@ class FakeGrammars:
     def compile(self, source: str, name: str) -> Any:
         self.sources.append((source, name))
         return self._known.setdefault(source, FakeGrammar(source, name))
+
+    def find_faults(self, sources: Sequence[str]) -> dict[int, str]:
+        """As the real ones: that needs no model."""
+        return GrammarCompiler(cast(Any, None), 0, ()).find_faults(sources)
 
 
 @dataclass

@@ -106,6 +106,12 @@ def test_a_text_gets_an_answer_with_its_usage(fake_server: EngineServer) -> None
             ("tool_use", None),
         ),
         (
+            CALL,
+            {"tools": [TOOL], "max_tokens": CALL.index("é")},
+            [("tool_use", {"a": [1]})],
+            ("max_tokens", None),
+        ),
+        (
             "<t>Hm.</t>Yes",
             {"thinking": {"type": "adaptive", "display": "omitted"}},
             [("thinking", ""), ("text", "Yes")],

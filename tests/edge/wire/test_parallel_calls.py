@@ -8,10 +8,12 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
 
 from bench.bare_tokenizer import load_tokenizer
 from tests.templates import HERMES
 
+from .conftest import join_calls
 from .test_tools import END, ask, tool, tool_server
 
 
@@ -51,8 +53,10 @@ def test_two_calls_of_one_answer_have_their_own_places_and_ids(client: Any) -> N
     (whole,) = ask(client, **fields).choices
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
     chunks = [chunk.choices[0] for chunk in ask(client, **fields, stream=True)]
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert [call.index for call in streamed] == [0, 1]
+    pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or []]
+    assert {piece.index for piece in pieces} == {0, 1}
+    joined = join_calls([piece.model_dump() for piece in pieces])
+    streamed = [ChoiceDeltaToolCall.model_validate(call) for call in joined]
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
     for calls in (whole.message.tool_calls, streamed):
         assert [call.function.name for call in calls] == ["clock", "sun"]

@@ -16,7 +16,7 @@ from tests.real_templates import MISTRAL_LISTS, real_template
 from tests.real_tokenizers import add_tokenizer
 from tests.recorded_calls import cut_down_template
 
-from .conftest import CHAT, MODEL, chat_body, stream_data
+from .conftest import CHAT, MODEL, chat_body, join_calls, stream_data
 from .scripted import ScriptedServer, run_scripted_server
 from .tiny import tiny_folder
 
@@ -128,6 +128,7 @@ class ServedFamily:
         (choice,) = whole["choices"]
         message = choice["message"]
         deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        pieces = [piece for each in deltas for piece in each["delta"].get("tool_calls", [])]
         return [
             {
                 "thought": message.get("reasoning_content") or "",
@@ -138,7 +139,7 @@ class ServedFamily:
             {
                 "thought": "".join(d["delta"].get("reasoning_content") or "" for d in deltas),
                 "content": "".join(d["delta"].get("content") or "" for d in deltas).strip(),
-                "calls": [c["function"] for d in deltas for c in d["delta"].get("tool_calls", [])],
+                "calls": [call["function"] for call in join_calls(pieces)],
                 "reason": deltas[-1]["finish_reason"],
             },
         ]

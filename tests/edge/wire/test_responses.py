@@ -105,7 +105,10 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
     ("fields", "param"),
     [
         ({"store": True}, "store"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web" * 30}]}, "tools[0].type"),
+        ({"tools": [{"type": ["web"]}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),

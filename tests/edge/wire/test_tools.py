@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench.bare_tokenizer import load_tokenizer
 from tests.mentions import assert_refused
 from tests.templates import HERMES, LLAMA, XML
 
-from .conftest import CHAT, MODEL, USER, chat_body
+from .conftest import CHAT, MODEL, USER, chat_body, join_calls
 from .tiny import TinyServer, run_tiny_server, tiny_folder
 
 VOCABULARY, END = 49152, 2
@@ -109,13 +110,10 @@ def test_a_forced_call_has_valid_arguments(client: Any, temperature: float, choi
 def test_a_streamed_call_is_the_whole_one(client: Any) -> None:
     fields = {"temperature": 2, "seed": 5, "n": 2, "logprobs": True}
     whole = ask(client, **fields)
-    names, arguments, reasons, ids = {}, {}, {}, {}
+    reasons, pieces = {}, defaultdict[int, list[Any]](list)
     for chunk in ask(client, **fields, stream=True):
         (choice,) = chunk.choices
-        for call in choice.delta.tool_calls or []:
-            names[choice.index, call.index] = call.function.name
-            arguments[choice.index, call.index] = call.function.arguments
-            ids[choice.index, call.index] = call.id
+        pieces[choice.index] += [call.model_dump() for call in choice.delta.tool_calls or []]
         if choice.finish_reason is not None:
             reasons[choice.index] = choice.finish_reason
     expected = {
@@ -123,10 +121,16 @@ def test_a_streamed_call_is_the_whole_one(client: Any) -> None:
         for choice in whole.choices
         for at, call in enumerate(choice.message.tool_calls or [])
     }
-    assert names == {place: call.function.name for place, call in expected.items()}
-    assert arguments == {place: call.function.arguments for place, call in expected.items()}
+    streamed = {
+        (index, at): call for index in pieces for at, call in enumerate(join_calls(pieces[index]))
+    }
+    assert {place: call["function"] for place, call in streamed.items()} == {
+        place: call.function.model_dump() for place, call in expected.items()
+    }
+    ids = [call["id"] for call in streamed.values()]
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-    assert len(set(ids.values())) == len(ids) > 0
+    assert len(set(ids)) == len(ids) > 0
+    assert sum(map(len, pieces.values())) > 3 * len(ids)
 
 
 def test_the_clients_own_streaming_reads_calls(client: Any) -> None:
