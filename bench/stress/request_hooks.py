@@ -101,6 +101,7 @@ def fitting(path: str, body: Fields) -> Fields:
         changed |= dict.fromkeys(TOLD)
     if path == RESPONSES:
         changed |= dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning"))
+        changed |= dict.fromkeys(("previous_response_id", "background"))
         form = (body.get("text") or {}).get("format")
         changed["text"] = None if form is None else {"format": _text_format(form)}
     if path in (MESSAGES, COUNT):

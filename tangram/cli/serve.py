@@ -40,6 +40,7 @@ from tangram.serve.guard import check_served_name
 from tangram.serve.listening import Listener
 from tangram.serve.logs import LogForm
 from tangram.serve.options import ServerOptions, Visibility
+from tangram.serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from tangram.kv_events.publisher import EventPublisher
@@ -73,6 +74,7 @@ def serve(
         ApiProcesses(listener, count_processes(api_processes, config.device)) as processes,
         ExitStack() as ending,
     ):
+        options = _place_store(options, processes)
         # Frozen objects are not freed at exit, and Triton's bindings report them as leaks.
         ending.callback(gc.unfreeze)
         _report_listening(listener, config.model)
@@ -150,6 +152,16 @@ def _publish_events(address: EventAddress | None) -> Iterator[EventPublisher | N
     with closing(EventPublisher(address)) as publisher:
         _log.info("KV events at %s", publisher.endpoint)
         yield publisher
+
+
+def _place_store(options: ServerOptions, processes: ApiProcesses) -> ServerOptions:
+    """`options` with a file of responses that `processes` share. Raises `ConfigError`."""
+    path = options.store_path or str(processes.folder / "responses.sqlite")
+    placed = options.model_copy(update={"store_path": path})
+    if options.store_responses:
+        with closing(ResponseStore.of(placed)) as store:
+            store.check()
+    return placed
 
 
 def _report_listening(listener: Listener, model: str) -> None:

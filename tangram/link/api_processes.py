@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -83,6 +84,11 @@ class ApiProcesses:
 
     def __getitem__(self, place: int) -> ApiProcess:
         return self._all[place]
+
+    @property
+    def folder(self) -> Path:
+        """A private folder that they share. It ends with them."""
+        return Path(self._folder.name)
 
     def start_again(self, place: int) -> None:
         """Start another process in the place of one that has ended. Raises `OSError`."""

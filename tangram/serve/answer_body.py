@@ -190,6 +190,8 @@ if TYPE_CHECKING:  # a type checker cannot read classes that are made: it knows 
     class ResponseFields(AnswerBody):
         """The described fields of `/v1/responses`."""
 
+        cache_salt: str
+
     class MessagesFields(ResponseFields):
         """The described fields of `/v1/messages`."""
 

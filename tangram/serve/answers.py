@@ -23,6 +23,7 @@ from tangram.serve.thoughts import Part, Reader
 from tangram.types import Event, FinishReason, PromptLogprobs, TokenLogprob, Usage
 
 Finish = Literal["stop", "length", "tool_calls"]
+CANCELLED = "response_cancelled"  # the code of an answer that another request has ended
 
 
 class AnswerUsage(Struct, frozen=True, gc=False):
@@ -86,7 +87,8 @@ class Answer:
     """The events of `stream`, each completion split into parts by a reader of its own.
 
     `new_text` makes what reads the text of a choice; for `explain` see `AnswerUsage`. Take or
-    iterate `Delta`s, then one `Failure` or `End`; then it has `ended`. `close` it in any case.
+    iterate `Delta`s, then one `Failure` or `End`; then it has `ended`, by `failure` if that is set.
+    `close` it in any case.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class Answer:
         explain: Callable[[], Json] | None = None,
     ) -> None:
         self.stream, self._new_text, self.ended = stream, new_text, False
+        self.closed = False
+        self.failure: ApiError | None = None
         self._explain = explain
         self._texts: dict[int, AnswerText] = {}
         self._readers = defaultdict[int, Reader](new_reader)
@@ -120,14 +124,20 @@ class Answer:
                 news = self.stream.take()
                 return None if news is None else self._make_delta(*news)
         except ApiError as error:
-            self.ended = True
+            self.ended, self.failure = True, error
             return Failure(error)
         self.ended = True
         thoughts = sum(self._reasoning_tokens.values())
         return End(AnswerUsage(self.stream.generation.usage, thoughts, self._explain))
 
+    def cancel(self) -> None:
+        """End it with an error. Its pages are free at the next step."""
+        message = "the response was cancelled or removed by another request"
+        self.stream.fail(ApiError(409, message, code=CANCELLED))
+
     def close(self) -> None:
         """Abort what has not ended. Safe to call twice."""
+        self.closed = True
         self.stream.close()
 
     def _make_delta(self, choice: int, event: Event) -> Delta:
@@ -159,6 +169,17 @@ def _name_finish(reason: FinishReason | None, reader: Reader) -> Finish | None:
 class Writer(ABC):
     """How one endpoint spells one answer, as server-sent events or as one JSON object."""
 
+    async def open(self, answer: Answer) -> Json | None:
+        """Called before anything is written of `answer`.
+
+        Returns what the client reads at once, if the answer is to run in the background.
+        """
+        return None
+
+    async def settle(self, usage: AnswerUsage) -> None:
+        """Called before the end is written."""
+        return
+
     @abstractmethod
     def begin(self) -> Iterator[str]:
         """What a stream has before the first event."""
@@ -185,6 +206,8 @@ async def write_stream(answer: Answer, writer: Writer) -> AsyncIterator[str]:
     for frame in writer.begin():
         yield frame
     async for event in answer:
+        if isinstance(event, End):
+            await writer.settle(event.usage)
         for frame in writer.write(event):
             yield frame
 
@@ -199,6 +222,7 @@ async def write_whole(answer: Answer, writer: Writer) -> Json:
                 case Failure(error):
                     raise error
                 case End(usage):
+                    await writer.settle(usage)
                     # A large answer takes long to write: on this thread, every stream would wait.
                     return await asyncio.to_thread(writer.write_whole, usage)
         raise AssertionError("an answer ends with End or Failure")

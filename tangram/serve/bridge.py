@@ -155,7 +155,9 @@ class EventStream:
         except TimeoutError as error:
             raise make_timeout_error(stream._most_s) from error
         if ends_s is not None:
-            stream._timer = stream._loop.call_at(ends_s, stream._expire)
+            stream._timer = stream._loop.call_at(
+                ends_s, stream.fail, make_timeout_error(stream._most_s)
+            )
         stream._running = {
             choice: CompletionMeter(metrics, now_s) for choice in range(generation.choices)
         }
@@ -180,9 +182,9 @@ class EventStream:
             self._pending.append((choice, event))
         self._tell()
 
-    def _expire(self) -> None:
+    def fail(self, error: ApiError) -> None:
         """End the request. Its pages are free at the next step, however slow the client is."""
-        self._pending.append(make_timeout_error(self._most_s))
+        self._pending.append(error)
         self._abort_unfinished()
         self._tell()
 

@@ -21,6 +21,7 @@ from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
 from tangram.serve.messages_writer import MessagesWriter
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record
+from tangram.serve.response_memory import ResponseMemory, name_owner
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.responses_writer import ResponsesWriter
 from tangram.serve.schema import ChatRequest, CompletionRequest
@@ -49,6 +50,7 @@ class Endpoints:
     prompts: Prompts
     model: str
     sampling: SamplingValues
+    memory: ResponseMemory
 
     async def prepare(self, body: AnswerRequest, record: Record | None) -> PreparedRequest:
         """`body` ready for the engine. Raises `RequestError` and `ApiError`."""
@@ -123,7 +125,10 @@ class Endpoints:
         self, body: ResponsesRequest, record: Record | None
     ) -> PreparedRequest:
         """A response is a chat in other words."""
-        as_chat = await self._read_as_chat(body, body.chat)
+        owner = name_owner(record, body.cache_salt)
+        recalled = await self.memory.recall(body, owner)
+        read = partial(body.chat, recalled.items, recalled.named)
+        as_chat = await self._read_as_chat(body, read)
         if body.truncation == "auto":
             as_chat = await self.prompts.truncate(as_chat, body.max_output_tokens)
         chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
@@ -131,8 +136,9 @@ class Endpoints:
         response_id = f"resp_{uuid.uuid4().hex}"
         generation = _make_generation(response_id, [chat.prompt], body, record, chat.grammar, marks)
         values = self.sampling.with_stated(generation.first.sampling)
+        kept = self.memory.keep(body, owner, recalled)
         warnings = [*body.list_warnings(), *chat.warnings]
-        writer = ResponsesWriter(body, response_id, self.model, values, warnings)
+        writer = ResponsesWriter(body, response_id, self.model, values, warnings, kept)
         return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
 
     async def _prepare_message(

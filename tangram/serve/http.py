@@ -38,6 +38,8 @@ from tangram.serve.options import ServerOptions
 from tangram.serve.process import Server, raise_file_limit
 from tangram.serve.receiving import BodyRoute
 from tangram.serve.record import RecordRequests, RecordSink
+from tangram.serve.response_memory import ResponseMemory
+from tangram.serve.response_routes import add_response_routes
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.serve.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
@@ -52,7 +54,7 @@ from tangram.version import __version__
 _DOCS = StaticFolder(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
 # What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
-    "allow_methods": ("GET", "POST"),
+    "allow_methods": ("GET", "POST", "DELETE"),
     "allow_headers": ("*",),
     "allow_private_network": True,
     "expose_headers": ("x-request-id", "request-id", "retry-after"),
@@ -74,14 +76,16 @@ def build_app(
 
     With API keys in `options`, every path requires one but /health, /ready and files of pages.
     `max_queue` is the engine's. Without `traces` the options say where these go. `web` adds routes
-    of its own. Raises `ConfigError` for a wrong name of the model, or if traces cannot be sent.
+    of its own. Raises `ConfigError` for a wrong name of the model, and if traces cannot be sent or
+    responses cannot be stored.
     """
     options, web = options or ServerOptions(), web or Extension()
     traces = traces or traces_to(options.otlp_endpoint, served_model_name)
     check_served_name(served_model_name)
     limits = Limits(options.request_timeout_s, pending_events, max_queue)
     let_by, locked = options.unknown_fields == "warn", bool(options.api_key)
-    service = Service(engine, served_model_name, limits, let_by, web)
+    memory = ResponseMemory.of(options)
+    service = Service(engine, served_model_name, limits, let_by, web, memory)
     sinks: list[RecordSink] = [service.metrics.count_request, log_request, LossLog()]
     if options.metrics_aliases is not None:
         service.metrics.registry.register(VllmNames(service.metrics, served_model_name))
@@ -100,6 +104,7 @@ def build_app(
     install_handlers(app)
     _add_layers(app, options, sinks, web)
     _add_completion_routes(app, service)
+    add_response_routes(app, service.memory)
     _add_other_routes(app, service)
     web.mount(app, locked=locked)
     _add_docs(app, served_model_name, locked=locked)

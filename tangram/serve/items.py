@@ -1,9 +1,13 @@
-"""The input items of POST /v1/responses: messages, thoughts, calls and their results."""
+"""The input items of POST /v1/responses.
+
+Messages, thoughts, calls and their results, and stored items by their ids.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -101,6 +105,13 @@ class FunctionOutputItem(Body):
     status: Status | None = None
 
 
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: Label
+
+
 class CustomCallItem(Body):
     """A call of a custom tool that an earlier answer had."""
 
@@ -140,9 +151,11 @@ ITEMS = {
     "reasoning": ReasoningItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,
+    "item_reference": ItemReference,
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CustomOutputItem,
 }
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 def _kind(item: Any) -> str:
@@ -164,11 +177,28 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag(f"{ALTERNATIVE}reasoning")]
     | Annotated[FunctionCallItem, Tag(f"{ALTERNATIVE}function_call")]
     | Annotated[FunctionOutputItem, Tag(f"{ALTERNATIVE}function_call_output")]
+    | Annotated[ItemReference, Tag(f"{ALTERNATIVE}item_reference")]
     | Annotated[CustomCallItem, Tag(f"{ALTERNATIVE}custom_tool_call")]
     | Annotated[CustomOutputItem, Tag(f"{ALTERNATIVE}custom_tool_call_output")]
     | Annotated[OtherItem, Tag(f"{ALTERNATIVE}other")],
     Discriminator(_kind),
 ]
+
+
+def write_item(item: Item) -> dict[str, Any]:
+    """The item as clients are shown it: with an id, and with texts as parts."""
+    written = item.model_dump(exclude_none=True)
+    prefix = _PREFIXES.get(item.type, "item")
+    if isinstance(item, InputMessage):
+        part: dict[str, Any] = {"type": "input_text", "text": item.content}
+        if item.role == "assistant":
+            part |= {"type": "output_text", "annotations": []}
+        written["content"] = [part]
+    if isinstance(item, ReasoningItem):
+        for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+            text = written[name]
+            written[name] = [{"type": kind, "text": text}] if text else []
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "completed"} | written
 
 
 def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:

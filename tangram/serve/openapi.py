@@ -30,14 +30,15 @@ _ERRORS = {
     "400": "a wrong, unknown or unsupported field, or a request that can never fit",
     "401": "no API key, or a wrong one",
     "403": "a client that may not see the page's data",
-    "404": "another model, another path, or a request of another key",
+    "404": "another model, another path, or a request or response of another key",
     "408": "a head or a body that took too long to arrive",
+    "409": "another request has cancelled or removed the response",
     "413": "a body over the bound",
     "415": "a compressed body",
     "429": "too many requests wait: Retry-After says when to come back",
     "431": "path and headers over the bound",
     "500": "the engine gave up on the request, or a bug",
-    "503": f"{_NO_SERVICE}, or a new grammar could not be tried",
+    "503": f"{_NO_SERVICE}, or a new grammar could not be tried, or stored responses not read",
     "504": "the answer took too long",
 }
 _ASKING_ERRORS = ("400", "404", "408", "413", "415", "429", "500", "503", "504")
@@ -87,6 +88,10 @@ _ANSWERS: dict[str, Json] = {
     "/v1/completions": _object("id", "object", "created", "model", "choices", "usage") | _EVENTS,
     "/v1/responses": _object("id", "object", "created_at", "model", "status", "output", "usage")
     | _EVENTS,
+    "/v1/responses/{id}": _object("id", "object", "created_at", "model", "status", "output"),
+    "DELETE /v1/responses/{id}": _object("id", "object", "deleted"),
+    "/v1/responses/{id}/cancel": _object("id", "object", "created_at", "status", "output"),
+    "/v1/responses/{id}/input_items": _object("object", "data", "first_id", "last_id", "has_more"),
     "/v1/messages": _object("id", "type", "role", "model", "content", "stop_reason", "usage")
     | _EVENTS,
     "/v1/messages/count_tokens": _object("input_tokens"),
@@ -103,6 +108,7 @@ _ANSWERS: dict[str, Json] = {
 }
 # What the web page's endpoints refuse: clients of other machines, and ids of other keys' requests.
 _WEB = "/v1/kv/"
+_STORED = "/v1/responses/"
 
 
 def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
@@ -118,9 +124,10 @@ def document(app: FastAPI, *, version: str, model: str, locked: bool) -> Json:
             _describe_body(body, schemas[body.__name__], model)
     schemas |= {"Error": _ERROR_SCHEMA, "MessagesError": _MESSAGES_ERROR_SCHEMA}
     for path, methods in found["paths"].items():
-        for operation in methods.values():
-            operation["responses"] = _responses(path, operation, locked)
-            operation["tags"], operation["summary"] = [SUMMARIES[path].tag], SUMMARIES[path].text
+        for method, operation in methods.items():
+            told = f"DELETE {path}" if method == "delete" else path
+            operation["responses"] = _responses(path, operation, _ANSWERS[told], locked)
+            operation["tags"], operation["summary"] = [SUMMARIES[told].tag], SUMMARIES[told].text
             if "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["examples"] = _examples(path, model)
@@ -177,8 +184,8 @@ def _or_null(schema: Json) -> Json:
     }
 
 
-def _responses(path: str, operation: Json, locked: bool) -> Json:
-    """The responses of `operation`."""
+def _responses(path: str, operation: Json, answer: Json, locked: bool) -> Json:
+    """The responses of `operation`, which is to be answered by `answer`."""
     errors = ["431"]
     if "requestBody" in operation:
         errors += _ASKING_ERRORS
@@ -186,14 +193,18 @@ def _responses(path: str, operation: Json, locked: bool) -> Json:
         errors += ["404"]
     if path.startswith(_WEB):
         errors += ["400", "403"]
+    if path.startswith(_STORED):
+        errors += ["400", "503"]
+    if path == "/v1/responses":
+        errors += ["409"]
     is_open = path.encode() in OPEN_PATHS
     if locked and not is_open:
         errors += ["401"]
     if path == "/v1/kv/events":
         errors += ["429"]
-    answers: Json = {"200": {"description": "the answer", "content": _ANSWERS[path]}}
+    answers: Json = {"200": {"description": "the answer", "content": answer}}
     if is_open:  # its 503 says the same in the same form
-        answers["503"] = {"description": _NO_SERVICE, "content": _ANSWERS[path]}
+        answers["503"] = {"description": _NO_SERVICE, "content": answer}
     error = _MESSAGES_ERROR if is_of_messages(path) else _ERROR
     content = {"application/json": {"schema": error}}
     return answers | {

@@ -75,6 +75,20 @@ class ServerOptions(BaseModel):
     shutdown_grace_s: float = _server(
         20, "seconds that running answers may take after SIGTERM", bounds=Bounds(0.0, 1e6)
     )
+    store_path: str | None = _server(
+        None,
+        "keep responses in this file, also when the server ends",
+        unset="a file that ends with the server",
+    )
+    store_responses: int = _server(
+        10_000, "maximum number of stored responses; 0 stores none", bounds=Bounds(0, 1_000_000)
+    )
+    store_gib: float = _server(
+        1.0, "maximum size of stored responses in GiB", bounds=Bounds(0.001, 1024.0)
+    )
+    store_days: float = _server(
+        30.0, "days after which a stored response is removed", bounds=Bounds(1e-6, 36_500.0)
+    )
     log_format: LogForm = _server(
         LogForm.text, "json writes an object per line to standard output, also for requests"
     )

@@ -100,7 +100,9 @@ class Server(uvicorn.Server):
             self.drain(LAST_WORDS_S)
         if self._ends_s is not None:
             # A dead engine's answers end by themselves. The time is for requests of /health.
-            drained = not self._service.engine.ended and not self.server_state.tasks
+            drained = not (
+                self._service.engine.ended or self._service.memory.busy or self.server_state.tasks
+            )
             self.should_exit |= drained or time.monotonic() >= self._ends_s
         return await super().on_tick(counter)
 

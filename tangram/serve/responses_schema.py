@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tangram.errors import RequestError
 from tangram.limits import MAX_TOOLS
@@ -21,12 +30,12 @@ from tangram.serve.body import (
     describe_object,
     encodable,
 )
-from tangram.serve.items import Item, OtherItem, conversation
+from tangram.serve.items import Item, ItemReference, OtherItem, conversation, write_item
 from tangram.serve.messages import MAX_MESSAGES, few_arguments
 from tangram.serve.schema import ChatRequest
 from tangram.serve.structured import NAME, Function, JsonSchema, NamedTool
 from tangram.serve.template import Effort, Verbosity
-from tangram.serve.unsupported import RESPONSES
+from tangram.serve.unsupported import RESPONSES, wrong_field
 
 
 def _as_items(value: Any) -> Any:
@@ -151,6 +160,19 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
+_ITEMS = TypeAdapter[list[Item]](list[Item])
+# What this server has nothing of, or what the answer has in any case: thoughts are text in it.
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
 class ResponsesRequest(ReadAsChat, ResponseFields):
     """The body of POST /v1/responses."""
 
@@ -187,6 +209,14 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
     reasoning: Reasoning = Reasoning()
     safety_identifier: Label | None = None
     metadata: Metadata = Field(default={})
+    store: bool = Field(default=True, description="whether it can be asked for and gone on from")
+    previous_response_id: Text | None = Field(
+        default=None, description="the input goes on from this stored response"
+    )
+    background: bool = Field(
+        default=False, description="answer at once; GET says what has become of it"
+    )
+    include: list[Included] = Field(default=[], max_length=16, description="without effect")
     client_metadata: ClientLabels = Field(default={})
 
     @property
@@ -207,14 +237,40 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
                 warnings.append(f"{what} that are not run here are left out: {named}{more}")
         return warnings
 
-    def chat(self) -> ChatRequest:
-        """The request as a chat. Raises `ValidationError`."""
+    @model_validator(mode="after")
+    def _check_background(self) -> Self:
+        for name, wrong in (("store", not self.store), ("stream", self.stream)):
+            if self.background and wrong:
+                stated = f"{name} is {str(getattr(self, name)).lower()}"
+                raise wrong_field(name, f"{stated}, but with background true: leave one out")
+        return self
+
+    @property
+    def named_items(self) -> list[str]:
+        """The ids of stored items in the input."""
+        return [item.id for item in self.input if isinstance(item, ItemReference)]
+
+    def write_items(self, named: Mapping[str, Json]) -> list[Json]:
+        """The input as clients are shown it, with `named` items for their ids."""
+        return [
+            named[item.id] if isinstance(item, ItemReference) else write_item(item)
+            for item in self.input
+        ]
+
+    def chat(self, earlier: Iterable[Json], named: Mapping[str, Json]) -> ChatRequest:
+        """The request as a chat that begins with `earlier` items, with `named` ones for their ids.
+
+        Raises `ValidationError`.
+        """
+        known = _read_items(named)
+        own = (known[item.id] if isinstance(item, ItemReference) else item for item in self.input)
+        items = [*_read_items(dict(enumerate(earlier))).values(), *own]
         first = (
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
         fields = {
             "model": self.model,
-            "messages": [*first, *conversation(self.input)],
+            "messages": [*first, *conversation(items)],
             "tools": [tool.for_chat() for tool in self.served_tools],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -241,3 +297,9 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
     def own_sampling(self) -> dict[str, Any]:
         """The token limit by its name here."""
         return {"max_tokens": self.max_output_tokens}
+
+
+def _read_items(stored: Mapping[Any, Json]) -> dict[Any, Item]:
+    """Stored items as input items. Raises `ValueError`."""
+    few_arguments(stored.values())
+    return dict(zip(stored, _ITEMS.validate_python(list(stored.values())), strict=True))

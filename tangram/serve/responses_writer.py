@@ -5,10 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from tangram.serve.answers import AnswerEvent, AnswerUsage, Delta, End, Failure, Finish, Writer
+from tangram.serve.answers import (
+    CANCELLED,
+    Answer,
+    AnswerEvent,
+    AnswerUsage,
+    Delta,
+    End,
+    Failure,
+    Finish,
+    Writer,
+)
+from tangram.serve.api_errors import ApiError
 from tangram.serve.body import Json, texts_in
 from tangram.serve.json_text import write_event
 from tangram.serve.outputs import Output, OutputEvent
+from tangram.serve.response_memory import KeptResponse
 from tangram.serve.responses_schema import ResponsesRequest
 from tangram.types import SamplingValues
 
@@ -20,7 +32,7 @@ _LEFT_OUT: Json = {"instructions": None, "tools": []}
 class ResponsesWriter(Writer):
     """Spells the answer `response_id` of `model` to `body`, for which `values` hold.
 
-    It has `warnings` where there are some.
+    It has `warnings` where there are some. It is stored by `kept`.
     """
 
     def __init__(
@@ -30,13 +42,42 @@ class ResponsesWriter(Writer):
         model: str,
         values: SamplingValues,
         warnings: Sequence[str] = (),
+        kept: KeptResponse | None = None,
     ) -> None:
         self._body, self._id, self._model, self._values = body, response_id, model, values
-        self._warnings = {"warnings": list(warnings)} if warnings else {}
+        self._warnings, self._kept = list(warnings), kept
         self._created_s = int(time.time())
         self._output = Output()
         self._finish: Finish | None = None
         self._events_written = 0
+
+    async def open(self, answer: Answer) -> Json | None:
+        """Store the response, which has no output yet.
+
+        Returns it if it is to run in the background: what is not stored cannot.
+        """
+        opening = self._make_response(None) | {"output": []}  # it does not grow with the answer
+        if self._kept is not None:
+            self._note(await self._kept.begin(opening, answer, self._draft))
+        return opening if self._body.background and self._kept is not None else None
+
+    async def settle(self, usage: AnswerUsage) -> None:
+        """Store the whole response."""
+        if self._kept is not None:
+            self._note(await self._kept.end(self._make_response(usage)))
+
+    def _note(self, warning: str | None) -> None:
+        if warning is not None:
+            self._warnings.append(warning)
+            self._kept = None
+
+    def _draft(self, failure: ApiError | None) -> Json:
+        """The response as it is now, where nothing more comes."""
+        cancelled = failure is None or failure.code == CANCELLED
+        error = None if cancelled else {"code": "server_error", "message": str(failure)}
+        items = [item | {"status": _name_end(item["status"])} for item in self._output.items]
+        ended = {"status": "cancelled" if cancelled else "failed", "error": error, "output": items}
+        return self._make_response(None) | ended
 
     def begin(self) -> Iterator[str]:
         """The response before it has any output, twice."""
@@ -89,7 +130,7 @@ class ResponsesWriter(Writer):
             "model": self._model,
             "status": self._status,
             "error": None,
-            "background": False,
+            "background": body.background,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -101,13 +142,13 @@ class ResponsesWriter(Writer):
             "tool_choice": _write_tool_choice(body),
             "parallel_tool_calls": bool(body.served_tools) and body.parallel_tool_calls,
             "truncation": body.truncation,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "metadata": body.metadata,
-            "store": False,
+            "store": self._kept is not None,
             "user": body.user,
             "usage": None if usage is None else _write_usage(usage),
-            **self._warnings,
+            **({"warnings": self._warnings} if self._warnings else {}),
         }
 
     def _make_opening(self) -> Json:
@@ -125,6 +166,10 @@ class ResponsesWriter(Writer):
 
 
 _ERROR_FIELDS = ("code", "message", "param")
+
+
+def _name_end(status: str) -> str:
+    return "incomplete" if status == "in_progress" else status
 
 
 def _write_text_options(body: ResponsesRequest) -> Json:

@@ -15,11 +15,18 @@ class EndpointSummary(NamedTuple):
 
 
 _ANSWERS, _TOKENS, _SERVER, _CACHE = "Answers", "Tokens", "Model and server", "KV cache"
+_STORED = "Stored responses"
 SUMMARIES = {
     "/v1/chat/completions": EndpointSummary(_ANSWERS, "Answer a conversation"),
     "/v1/completions": EndpointSummary(_ANSWERS, "Continue a text"),
     "/v1/responses": EndpointSummary(
         _ANSWERS, "Answer a conversation, in the form of the Responses API"
+    ),
+    "/v1/responses/{id}": EndpointSummary(_STORED, "A stored response, as it is now"),
+    "DELETE /v1/responses/{id}": EndpointSummary(_STORED, "Remove a stored response"),
+    "/v1/responses/{id}/cancel": EndpointSummary(_STORED, "End a response that still runs"),
+    "/v1/responses/{id}/input_items": EndpointSummary(
+        _STORED, "The conversation that a response has answered, in pages"
     ),
     "/v1/messages": EndpointSummary(_ANSWERS, "Answer a conversation, in Anthropic's form"),
     "/v1/messages/count_tokens": EndpointSummary(
@@ -84,6 +91,11 @@ EXAMPLES: dict[str, dict[str, Json]] = {
     },
     "/v1/responses": {
         "A question": {"input": _QUESTION, "max_output_tokens": 32},
+        "A question in the background": {
+            "input": _QUESTION,
+            "max_output_tokens": 32,
+            "background": True,
+        },
         "A question with instructions": {
             "instructions": "Answer with one word.",
             "input": _QUESTION,

@@ -8,7 +8,7 @@ import logging
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tangram.serve.answers import Answer, Writer, write_stream
+from tangram.serve.answers import Answer, End, Writer, write_stream
 from tangram.serve.wire import HttpProtocol, find_connection
 
 PING_S = 10.0
@@ -58,14 +58,17 @@ class EventSource(StreamingResponse):
 
     async def _pour(self, connection: HttpProtocol) -> None:
         """Write each event when the engine tells it: no task wakes up for a token."""
-        halted, failures = asyncio.Event(), list[Exception]()
+        halted, failures, ends = asyncio.Event(), list[Exception](), list[End]()
 
         def pour() -> None:
             try:
                 while connection.writable and not self._answer.ended:
                     if (event := self._answer.take()) is None:
                         return
-                    connection.write("".join(self._writer.write(event)).encode())
+                    if isinstance(event, End):
+                        ends.append(event)
+                    else:
+                        connection.write("".join(self._writer.write(event)).encode())
             except Exception as error:
                 failures.append(error)
             halted.set()
@@ -79,6 +82,10 @@ class EventSource(StreamingResponse):
             await connection.drain()
         if failures:
             raise failures[0]
+        for end in ends:
+            await self._writer.settle(end.usage)
+            connection.write("".join(self._writer.write(end)).encode())
+            await connection.drain()
 
     async def _ping_until(self, halted: asyncio.Event, connection: HttpProtocol) -> None:
         """Return once it is set; meanwhile show the client that the server is there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from fastapi import Request, Response
@@ -26,6 +26,7 @@ from tangram.serve.messages_schema import CountTokensRequest
 from tangram.serve.preparation import Preparation, unless_disconnected
 from tangram.serve.prompts import Prompts
 from tangram.serve.record import Generation, Record, record_in
+from tangram.serve.response_memory import ResponseMemory
 from tangram.serve.reuse import explain_reuse
 from tangram.serve.sending import EventSource
 from tangram.serve.template import Template
@@ -37,7 +38,7 @@ class Service:
 
     With `let_by`, fields that are not served are ignored and counted (`ignored`), not refused.
     `web` is told of what HTTP requests ask for before it is submitted, and when the server will
-    end.
+    end. Responses are kept in `memory`, or not at all.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Service:
         limits: Limits | None = None,
         let_by: bool = False,
         web: Extension | None = None,
+        memory: ResponseMemory | None = None,
     ) -> None:
         self.model = served_model_name
         self.created_s = int(time.time())
@@ -57,7 +59,8 @@ class Service:
         self.engine, self._limits, self._started = engine, limits or Limits(), False
         self.preparation = Preparation(engine, self._limits)
         self.prompts = Prompts(engine, self.preparation, self.template)
-        self._endpoints = Endpoints(self.prompts, served_model_name, engine.sampling)
+        self.memory = memory or ResponseMemory()
+        self._endpoints = Endpoints(self.prompts, served_model_name, engine.sampling, self.memory)
 
     @property
     def ready(self) -> bool:
@@ -81,6 +84,7 @@ class Service:
         """Prepare nothing more, and end what runs."""
         self.preparation.stop()
         await self.engine.stop()
+        await self.memory.stop()
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 unless `model` is the served one."""
@@ -96,13 +100,19 @@ class Service:
             record = record_in(request.scope)
             prepared = await self.preparation.of(request, self._endpoints.prepare, body, record)
             answer = await unless_disconnected(request, self._begin(prepared, record))
-        if body.stream:
-            return EventSource(answer, prepared.writer)
-        try:
-            whole = await unless_disconnected(request, write_whole(answer, prepared.writer))
+        with ExitStack() as ending:
+            ending.callback(answer.close)  # also if the work is cancelled before it begins
+            whole = await prepared.writer.open(answer)
+            if body.stream:
+                ending.pop_all()
+                return EventSource(answer, prepared.writer)
+            writing = write_whole(answer, prepared.writer)
+            if whole is None:
+                whole = await unless_disconnected(request, writing)
+            else:
+                ending.pop_all()
+                self.memory.run_beside(writing)
             return await asyncio.to_thread(JSONResponse, whole)
-        finally:
-            answer.close()  # also if the work was cancelled before it began
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> int:
         """The tokens of a conversation. Raises `RequestError` and `ApiError`."""

@@ -56,18 +56,14 @@ CHAT: NoOps = {
 COMPLETION: NoOps = {**COMMON, "best_of": (1,), "metadata": ({},), "suffix": ("",)}
 
 RESPONSES: NoOps = {
-    "background": (False,),
     "context_management": (),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
     "moderation": (),
-    "previous_response_id": (),
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
 }
@@ -120,7 +116,7 @@ _PATHS: Mapping[str, str] = {
     "pooling": "embeddings",
     "realtime": "the realtime API",
     "rerank": "reranking",
-    "responses": "stored responses",
+    "responses": "lists of stored responses",
     "responses/compact": "compaction",
     "responses/input_tokens": "input tokens (POST /tokenize counts those of a prompt)",
     "score": "scoring",

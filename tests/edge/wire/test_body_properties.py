@@ -8,6 +8,7 @@ import json
 import resource
 import time
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -66,6 +67,32 @@ def test_no_body_is_a_server_error(
         response = client.post(path, content=json.dumps({**PATHS[path], **changes}), headers=JSON)
     assert response.status_code in (200, 400, 404), response.text
     wait_until(lambda: shared_server.engine.stats().running == 0, "the request still runs")
+
+
+@settings(
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    method=st.sampled_from(["GET", "DELETE", "POST"]),
+    name=st.text(min_size=1, max_size=40) | st.binary(min_size=1, max_size=9),
+    end=st.sampled_from(["", "/cancel", "/input_items"]),
+    query=st.dictionaries(
+        st.sampled_from(["after", "order", "limit", "cache_salt", "include[]", "stream"]),
+        st.text(max_size=9) | st.integers().map(str),
+    ),
+)
+def test_no_question_about_a_stored_response_is_a_server_error(
+    shared_server: EngineServer, method: str, name: str | bytes, end: str, query: dict[str, str]
+) -> None:
+    asked = [(key, value.encode(errors="replace")) for key, value in query.items()]
+    spelled = quote(name.encode(errors="replace") if isinstance(name, str) else name, safe="")
+    url = f"{shared_server.url}/v1/responses/{spelled}{end}?{urlencode(asked)}"
+    with shared_server.http() as client:
+        answer = client.request(method, url)
+    assert answer.status_code in (400, 404, 405), answer.text
+    assert answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

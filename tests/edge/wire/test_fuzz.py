@@ -81,7 +81,8 @@ def document(locked_server: EngineServer) -> Any:
 
 
 def test_the_document_names_every_endpoint_and_what_it_answers(document: Any) -> None:
-    assert set(ENDPOINTS) | {"/v1/models/{model}"} == set(document["paths"])
+    named = {path for path in document["paths"] if "{" not in path}
+    assert set(ENDPOINTS) == named and "/v1/models/{model}" in document["paths"]
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert "422" not in operation["responses"], "validation is answered with 400"

@@ -31,7 +31,7 @@ def test_a_text_gets_an_answer_with_its_usage(fake_server: EngineServer) -> None
         "completed",
         "response",
         MODEL,
-        False,
+        True,
     )
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (
         25,
@@ -104,13 +104,10 @@ def test_an_engine_that_gives_up_ends_the_stream_with_an_error_event(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"tools": [{"type": "web" * 30}]}, "tools[0].type"),
         ({"tools": [{"type": ["web"]}]}, "tools[0].type"),
         ({"tools": [{"type": "custom"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"truncation": "much"}, "truncation"),

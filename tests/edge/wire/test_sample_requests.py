@@ -13,7 +13,11 @@ from tangram.serve.sample_requests import EXAMPLES, SUMMARIES
 BODIES = [
     (path, number) for path, bodies in EXAMPLES.items() for number in range(1, len(bodies) + 1)
 ]
-READABLE = sorted(set(SUMMARIES) - set(EXAMPLES) - {"/v1/kv/events"})
+READABLE = sorted(
+    path
+    for path in set(SUMMARIES) - set(EXAMPLES) - {"/v1/kv/events"}
+    if not path.startswith("DELETE ") and not path.endswith("/cancel")
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +39,13 @@ def answer(client: httpx.Client) -> str:
 
 
 def test_every_endpoint_is_summarised_and_every_body_has_an_example(document: Any) -> None:
-    assert document["paths"].keys() == SUMMARIES.keys()
-    asked = {path for path, methods in document["paths"].items() if "post" in methods}
+    operations = {
+        f"DELETE {path}" if method == "delete" else path: operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert operations.keys() == SUMMARIES.keys()
+    asked = {path for path, operation in operations.items() if "requestBody" in operation}
     assert asked == EXAMPLES.keys()
 
 
@@ -53,6 +62,9 @@ def test_an_example_is_answered(
 def test_what_is_read_without_a_body_is_answered(
     client: httpx.Client, answer: str, path: str
 ) -> None:
+    if path.startswith("/v1/responses/"):
+        body = {"model": "smollm2", "input": "Well?", "max_output_tokens": 1}
+        answer = client.post("/v1/responses", json=body).json()["id"]
     query = {"chunk": 0} if path.endswith("/kept") else {}
     asked = path.replace("{model}", "smollm2").replace("{id}", answer)
     assert client.get(asked, params=query).status_code == 200

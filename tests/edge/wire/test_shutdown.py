@@ -68,7 +68,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(
 class NoService:
     """What `Server` asks of a service."""
 
-    engine = SimpleNamespace(ended=False)
+    engine, memory = SimpleNamespace(ended=False), SimpleNamespace(busy=False)
 
     def drain(self) -> None:
         """Nothing is queued."""
