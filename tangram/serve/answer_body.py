@@ -154,10 +154,19 @@ class AnswerBody(Body):
     def sampling(self) -> SamplingParams:
         """Its fields of `SamplingParams`.
 
-        Raises `RequestError` naming the first value that is out of range.
+        Raises `RequestError` naming the first value that is out of range. It may ask for no token
+        only if it `shows_prompt`.
         """
         stated = {name: value for name, value in vars(self).items() if name in _SAMPLING}
-        return SamplingParams(**stated | self.own_sampling)
+        sampling = SamplingParams(**stated | self.own_sampling)
+        if sampling.max_tokens == 0 and not self.shows_prompt:
+            TOKEN_COUNT.check("max_tokens", 0)
+        return sampling
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer has something of the prompt, so that it needs no token."""
+        return False
 
 
 class ReadAsChat:

@@ -74,7 +74,10 @@ class ApiError(Exception):
         message = str(self)
         if self.param is not None and self.param not in message:  # there is no other place for it
             message = f"{self.param}: {message}"
-        error = {"type": kind, "message": _shorten(message)}
+        error: dict[str, Any] = {"type": kind, "message": _shorten(message)}
+        if self.param == "thread":  # told so, Anthropic's clients send whole conversations instead
+            code = "thread_unsupported_request"
+            error["details"] = {"error_code": code, "unsupported": ["thread"]}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def _name_type(self, named: Mapping[int, str], fault: str) -> str:

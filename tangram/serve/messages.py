@@ -106,6 +106,8 @@ class CalledFunction(Body):
 
     name: CalledName
     arguments: Arguments
+    # The streaming helpers of OpenAI's client for Python leave these two in what users send back.
+    parsed_arguments: Any = Field(default=None, description="`arguments` again, without effect")
 
 
 class CallMessage(Body):
@@ -114,6 +116,7 @@ class CallMessage(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(default=None, description="the place in a stream, without effect")
 
     @model_validator(mode="before")
     @classmethod

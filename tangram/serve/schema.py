@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, model_validator
 
 from tangram.errors import RequestError
-from tangram.limits import MAX_LOGPROBS, MAX_TOOLS, TOKEN_COUNT
+from tangram.limits import MAX_LOGPROBS, MAX_TOOLS
 from tangram.serve.answer_body import TOKENS, MaxTokens, PromptOrTokens, SamplingFields, list_of
 from tangram.serve.body import Body, Json, Label, Metadata, encodable
 from tangram.serve.call_grammar import CallGrammar, answer_grammar
@@ -89,13 +89,6 @@ class _GeneratingFields(SamplingFields):
     def shows_prompt(self) -> bool:
         """Whether the answer has something of the prompt, so that it needs no token."""
         return self.prompt_logprobs is not None
-
-    def sampling(self) -> SamplingParams:
-        """As for every request; no token is asked for only if the prompt is shown."""
-        sampling = super().sampling()
-        if sampling.max_tokens == 0 and not self.shows_prompt:
-            TOKEN_COUNT.check("max_tokens", 0)
-        return sampling
 
     @property
     def completions(self) -> int:

@@ -82,10 +82,17 @@ MESSAGES: NoOps = {
     "mcp_servers": ([],),
     "output_format": (),
     "speed": ("standard",),
+    "thread": (),
     "user_profile_id": (),
 }
 
-MESSAGE: NoOps = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
+MESSAGE: NoOps = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "parsed": (),
+    "refusal": (),
+}
 
 STREAM_OPTIONS: NoOps = {"include_obfuscation": (False,)}
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tangram.config import EngineConfig
+from tangram.engine.loop import Engine
 from tangram.engine.setup.build import engine_of
 from tangram.link.linked_engine import LinkedEngine
 from tangram.model.load import load_model
@@ -21,6 +22,8 @@ from tests.running import run_app
 
 from .conftest import MODEL
 from .tiny import TinyServer
+
+_CERTAIN = 100.0  # at temperature 1, too
 
 
 class ScriptedHead(nn.Module):
@@ -45,7 +48,7 @@ class ScriptedHead(nn.Module):
         for row, position in enumerate(self.positions):
             self._first = position if self._first is None else self._first
             place = min(position - self._first, len(self._tokens) - 1)
-            logits[..., row, self._tokens[place]] = 1
+            logits[..., row, self._tokens[place]] = _CERTAIN
         return logits
 
 
@@ -61,9 +64,8 @@ class ScriptedServer(TinyServer):
         self.head.script([*tokens, end])
 
 
-@contextmanager
-def run_scripted_server(folder: Path, vocabulary: int) -> Iterator[ScriptedServer]:
-    """A server of the tiny model and the tokenizer in `folder`."""
+def scripted_engine(folder: Path, vocabulary: int, **options: Any) -> tuple[Engine, ScriptedHead]:
+    """An engine of the tiny model and the tokenizer in `folder`, and what its model says."""
     loaded = load_model(str(folder), dtype="float32", load_format="dummy")
     head = ScriptedHead(vocabulary)
 
@@ -73,21 +75,25 @@ def run_scripted_server(folder: Path, vocabulary: int) -> Iterator[ScriptedServe
 
     loaded.model.set_output_embeddings(head)
     loaded.model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    engine = engine_of(
-        EngineConfig(
-            model=str(folder),
-            dtype="float32",
-            load_format="dummy",
-            kv_retention=1.0,
-            chunk_tokens=32,
-            page_tokens=8,
-            heads_per_page=2,
-            kv_cache_gib=0.02,
-            max_num_seqs=4,
-            max_num_batched_tokens=512,
-        ),
-        loaded,
-    )
+    defaults: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "load_format": "dummy",
+        "kv_retention": 1.0,
+        "chunk_tokens": 32,
+        "page_tokens": 8,
+        "heads_per_page": 2,
+        "kv_cache_gib": 0.02,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 512,
+    }
+    return engine_of(EngineConfig(**(defaults | options)), loaded), head
+
+
+@contextmanager
+def run_scripted_server(folder: Path, vocabulary: int) -> Iterator[ScriptedServer]:
+    """A server of the tiny model and the tokenizer in `folder`."""
+    engine, head = scripted_engine(folder, vocabulary)
     app = build_app(LinkedEngine(engine), served_model_name=MODEL)
     with run_app(app, **transport_options()) as running:
         yield ScriptedServer(running.url, engine, running.stop, head)

@@ -308,6 +308,17 @@ def test_what_it_does_not_do_is_refused_by_name(
     check_refusal(response, 400, "invalid_request_error", "")
 
 
+def test_tool_runners_of_the_client_go_on_without_a_thread(fake_server: EngineServer) -> None:
+    """They ask the server to hold the conversation, until they are told in this form."""
+    refused = post(fake_server, max_tokens=9, messages=[USER], thread={"type": "create"})
+    check_refusal(refused, 400, "invalid_request_error", "thread")
+    details = refused.json()["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    with sdk(fake_server) as client:
+        runner = client.beta.messages.tool_runner(**saying("done"), tools=[])
+        assert [message.content[0].text for message in runner] == ["done"]
+
+
 @pytest.mark.parametrize(
     ("choice", "forced", "parallel"),
     [

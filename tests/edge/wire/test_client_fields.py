@@ -62,6 +62,41 @@ def test_notes_and_options_without_effect_change_nothing(fake_server: EngineServ
     assert_refused(post(fake_server, CHAT, messages=[USER], tools=[tool]), "tools", "leave them")
 
 
+def test_calls_are_read_as_the_streaming_helpers_of_a_client_leave_them(
+    server: ScriptedServer,
+) -> None:
+    """OpenAI's client for Python, of which users send `message` or `message.model_dump()` back."""
+    function = {"name": "read_file", "arguments": '{"path": "sum.py"}'}
+    call = {"id": "call_9b3f6f80", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "I read the file."}
+    noted = function | {"parsed_arguments": {"path": "sum.py"}}
+    result = {"role": "tool", "tool_call_id": "call_9b3f6f80", "content": "1"}
+    plain, kept = (
+        tokens_of(server, [USER, message | fields, result])
+        for fields in (
+            {"tool_calls": [call]},
+            {"tool_calls": [call | {"function": noted, "index": 0}], "parsed": None},
+        )
+    )
+    assert plain == kept
+
+
+def test_what_codex_sends_beside_a_conversation_changes_nothing(fake_server: EngineServer) -> None:
+    labels = {"x-codex-window-id": "01a22c18:0", "x-codex-turn-metadata": "{" + "a" * 900 + "}"}
+    beside = {
+        "client_metadata": labels,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a22c18-e3fe-7ed1-9326-1a0fdfe97874",
+        "reasoning": {"summary": "auto"},
+        "store": False,
+    }
+    for fields in ({}, beside):
+        answer = post(fake_server, RESPONSES, input=[{"type": "message", **USER}], **fields)
+        assert answer.status_code == 200, answer.text
+    first, second = fake_server.engine.submitted
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
 def test_a_thought_is_read_and_written_under_both_names(server: ScriptedServer) -> None:
     prompts = [
         tokens_of(server, [USER, {"role": "assistant", "content": "b", **thought}, USER])

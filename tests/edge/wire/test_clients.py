@@ -158,16 +158,26 @@ def test_llm_answers_goes_on_and_follows_a_schema(llm: Callable[..., str]) -> No
 
 
 @pytest.mark.skipif(not LM_EVAL.exists(), reason="make load brings lm-evaluation-harness")
-def test_lm_evaluation_harness_scores_a_task_of_its_own(server_url: str, tmp_path: Path) -> None:
-    """Its prompts are token ids, two at a time; each is answered as when it is asked alone."""
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("local-completions", COMPLETIONS),
+        pytest.param("local-chat-completions", CHAT, marks=pytest.mark.nightly),
+    ],
+)
+def test_lm_evaluation_harness_scores_a_task_of_its_own(
+    kind: str, path: str, server_url: str, tmp_path: Path
+) -> None:
+    """Its prompts are token ids or chats, two at a time; each is answered as if asked alone."""
     # What needles in essays need. These hide in noise, but it would be fetched all the same.
     (tmp_path / "nltk/tokenizers/punkt_tab").mkdir(parents=True)
-    url = server_url + COMPLETIONS
+    url, chats = server_url + path, path == CHAT
     server = f"base_url={url},model=smollm2,tokenizer={resolve_source('smollm2')},num_concurrent=2"
-    command: list[str | Path] = [LM_EVAL, "run", "--model", "local-completions"]
+    command: list[str | Path] = [LM_EVAL, "run", "--model", kind]
     command += ["--model_args", server, "--tasks", "niah_single_1"]
     command += ["--metadata", '{"max_seq_lengths": [1024]}']
     command += ["--limit", "2", "--log_samples", "--output_path", tmp_path]
+    command += ["--apply_chat_template"] if chats else []
     run(*command, HF_HUB_OFFLINE="1", NLTK_DATA=str(tmp_path / "nltk"))
     (results,) = tmp_path.rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["niah_single_1"]["1024,none"] > 0
@@ -175,10 +185,11 @@ def test_lm_evaluation_harness_scores_a_task_of_its_own(server_url: str, tmp_pat
     lines = samples.read_text().splitlines()
     assert len(lines) == 2
     for sample in map(json.loads, lines):
-        prompt = sample["arguments"]["gen_args_0"]["arg_0"]
-        body = {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 128}
-        alone = httpx.post(url, json=body, timeout=120).json()
-        assert sample["resps"] == [[alone["choices"][0]["text"]]]
+        asked = sample["arguments"]["gen_args_0"]["arg_0"]
+        prompt = {"messages": json.loads(asked[0])} if chats else {"prompt": asked}
+        body = {"model": "smollm2", "temperature": 0, "max_tokens": 128, **prompt}
+        (alone,) = httpx.post(url, json=body, timeout=120).json()["choices"]
+        assert sample["resps"] == [[alone["message"]["content"] if chats else alone["text"]]]
 
 
 # Open WebUI asks as in open-webui/open-webui, backend/open_webui/routers/openai.py

@@ -352,7 +352,6 @@ TRIALS: list[tuple[dict[str, Any], str, str]] = [
             words,
         )
         for arguments, words in (
-            ("{", "JSON object"),
             ("[]", "JSON object"),
             ('{"a":' * 90 + "1" + "}" * 90, "64"),
             ("[" * 90_000, "JSON"),

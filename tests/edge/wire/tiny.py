@@ -30,7 +30,7 @@ VOCABULARY = 300
 COMPLETIONS = "/v1/completions"
 
 
-def tiny_folder(path: Path, vocabulary: int = VOCABULARY) -> Path:
+def tiny_folder(path: Path, vocabulary: int = VOCABULARY, context_tokens: int = 4096) -> Path:
     """A model of which there is nothing but its config."""
     LlamaConfig(
         vocab_size=vocabulary,
@@ -40,7 +40,7 @@ def tiny_folder(path: Path, vocabulary: int = VOCABULARY) -> Path:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=16,
-        max_position_embeddings=4096,
+        max_position_embeddings=context_tokens,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
