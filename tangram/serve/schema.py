@@ -19,7 +19,6 @@ from tangram.serve.messages import Messages, PromptEnd
 from tangram.serve.structured import ChatTool, ResponseFormat, Tool, ToolChoice
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
-from tangram.types import SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
