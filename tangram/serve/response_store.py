@@ -109,6 +109,7 @@ class ResponseStore:
         )
 
     def _prepare(self) -> None:
+        self._db.execute("PRAGMA trusted_schema = OFF")  # the file may be somebody else's
         self._db.execute("PRAGMA synchronous = NORMAL")
         application, version = self._ask("PRAGMA application_id"), self._ask("PRAGMA user_version")
         if application == version == 0 and self._ask("SELECT count(*) FROM sqlite_master") == 0:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from random import Random
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from tangram.serve import sending
 from tangram.types import ThinkingFormat, ToolFormat
@@ -141,6 +143,59 @@ def test_a_stream_adds_up_to_the_whole_answer(
     assert whole.usage.output_tokens == streamed.usage.output_tokens
     assert whole.usage.output_tokens_details == streamed.usage.output_tokens_details
     assert events[-1].type == "message_stop"
+
+
+def make_answer(random: Random) -> tuple[str, dict[str, Any]]:
+    """What a model says and what is asked of it: thoughts, texts and calls, cut anywhere."""
+    parts = ["Wait. ", "\n\n", "é🤷", "<", "STOP", "<c>no</c>", CALL, CALL.replace('"a"', '"b"')]
+    said = random.choice(["", "<t>Hm 漢\n</t>", "<t></t>", "<t>cut"])
+    said += "".join(random.choices(parts, k=random.randrange(5)))
+    fields: dict[str, Any] = {"max_tokens": random.randrange(1, len(said) + 20)}
+    if random.random() < 0.8:
+        fields["tools"] = [TOOL]
+    if random.random() < 0.3:
+        fields["stop_sequences"] = ["STOP"]
+    return said or "x", fields
+
+
+def check_events(recorded: str, kind: TypeAdapter[Any]) -> None:
+    """Each is of the client's own types, and one block ends before the next begins."""
+    ended, is_open = 0, False
+    for line in recorded.splitlines():
+        if not line.startswith("data: ") or '"type":"ping"' in line:
+            continue
+        event = kind.validate_python(json.loads(line.removeprefix("data: ")))
+        if event.type.startswith("content_block"):
+            assert (event.index, is_open) == (ended, event.type != "content_block_start")
+            is_open = event.type != "content_block_stop"
+            ended += not is_open
+        elif event.type == "message_delta":
+            assert not is_open
+
+
+def test_the_client_reads_two_hundred_streams_as_it_reads_whole_answers(
+    thinker: EngineServer,
+) -> None:
+    random, kind = Random(5), TypeAdapter[Any](anthropic.types.RawMessageStreamEvent)
+    with sdk(thinker) as client, thinker.http() as raw:
+        for _ in range(200):
+            said, fields = make_answer(random)
+            body = saying(said, **fields)
+            whole = client.messages.create(**body)
+            with client.messages.stream(**body) as stream:
+                streamed = stream.get_final_message()
+            for name in ("stop_reason", "stop_sequence"):
+                assert getattr(streamed, name) == getattr(whole, name), body
+            assert streamed.usage.output_tokens == whole.usage.output_tokens
+            shown = [
+                [
+                    {name: value for name, value in block.to_dict().items() if name != "id"}
+                    for block in answer.content
+                ]
+                for answer in (streamed, whole)
+            ]
+            assert shown[0] == shown[1], body
+            check_events(raw.post(MESSAGES, json=body | {"stream": True}).text, kind)
 
 
 def test_events_come_in_their_order(thinker: EngineServer) -> None:
