@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -195,7 +195,7 @@ class TextCodec:
         """
         mark = token_hex(16)
         with _explain_panic("messages"):
-            return tuple(self._encode_rendered(mark.join(parts), mark, salt))
+            return tuple(chain.from_iterable(self._encode_rendered(mark.join(parts), mark, salt)))
 
     def _hide(self, value: Any, mark: str, *, written: bool = False) -> Any:
         """`value` with `mark` inside every name of a control token, to hide these names.
@@ -233,10 +233,10 @@ class TextCodec:
         tokens = {str(token): number for number, token in known if str(token) in self._structure}
         return TokenNames(tokens), tokens
 
-    def _encode_rendered(self, rendered: str, mark: str, salt: str) -> Iterator[int]:
-        """The tokens of a rendered conversation, in which `mark` hides names of control tokens.
+    def _encode_rendered(self, rendered: str, mark: str, salt: str) -> Iterator[Iterable[int]]:
+        """The tokens of a rendered conversation, some at a time.
 
-        What lies between two control tokens is encoded as a whole, as the tokenizer does it: it may
+        In the conversation `mark` hides names of control tokens. What lies between two control tokens is encoded as a whole, as the tokenizer does it: it may
         have its own way to begin each part.
         """
         # Texts are at the odd places, names between them.
@@ -247,21 +247,21 @@ class TextCodec:
             text = "".join(parts[at] for at in places).replace(mark, "")
             if hidden:
                 around = parts[places[0] - 1], parts[places[0] + 1]
-                yield from self._encode_known(salt, text, *around)
+                yield self._encode_known(salt, text, *around)
             elif self._plain is not None:
                 yield from self._encode_parts(salt, text)
             elif text:
-                yield from self.tokenizer.encode(text, add_special_tokens=False)
+                yield self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _encode_parts(self, salt: str, text: str) -> Iterator[int]:
-        """The tokens of `text`, as the tokenizer gives them, part by part."""
+    def _encode_parts(self, salt: str, text: str) -> Iterator[Iterable[int]]:
+        """The tokens of `text`, as the tokenizer gives them, some at a time."""
         names, tokens = self._written
         parts = ["", *names.split(text), ""]
         for at in range(1, len(parts) - 1):
             if at % 2 == 0:
-                yield tokens[parts[at]]
+                yield (tokens[parts[at]],)
             elif parts[at]:
-                yield from self._encode_known(salt, parts[at], parts[at - 1], parts[at + 1])
+                yield self._encode_known(salt, parts[at], parts[at - 1], parts[at + 1])
 
     def _encode_known(self, salt: str, text: str, before: str, after: str) -> Iterable[int]:
         """See `_encode_text`, which is not asked twice for what it has said recently."""
