@@ -258,7 +258,9 @@ class ResponseStore:
             if bound is not None:
                 _check_bound(bound, items, size)
             turns.append(turn)
-            at = self._ask("SELECT previous FROM responses WHERE number = ?", at)
+            # No file that was tampered with makes a circle of it.
+            back = "SELECT previous FROM responses WHERE number = ? AND previous < number"
+            at = self._ask(back, at)
         return [msgspec.json.decode(item) for turn in reversed(turns) for item in turn]
 
     def find_items(self, ids: Sequence[str], owner: bytes, bound: ContextBound) -> dict[str, Json]:

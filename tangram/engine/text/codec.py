@@ -236,8 +236,9 @@ class TextCodec:
     def _encode_rendered(self, rendered: str, mark: str, salt: str) -> Iterator[Iterable[int]]:
         """The tokens of a rendered conversation, some at a time.
 
-        In the conversation `mark` hides names of control tokens. What lies between two control tokens is encoded as a whole, as the tokenizer does it: it may
-        have its own way to begin each part.
+        In the conversation `mark` hides names of control tokens. What lies between two control
+        tokens is encoded as a whole, as the tokenizer does it: it may have its own way to begin
+        each part.
         """
         # Texts are at the odd places, names between them.
         names = self._structure.split(rendered) if mark in rendered else [rendered]

@@ -68,6 +68,18 @@ def test_a_chain_of_thousands_of_links_is_read_and_removed_soon(tmp_path: Path) 
         assert [rows.fetchone() for rows in left] == [(0,), (0,)]
 
 
+def test_a_circle_that_somebody_has_written_into_the_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        put(store, "a")
+        put(store, "b", "b", "a")
+    with closing(sqlite3.connect(path)) as other, other:
+        other.execute("UPDATE responses SET previous = 2")
+    with open_store(path) as store:
+        assert read(store, "b") == ["b", "to b"]
+        assert store.remove("b", OWNER)
+
+
 def test_a_removed_link_leaves_its_branches_alone() -> None:
     with open_store() as store:
         put(store, "root")
