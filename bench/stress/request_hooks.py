@@ -85,6 +85,10 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["messages"] = [adapt(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
         changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
+    if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
+        changed["prompt_logprobs"] = 0
+    if changed.get("prompt_logprobs") is not None:
+        changed |= {"stream": False, "stream_options": None}
     if body.get("response_format") is not None:
         changed |= {"response_format": _shape(body["response_format"]), "ignore_eos": None}
     if body.get("continue_final_message"):
@@ -111,8 +115,6 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["output_config"] = None if form is None else {"format": schema}
     if path == COMPLETIONS:
         changed["prompt"] = _prompt(body["prompt"])
-        if body.get("logprobs") is not None:
-            changed["echo"] = False
     if path == "/tokenize":
         changed |= {"add_special_tokens": None, "chat_template_kwargs": None}
         if not body.get("messages"):
