@@ -14,7 +14,7 @@ from typing import Any
 
 from tangram.errors import ConfigError, ModelError, RequestError
 from tangram.foreign_files import expand_home, parse_json, read_text
-from tangram.limits import MAX_STOP_TOKEN_IDS
+from tangram.limits import MAX_STOP_TOKEN_IDS, TOKEN_COUNT
 from tangram.model import embedded
 from tangram.model.source import EMBEDDED, gguf_file, is_gguf
 from tangram.types import OPENAI_SAMPLING, SAMPLING_LIMITS, SamplingValues
@@ -26,6 +26,7 @@ _MOST_SHOWN = 64  # fields of a file, and characters of a name
 _NAMES = {name: name for name in asdict(OPENAI_SAMPLING) if name != "max_tokens"}
 _NAMES["max_new_tokens"] = "max_tokens"
 _WHOLE = {name for name, value in asdict(OPENAI_SAMPLING).items() if not isinstance(value, float)}
+_LIMITS = SAMPLING_LIMITS | {"max_tokens": TOKEN_COUNT}  # 0 is for requests alone
 _GGUF_PREFIX = "general.sampling."
 _GGUF_NAMES = {
     "temp": "temperature",
@@ -137,7 +138,7 @@ def _check(path: Path, stated: Mapping[str, tuple[str, Any]]) -> SamplingValues:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise _refusal(path, f"{spelled} is {shortened(value)}, it must be {spoken}")
         try:
-            SAMPLING_LIMITS[name].check(spelled, stated[name][1])
+            _LIMITS[name].check(spelled, stated[name][1])
         except RequestError as error:
             raise _refusal(path, str(error)) from error
         values[name] = value if name in _WHOLE else float(value)

@@ -173,6 +173,7 @@ class ChannelReader:
         self._stops: tuple[str, ...] = _ENDS
         self._fresh, self._spoken = True, {True: False, False: False}
         self._arguments: JsonArguments | None = None
+        self._gap: str | None = None  # the last spaces behind the arguments, if words came there
         self.thinking, self.called = False, False
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
@@ -259,15 +260,21 @@ class ChannelReader:
 
     def _speak(self, body: str) -> Iterator[Part]:
         arguments = self._arguments
-        if arguments is None or arguments.whole:
-            yield from self._part(body if arguments is None else body.strip())
+        if arguments is None:
+            yield from self._part(body)
             return
-        piece = arguments.push(body.translate(_SPELLED))
-        self.called = arguments.whole
-        if piece or arguments.whole:
-            yield ArgumentText(piece, arguments.whole)
-        if arguments.whole:
-            yield from self._part(arguments.rest.strip())
+        if not arguments.whole:
+            piece = arguments.push(body.translate(_SPELLED))
+            self.called = arguments.whole
+            if piece or arguments.whole:
+                yield ArgumentText(piece, arguments.whole)
+            body, self._gap = arguments.rest, None
+        # Of the spaces behind the arguments, those between words stay.
+        said = body.lstrip() if self._gap is None else self._gap + body
+        words = said.rstrip()
+        if words or self._gap is not None:
+            self._gap = said[len(words) :]
+        yield from self._part(words)
 
     def _part(self, text: str) -> Iterator[Part]:
         if not text:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tangram.engine.text.formats import TOOL_FORMATS
@@ -300,6 +300,7 @@ HARMONY += ["analysis", "final", "to=functions.look ", "json", "{}", " ", "to", 
 
 
 @given(st.lists(st.sampled_from(HARMONY), max_size=12), st.lists(st.integers(0, 400)))
+@example(["to=functions.look ", "<|message|>", "{}", "x " * 130], [60, 61, 62, 63, 64, 65, 66])
 def test_of_a_text_that_does_not_follow_the_form_nothing_is_lost(
     parts: list[str], cuts: list[int]
 ) -> None:
