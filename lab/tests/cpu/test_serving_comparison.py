@@ -79,12 +79,13 @@ def test_many_rows_of_gpt_oss_have_a_factor_only_where_the_peer_has_no_biases(
     biases: int | None, shown: str, tmp_path: Path
 ) -> None:
     peer, ours = result("vllm", [4.0], vllm="1"), result("tangram-1", [2.0])
-    blocks(tmp_path, [{"vllm": peer, "tangram-1": ours}], "llama-3.1-8b")
+    for kind in ("llama-3.1-8b", "latent-16"):
+        blocks(tmp_path, [{"vllm": peer, "tangram-1": ours}], kind)
     if biases is not None:
         peer["options"]["biases"] = biases
     found = blocks(tmp_path, [{"vllm": peer, "tangram-1": ours}], "gpt-oss-20b")["shapes"]
-    llama, oss = [line for line in found.splitlines() if line.startswith("| prefill")]
-    assert "· 2.00 ×" in llama and shown in oss
+    llama, oss, latents = [line for line in found.splitlines() if line.startswith("| prefill")]
+    assert "· 2.00 ×" in llama and shown in oss and "· 2.00 ×" in latents
 
 
 def test_an_fp8_cache_stands_beside_the_other_of_its_lease_and_nowhere_else(tmp_path: Path) -> None:

@@ -356,13 +356,6 @@ TRIALS = [
     chat("kv_scorer", 400, "kv_scorer", "'no such scorer' fastkvzip", kv_scorer="no such scorer"),
     chat("scorer of another ratio", 400, "kv_retention", kv_scorer="fastkvzip", kv_retention=1.0),
     chat("drafts", 400, "speculative", "--speculative-config", speculative=True),
-    Trial(
-        "store",
-        400,
-        "store",
-        path="/v1/responses",
-        content=b'{"model":"smollm2","input":"a","store":true}',
-    ),
     Trial("detokenize", 400, "tokens", path="/detokenize", content=b'{"tokens":[-1]}'),
     Trial(
         "tokenize",
