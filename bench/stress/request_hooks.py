@@ -85,8 +85,7 @@ def fitting(path: str, body: Fields) -> Fields:
         changed["messages"] = [adapt(message) for message in body["messages"][:MOST_MESSAGES]]
     if isinstance(body.get("input"), list):
         changed["input"] = [_item(item) for item in body["input"][:MOST_MESSAGES]]
-    if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
-        changed["prompt_logprobs"] = 0
+    changed |= {"prompt_logprobs": 0} if body.get("max_tokens") == 0 else {}
     if changed.get("prompt_logprobs") is not None:
         changed |= {"stream": False, "stream_options": None}
     if body.get("response_format") is not None:
