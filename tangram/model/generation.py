@@ -26,7 +26,7 @@ _MOST_SHOWN = 64  # fields of a file, and characters of a name
 _NAMES = {name: name for name in asdict(OPENAI_SAMPLING) if name != "max_tokens"}
 _NAMES["max_new_tokens"] = "max_tokens"
 _WHOLE = {name for name, value in asdict(OPENAI_SAMPLING).items() if not isinstance(value, float)}
-_LIMITS = SAMPLING_LIMITS | {"max_tokens": TOKEN_COUNT}  # 0 is for requests alone
+_LIMITS = {**SAMPLING_LIMITS, "max_tokens": TOKEN_COUNT}  # 0 is for requests alone
 _GGUF_PREFIX = "general.sampling."
 _GGUF_NAMES = {
     "temp": "temperature",
