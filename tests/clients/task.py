@@ -33,6 +33,18 @@ def call(name: str, arguments: str) -> str:
     return TOOLS[name](**json.loads(arguments))
 
 
+def answer_calls(calls: Any) -> list[dict[str, Any]]:
+    """The messages with the results of calls of the chat endpoint."""
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": made.id,
+            "content": call(made.function.name, made.function.arguments),
+        }
+        for made in calls
+    ]
+
+
 def openai_chat(task: str) -> str | None:
     from openai import OpenAI
 
@@ -45,9 +57,7 @@ def openai_chat(task: str) -> str | None:
         messages.append(message)
         if not message.tool_calls:
             return message.content
-        for made in message.tool_calls:
-            result = call(made.function.name, made.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
+        messages += answer_calls(message.tool_calls)
 
 
 def openai_responses(task: str) -> str:
@@ -96,9 +106,7 @@ def litellm(task: str) -> str | None:
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             return message.content
-        for made in message.tool_calls:
-            result = call(made.function.name, made.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
+        messages += answer_calls(message.tool_calls)
 
 
 def openai_agents(task: str) -> str:

@@ -227,7 +227,7 @@ class TextCodec:
         return self._structure, TokenNames(self._controls)
 
     @cached_property
-    def _written(self) -> tuple[TokenNames, dict[str, int]]:
+    def _template_tokens(self) -> tuple[TokenNames, dict[str, int]]:
         """The names that are tokens wherever the template writes them, and these tokens."""
         known = self.tokenizer.added_tokens_decoder.items()
         tokens = {str(token): number for number, token in known if str(token) in self._structure}
@@ -256,7 +256,7 @@ class TextCodec:
 
     def _encode_parts(self, salt: str, text: str) -> Iterator[Iterable[int]]:
         """The tokens of `text`, as the tokenizer gives them, some at a time."""
-        names, tokens = self._written
+        names, tokens = self._template_tokens
         parts = ["", *names.split(text), ""]
         for at in range(1, len(parts) - 1):
             if at % 2 == 0:

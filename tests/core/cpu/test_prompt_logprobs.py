@@ -256,16 +256,21 @@ def test_an_abort_within_the_prompt_leaves_nothing(world: LonePrompts, ahead: bo
     assert (engine.stats().pages_held, engine.stats().pages_cached) == (0, 0)
 
 
+def break_token(loaded: LoadedModel, token: int) -> None:
+    """Have the model make NaN of `token`."""
+    embedding = loaded.model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    with torch.no_grad():
+        embedding.weight[token] = float("nan")
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_unsound_logits_of_a_prompt_end_the_request(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], ahead: bool
 ) -> None:
     """Token 50 breaks the model: where it stands, the log-probabilities behind it are NaN."""
     loaded = adopt_tiny(TINY)
-    embedding = loaded.model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    with torch.no_grad():
-        embedding.weight[50] = float("nan")
+    break_token(loaded, 50)
     prompt = [50 if at == 7 else 3 + at % 9 for at in range(C + 5)]
     engine = small_engine(loaded)
     engine.ahead = ahead
@@ -279,10 +284,7 @@ def test_a_failed_pass_is_saved_with_what_it_scores(
     adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path
 ) -> None:
     loaded = adopt_tiny(TINY)
-    embedding = loaded.model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    with torch.no_grad():
-        embedding.weight[50] = float("nan")
+    break_token(loaded, 50)
     engine = small_engine(loaded, save_failed_passes=str(tmp_path))
     prompt = [3 + at % 9 for at in range(20)] + [50]
     answer(engine, (prompt, SCORED))
