@@ -57,7 +57,9 @@ def main() -> None:
         connection = socket.socket(fileno=os.dup(pipe.fileno()))
     options = start.options
     with log_inside(options.log_format):
-        engine = RemoteEngine(start.facts, connection, lambda grace_s: server.drain(grace_s))
+        engine = RemoteEngine(
+            start.facts, lambda: connection, lambda grace_s: server.drain(grace_s)
+        )
         app = build_app(
             engine,
             served_model_name=start.served_model_name,

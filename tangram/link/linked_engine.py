@@ -24,16 +24,19 @@ class LinkedEngine(RemoteEngine):
     def __init__(
         self, engine: Engine, desk: WebDesk | None = None, most_step_s: float = MOST_STEP_S
     ) -> None:
-        here, self._there = socket.socketpair()
-        super().__init__(EngineNature.of(engine), here, lambda grace_s: None)
+        super().__init__(EngineNature.of(engine), self._reach_port, lambda grace_s: None)
         self._port = EnginePort(engine, desk, most_step_s)
         self._serving: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
         """See `ServedEngine`."""
-        self._serving = asyncio.create_task(self._port.serve(self._there))
         await super().start()
         self._port.start()
+
+    def _reach_port(self) -> socket.socket:
+        here, there = socket.socketpair()
+        self._serving = asyncio.create_task(self._port.serve(there))
+        return here
 
     async def stop(self) -> None:
         """See `ServedEngine`."""

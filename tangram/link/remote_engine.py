@@ -98,7 +98,7 @@ class RunningRequest:
 
 
 class RemoteEngine:
-    """The engine at the other end of `connection`, known by `facts`. For one event loop.
+    """The engine that `connect` reaches at the start, known by `facts`. For one event loop.
 
     `on_drain` is called with the seconds that are left when the server is to end. If nothing is
     heard for `most_silent_s`, the engine is not healthy.
@@ -107,7 +107,7 @@ class RemoteEngine:
     def __init__(
         self,
         facts: EngineNature,
-        connection: socket,
+        connect: Callable[[], socket],
         on_drain: Callable[[float], None],
         most_silent_s: float = MOST_SILENT_S,
     ) -> None:
@@ -117,7 +117,7 @@ class RemoteEngine:
         self._most_silent_s, self._heard_s = most_silent_s, time.monotonic()
         self._vocab_size, self._most_completions = facts.vocab_size, facts.most_completions
         self._stats, self._queue = facts.stats, Queue()
-        self._connection, self._on_drain = connection, on_drain
+        self._connect, self._on_drain = connect, on_drain
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._watchers: dict[int, Watcher] = {}
@@ -127,7 +127,7 @@ class RemoteEngine:
 
     async def start(self) -> None:
         """Begin to take what the engine tells."""
-        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        reader, self._writer = await asyncio.open_connection(sock=self._connect())
         self._heard_s = time.monotonic()
         self._listening = [
             asyncio.create_task(self._read(reader)),

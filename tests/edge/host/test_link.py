@@ -218,7 +218,8 @@ def test_an_api_process_that_goes_leaves_nothing_behind_and_others_go_on() -> No
         ends = [socket.socketpair() for _ in range(2)]
         serving = [asyncio.create_task(port.serve(there)) for _, there in ends]
         engines = [
-            RemoteEngine(EngineNature.of(engine), here, lambda grace_s: None) for here, _ in ends
+            RemoteEngine(EngineNature.of(engine), lambda here=here: here, lambda grace_s: None)
+            for here, _ in ends
         ]
         for one in engines:
             await one.start()

@@ -51,7 +51,7 @@ async def join(
     """An API process that joins `port` now, and hangs up at the end."""
     here, there = socket.socketpair()
     serving = asyncio.create_task(port.serve(there))
-    remote = RemoteEngine(EngineNature.of(engine), here, on_drain, **options)
+    remote = RemoteEngine(EngineNature.of(engine), lambda: here, on_drain, **options)
     await remote.start()
     try:
         yield remote
@@ -170,7 +170,7 @@ def test_what_the_engine_tells_and_an_api_process_does_not_understand_ends_what_
     async def run() -> None:
         engine, told = FakeEngine(), HeardEvents([])
         here, there = socket.socketpair()
-        remote = RemoteEngine(EngineNature.of(engine), here, lambda grace_s: None)
+        remote = RemoteEngine(EngineNature.of(engine), lambda: here, lambda grace_s: None)
         await remote.start()
         asked = asyncio.create_task(remote.submit(request("a", "abc", told)))
         await asyncio.sleep(0)
@@ -260,7 +260,7 @@ def test_an_api_process_that_goes_while_it_submits_leaves_nothing_behind() -> No
         async with join(port, engine) as other:
             here, there = socket.socketpair()
             serving = asyncio.create_task(port.serve(there))
-            going = RemoteEngine(EngineNature.of(engine), here, lambda grace_s: None)
+            going = RemoteEngine(EngineNature.of(engine), lambda: here, lambda grace_s: None)
             await going.start()
             wanted = replace(request("a", "abc", told), grammar=FakeGrammar("slow", "grammar"))
             asked = asyncio.create_task(going.submit(wanted))
