@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def judge(folder: Path) -> str:
         return str(error).partition(": ")[2]
     spread_weights(loaded.model)
     check_size(folder, loaded)
-    expected, lead = continuations(loaded.model)
+    expected, lead = continuations(loaded.model, PROMPTS)
     assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     assert run(small_engine(loaded), PROMPTS, params) == expected
@@ -105,14 +105,16 @@ def check_size(folder: Path, loaded: LoadedModel) -> None:
     assert counted == (geometry.kv_heads, geometry.head_dim, geometry.value_dim, geometry.windows)
 
 
-def continuations(model: PreTrainedModel) -> tuple[list[list[int]], float]:
+def continuations(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], float]:
     """Greedy tokens behind each prompt by Transformers' own eager attention and cache, and the
     smallest lead of a choice.
     """
     serving: str = model.config._attn_implementation
     found, lead = list[list[int]](), float("inf")
     model.set_attn_implementation("eager")
-    for prompt in PROMPTS:
+    for prompt in prompts:
         made: Any = model.generate(  # type: ignore[operator]
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -62,7 +62,8 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     if explain:
-        _explain(config)
+        with logging_as(options.log_format):
+            _explain(config)
     begin_s = time.monotonic()
     check_keys(options.api_key)
     shown = choose_visibility(page, no_page=no_page)

@@ -34,6 +34,7 @@ from tangram.model.chat_template import read_template
 from tangram.model.convert import UNREADABLE, convert_gguf, explain_fault, refuse_difference
 from tangram.model.device import cpu_dtype, find_device
 from tangram.model.dummy import random_model, tokenizer_or_numbers
+from tangram.model.frequencies import fix_frequencies
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.model.quantized import check_quantization, held_bytes
@@ -127,13 +128,15 @@ def load_model(
     quantization: str | None = None,
     ranks: int = 1,
     generation_config: str = "none",
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load `name` (`smollm2`, a Hugging Face id, a folder of safetensors or a GGUF file).
 
     `dtype` auto is `cpu_dtype` on a CPU and the checkpoint's own elsewhere, bfloat16 for a GGUF
     file's quantised weights. `load_format` dummy reads the config alone and makes random weights;
     without a tokenizer, tokens read as numbers. `quantization` rounds weights (int8, int4 or fp8).
-    `generation_config` says whose sampling defaults hold (`read_defaults`).
+    `generation_config` says whose sampling defaults hold (`read_defaults`), and `max_model_len` for
+    how long sequences a rotation is (`fix_frequencies`).
     With several `ranks` each of their processes calls this, and has its part of the weights. Raises
     `ConfigError` if the device has no product of such weights, and `ModelError` with the reason if
     the model cannot be loaded, or if this engine would compute its kind of attention wrongly.
@@ -147,6 +150,7 @@ def load_model(
     chosen = _choose_dtype(name, config, dtype, target)
     is_random = load_format == "dummy"
     with _explaining_faults(name, config):
+        fix_frequencies(config, max_model_len)
         if is_random:
             model = random_model(config, dtype=chosen, device=target, attention=IMPLEMENTATION)
             tokenizer = tokenizer_or_numbers(folder, config)
@@ -172,6 +176,7 @@ def outline_model(config: EngineConfig, device: torch.device) -> PreTrainedModel
     found = _read_config(resolve_source(config.model, weights=False), config.model)
     dtype = _choose_dtype(config.model, found, config.dtype, device)
     with torch.device("meta"), _explaining_faults(config.model, found):
+        fix_frequencies(found, config.max_model_len)
         return make_model(found, IMPLEMENTATION, dtype)
 
 
@@ -238,6 +243,7 @@ def load_configured(config: EngineConfig) -> LoadedModel:
         quantization=config.quantization,
         ranks=config.tensor_parallel_size,
         generation_config=config.generation_config,
+        max_model_len=config.max_model_len,
     )
     if template is not None:
         loaded.tokenizer.chat_template = template

@@ -246,7 +246,7 @@ def asked_calls(model: PreTrainedModel) -> list[AttentionCall]:
     serving: str = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
     try:
-        return _listen(model, [0, 1], [0, 1], [1])[0]
+        return listen(model, [0, 1], [0, 1], [1])[0]
     finally:
         model.set_attn_implementation(serving)
 
@@ -259,7 +259,7 @@ def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> No
     token depends on its place in the batch or on other tokens: a convolution, a recurrent layer,
     positions that are counted, frequencies by the longest position.
     """
-    calls, logits = _listen(model, [1, 0, 0, 1], [1, longest - 1, longest - 1, 1], [0, 3, 2])
+    calls, logits = listen(model, [1, 0, 0, 1], [1, longest - 1, longest - 1, 1], [0, 3, 2])
     if logits.shape[:2] != (1, 3):
         raise ModelError(f"it gives logits {list(logits.shape)} where those of 3 tokens are asked")
     for call in calls:
@@ -276,7 +276,7 @@ def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> No
             raise ModelError("keys of a token depend on the longest position in the batch")
 
 
-def _listen(
+def listen(
     model: PreTrainedModel, tokens: list[int], positions: list[int], wanted: list[int]
 ) -> tuple[list[AttentionCall], Tensor]:
     """The calls of attention and the logits of a pass, as `Passes.forward` runs it."""

@@ -1,68 +1,101 @@
-"""The model's rotary embedding for scorers: half-rotation, checked against the model's own code."""
+"""The rotary embeddings that scorers undo: half-rotation, and of each layer as it shows itself."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tangram.compress.scorers.rotation import rotate
+from tangram.compress.scorers.rotation import unrotate
 from tangram.errors import ModelError
+from tangram.model.probe import listen
+from tangram.types import Geometry
 
 # int64 positions [n] → (cos, sin), each float32 [n, D_rot]; see `ChunkView.rotary`.
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
+_TOKENS, _POSITIONS = (0, 1), (0, 3, 1000)
+_ROUNDING = 0.02  # of the largest element, in 16 bits
 
-def model_rotary(model: PreTrainedModel, head_dim: int) -> Rotary:
-    """The rotary embedding of the model's full-attention layers; heads have `head_dim` dimensions.
 
-    Dimension i must rotate with i + D_rot/2. Raises `ModelError` if the model rotates other pairs
-    (GLM and Cohere interleave) or has no rotation: scores would be silently wrong.
+@torch.inference_mode()
+def layer_rotaries(model: PreTrainedModel, geometry: Geometry) -> Mapping[int, Rotary]:
+    """The rotary embedding of each full-attention layer; that of a layer without one turns nothing.
+
+    A pass of a few tokens at several positions tells: undoing a layer's own embedding leaves the
+    same queries everywhere. Dimension i must rotate with i + D_rot/2. Raises `ModelError` if the
+    layer rotates other pairs (GLM and Cohere interleave) or knows positions otherwise: scores would
+    be silently wrong.
     """
-    name = type(model).__name__
-    turn = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
-    embed = _embedding(model)
-    if turn is None or embed is None:
-        raise ModelError(
-            f"{name} has no rotary embedding that a scorer could undo: choose another scorer"
-        )
-    x = torch.randn(1, 1, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(model.device)
-    positions = torch.tensor([3, 1000], device=model.device)
-    cos, sin = embed(positions)
-    expected = turn(x, x, cos[None], sin[None])[0]
-    # GPT-OSS gives each angle once; other models give it twice, once for each half.
-    for rotary in (embed, _twice(embed)):
-        cos, sin = rotary(positions)
-        if cos.shape[-1] <= head_dim and torch.allclose(rotate(x, cos, sin), expected, atol=1e-5):
-            return rotary
-    raise ModelError(
-        f"{name} does not rotate halves: this scorer cannot undo its rotation, choose another one"
-    )
+    places = [min(place, geometry.max_positions - 1) for place in _POSITIONS for _ in _TOKENS]
+    calls, _ = listen(model, [*_TOKENS] * len(_POSITIONS), places, [0])
+    queries = {getattr(call.module, "layer_idx", None): call.q for call in calls}
+    known = [*_embeddings(model), _still(geometry.head_dim)]
+    positions = torch.tensor(places, device=model.device)
+    found = dict[int, Rotary]()
+    for layer in geometry.full_layers:
+        fitting = (rotary for rotary in known if _undoes(rotary, queries[layer], positions))
+        rotary = next(fitting, None)
+        if rotary is None:
+            raise ModelError(
+                f"the queries of layer {layer} of {type(model).__name__} depend on positions by "
+                "more than a rotation of halves, which this scorer could undo: choose another one"
+            )
+        found[layer] = rotary
+    return found
 
 
-def _embedding(model: PreTrainedModel) -> Rotary | None:
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    if not hasattr(decoder, "rotary_emb"):
-        return None
-    config = model.config.get_text_config()
-    per_type = "full_attention" in (getattr(config, "rope_parameters", None) or {})
-    options = {"layer_type": "full_attention"} if per_type else {}
+def _undoes(rotary: Rotary, queries: Tensor, positions: Tensor) -> bool:
+    """Whether it makes `queries` [T, Q, D], of the same tokens at each position, equal."""
+    cos, sin = rotary(positions)
+    if cos.shape[-1] > queries.shape[-1]:
+        return False
+    still = unrotate(queries.transpose(0, 1).float(), cos, sin)
+    still = torch.unflatten(still, 1, (-1, len(_TOKENS)))
+    return bool((still - still[:, :1]).abs().max() <= _ROUNDING * still.abs().max())
+
+
+def _embeddings(model: PreTrainedModel) -> Iterator[Rotary]:
+    """Those of the model's modules, for each type of layers that they tell apart."""
     like = torch.empty(0, dtype=torch.float32, device=model.device)
 
-    def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = decoder.rotary_emb(like, positions[None], **options)
-        return cos[0], sin[0]
+    def embedding(module: Any, **options: str) -> Rotary:
+        def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = module(like, positions[None], **options)
+            return cos[0], sin[0]
 
-    return embed
+        return embed
+
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        for options in (
+            [{"layer_type": kind} for kind in kinds] if isinstance(kinds, dict) else [{}]
+        ):
+            embed = embedding(module, **options)
+            yield from (embed, _twice(embed))
 
 
 def _twice(embed: Rotary) -> Rotary:
+    """GPT-OSS gives each angle once; other models give it twice, once for each half."""
+
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = embed(positions)
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+    return rotary
+
+
+def _still(head_dim: int) -> Rotary:
+    """No rotation, as one by angles of zero."""
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos = torch.ones(len(positions), head_dim, device=positions.device)
+        return cos, torch.zeros_like(cos)
 
     return rotary

@@ -118,7 +118,7 @@ class ChunkSealer:
     row: Row
     number: int
     scores: GroupScores | None = None
-    rotary: Rotary | None = None
+    rotaries: Mapping[int, Rotary] = field(default_factory=dict)
     observer: ScoreObserver | None = None
     receiver: ScoreReceiver | None = None
     pending: dict[int, ChunkView] = field(default_factory=dict)
@@ -142,7 +142,8 @@ class ChunkSealer:
         if self.row.retention.layout.geometry.windows[layer] is not None:
             return
         sinks = self._sink_keys(launch, layer, chunk.keys.dtype) if self.waits else None
-        chunk = replace(chunk, start=self.row.start, rotary=self.rotary, sink_keys=sinks)
+        rotary = self.rotaries.get(layer)
+        chunk = replace(chunk, start=self.row.start, rotary=rotary, sink_keys=sinks)
         if self.waits:
             self.pending[layer] = chunk
         else:
@@ -192,7 +193,7 @@ class Sealing:
 
     scorers: Mapping[str, Scorer]
     kernels: PoolKernels
-    rotary: Rotary | None = None
+    rotaries: Mapping[int, Rotary] = field(default_factory=dict)
     observer: ScoreObserver | None = None
     overflow: Overflow | None = None
 
@@ -218,9 +219,9 @@ class Sealing:
             return
         scorer = self._scorer(retention)
         scores = find_group_scores(scorer, self.kernels)
-        rotary = self.rotary if "rotary" in scorer.needs else None
+        rotaries = self.rotaries if "rotary" in scorer.needs else {}
         for at, row in enumerate(seal.rows):
-            known = scores, rotary, self.observer, receivers[at]
+            known = scores, rotaries, self.observer, receivers[at]
             yield ChunkSealer(scorer, row, seal.first + at, *known)
 
     def _scores_together(self, retention: Retention) -> GroupScores | None:

@@ -36,9 +36,6 @@ _COUNTS = (
 )
 _NEEDED = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# These change their frequencies with the longest sequence of the batch: one request would change
-# another's keys.
-_ROPE_TYPES_REFUSED = {"dynamic", "longrope"}
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
@@ -64,13 +61,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"{name}: layer_types has {', '.join(unknown)}; only full and sliding attention are "
             "served"
         )
-    for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
-        if rope_type in _ROPE_TYPES_REFUSED:
-            raise ModelError(
-                f"{name}: rope_type {rope_type!r} depends on the longest sequence of a batch, so "
-                "one request would change another's cache; set a fixed rope_type such as 'yarn' or "
-                "'linear' in config.json"
-            )
     for field, why in (
         ("index_topk", "sparse attention reads the entries that an index chooses, not all of them"),
         ("attention_chunk_size", "chunked attention is not full or sliding attention"),
@@ -129,13 +119,6 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     known: type[PreTrainedModel] = made
     return known
-
-
-def _rope_types(parameters: Any) -> list[str]:
-    if not isinstance(parameters, dict):
-        return []
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return [str(entry.get("rope_type", "default")) for entry in nested or [parameters]]
 
 
 @torch.inference_mode()

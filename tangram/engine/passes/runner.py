@@ -30,7 +30,7 @@ from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import upload
 from tangram.model.load import LoadedModel
-from tangram.model.rotary import model_rotary
+from tangram.model.rotary import layer_rotaries
 from tangram.model.sealing import ScoreObserver, Sealing
 from tangram.types import Int32
 
@@ -86,7 +86,7 @@ class Runner:
         for scorer in scorers.values():
             scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
-        rotary = model_rotary(loaded.model, geometry.head_dim) if needs_rotary else None
+        rotaries = layer_rotaries(loaded.model, geometry) if needs_rotary else {}
         scales = join_scales(retention.scales for retention in retentions)
         self._scales = (
             stored_scales(torch.tensor(scales, device=loaded.device), self.pool.dtype)
@@ -106,7 +106,7 @@ class Runner:
             Batcher(retentions, serving, cache, self.meters, settings.queries),
             serving,
             DeviceTables(cache, loaded.device),
-            Sealing(scorers, serving, rotary, settings.observer, self.meters.overflow),
+            Sealing(scorers, serving, rotaries, settings.observer, self.meters.overflow),
             self.meters,
             form=form,
             graphs=settings.graphs,

@@ -119,6 +119,7 @@ def for_drafting(
         device=served.device.type,
         load_format=config.load_format,
         quantization=config.quantization,
+        max_model_len=max_tokens,
     )
     check_vocabulary(
         served.name, served.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()

@@ -12,6 +12,7 @@ from tangram.engine.setup.memory import check_cache_device, check_host_memory
 from tangram.engine.setup.profiles import Compression
 from tangram.errors import ConfigError
 from tangram.model.device import find_device
+from tangram.model.frequencies import longest_positions
 from tangram.model.load import LoadedModel, load_configured, read_text_config, read_vocabulary
 from tangram.model.prepare import check_compile_decode
 from tangram.speculative_config import DraftModel
@@ -38,7 +39,7 @@ def check_options(config: EngineConfig) -> torch.device:
             served, drafted = map(read_vocabulary, names)
             check_vocabulary(names[0], served, names[1], drafted)
     if config.max_model_len is not None:
-        check_model_len(config, _positions(config))
+        check_model_len(config, longest_positions(read_text_config(config.model)))
     return device
 
 

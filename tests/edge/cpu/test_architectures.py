@@ -174,12 +174,6 @@ def test_joined_projections_and_steps_launched_ahead_change_nothing(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (
-            LlamaConfig(
-                **BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-            ),
-            "dynamic",
-        ),
         (LlamaConfig(**BASE, index_topk=16), "index_topk"),
         (Qwen3Config(**BASE, attention_chunk_size=64), "attention_chunk_size"),
     ],
