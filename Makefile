@@ -164,7 +164,8 @@ soak: $(DEV_READY)
 $(LOAD_READY): constraints.txt
 	$(PYTHON) -m venv build/load-venv
 	$(call install_torch,build/load-venv/bin)
-	build/load-venv/bin/pip install $(TORCH) guidellm==0.8.1 'lm_eval[api,ruler]==0.4.13'
+	build/load-venv/bin/pip install $(TORCH) guidellm==0.8.1 'lm_eval[api,ruler]==0.4.13' \
+		$$(grep '^accelerate==' constraints.txt)
 	touch $(LOAD_READY)
 
 # Other CPU engines, for `python -m bench.cpu_peers`. vLLM needs PyTorch's CPU build; the packages for

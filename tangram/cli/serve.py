@@ -157,11 +157,12 @@ def _publish_events(address: EventAddress | None) -> Iterator[EventPublisher | N
 
 def _place_store(options: ServerOptions, processes: ApiProcesses) -> ServerOptions:
     """`options` with a file of responses that `processes` share. Raises `ConfigError`."""
+    if not options.store_responses:
+        return options
     path = options.store_path or str(processes.folder / "responses.sqlite")
     placed = options.model_copy(update={"store_path": path})
-    if options.store_responses:
-        with closing(ResponseStore.of(placed)) as store:
-            store.check()
+    with closing(ResponseStore.of(placed)) as store:
+        store.check()
     return placed
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
@@ -22,13 +23,13 @@ _ROLES = {
 }
 
 
-def as_blocks(content: Any) -> Any:
-    """A text as a block of its own. Raises `ValueError` naming a type that is not served."""
+def as_blocks(content: Any, *, kinds: Collection[str] = _ROLES) -> Any:
+    """A text as a block of its own. Raises `ValueError` naming a type that is none of `kinds`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     for block in content if isinstance(content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in _ROLES:
+        if isinstance(kind, str) and kind not in kinds:
             raise ValueError(
                 f"blocks of type {kind[:64]!r} are not supported: this model reads text, and "
                 "calls of tools that the client runs"
@@ -85,19 +86,59 @@ class ToolUseBlock(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
+class ToolReferenceBlock(Body):
+    """A tool with `defer_loading`. The model reads its definition here, where it is named first."""
+
+    type: Literal["tool_reference"]
+    tool_name: CalledName
+    cache_control: Note = None
+
+
+_TEXT, _REFERENCE = f"{ALTERNATIVE}text", f"{ALTERNATIVE}tool_reference"
+
+
+def _result_kind(block: Any) -> str:
+    given = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return _REFERENCE if given == "tool_reference" else _TEXT
+
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag(_TEXT)] | Annotated[ToolReferenceBlock, Tag(_REFERENCE)],
+    Discriminator(_result_kind),
+]
+_ResultBlocks = Annotated[
+    list[_ResultBlock],
+    Field(fail_fast=True),
+    BeforeValidator(partial(as_blocks, kinds={*_ROLES, "tool_reference"})),
+    OrText(),
+]
+
+
 class ToolResultBlock(Body):
     """The result of a call. With `is_error` the model reads `Error: ` before it."""
 
     refused = {"toolset_name": ()}  # noqa: RUF012
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: TextBlocks = []  # noqa: RUF012 (pydantic copies it)
+    content: _ResultBlocks = []  # noqa: RUF012 (pydantic copies it)
     is_error: bool = False
     cache_control: Note = None
 
-    def message(self) -> Json:
-        """The result as a chat message."""
-        content = f"{'Error: ' if self.is_error else ''}{join_texts(self.content)}"
+    @property
+    def references(self) -> list[str]:
+        """The tools that it names."""
+        return [block.tool_name for block in self.content if isinstance(block, ToolReferenceBlock)]
+
+    def message(self, unread: dict[str, str]) -> Json:
+        """The result as a chat message. It takes the definitions of tools out of those `unread`."""
+        texts = (
+            block.text
+            if isinstance(block, TextBlock)
+            else unread.pop(block.tool_name, block.tool_name)
+            for block in self.content
+        )
+        joined = "\n".join(texts)
+        content = f"{'Error: ' if self.is_error else ''}{joined}"
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
@@ -134,8 +175,19 @@ class InputTurn(Body):
         return self
 
 
-def conversation_of(turns: Iterable[InputTurn]) -> Iterator[Json]:
-    """The turns as chat messages. Turns of the same role are one; a result is a message."""
+def references_in(turns: Iterable[InputTurn]) -> set[str]:
+    """The tools that results of the turns name."""
+    blocks = (block for turn in turns for block in turn.content)
+    results = (block for block in blocks if isinstance(block, ToolResultBlock))
+    return {name for result in results for name in result.references}
+
+
+def conversation_of(turns: Iterable[InputTurn], definitions: Mapping[str, str]) -> Iterator[Json]:
+    """The turns as chat messages. Turns of the same role are one; a result is a message.
+
+    It has the one of `definitions` that it is the first to name.
+    """
+    unread = dict(definitions)
     for role, group in groupby(turns, key=lambda turn: turn.role):
         blocks = [block for turn in group for block in turn.content]
         if role == "assistant":
@@ -143,7 +195,8 @@ def conversation_of(turns: Iterable[InputTurn]) -> Iterator[Json]:
             continue
         for is_result, run in groupby(blocks, key=lambda block: block.type == "tool_result"):
             if is_result:
-                yield from (block.message() for block in run if isinstance(block, ToolResultBlock))
+                results = (block for block in run if isinstance(block, ToolResultBlock))
+                yield from (result.message(unread) for result in results)
             else:
                 texts = [block for block in run if isinstance(block, TextBlock)]
                 yield {"role": role, "content": join_texts(texts)}

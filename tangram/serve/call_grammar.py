@@ -12,6 +12,7 @@ from tangram.engine.text.formats import split_shape
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import JSON_GAP, json_rule
 from tangram.serve.literals import list_literal_rules, make_literal_rules
+from tangram.serve.schema_parts import CallRule
 from tangram.serve.structured import INPUT, Tool
 from tangram.serve.tagged import make_tagged_rules
 from tangram.types import CallStyle, ToolFormat
@@ -161,8 +162,8 @@ class CallGrammar:
             yield f"{rule}: {write(before)} %lark {{\n{tool.custom.lark}\n}} {write(after)}"
         elif form.style in _WRITERS:
             letter = self.forced or tool.function.strict
-            rules = _WRITERS[form.style]
-            yield from rules(rule, name, arguments, field, form, write, to_the_letter=letter)
+            wanted = CallRule(rule, name, arguments, field, to_the_letter=letter)
+            yield from _WRITERS[form.style](wanted, form, write)
         elif form.style is CallStyle.CHANNEL:
             channel = f"{write('<|channel|>')} {_STAGES}"
             to, message = _quote(f" to=functions.{name}"), write("<|message|>")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from starlette.routing import compile_path
 
 from tangram.metrics import FIGURES, EngineStats, Figure, GroupOverflow, Total
 from tangram.serve.record import Record
@@ -24,9 +25,19 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/responses/{id}",
+    "/v1/responses/{id}/cancel",
+    "/v1/responses/{id}/input_items",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/models",
+    "/v1/models/{model}",
+    "/v1/kv/model",
+    "/v1/kv/requests/{id}",
+    "/v1/kv/requests/{id}/kept",
+    "/v1/kv/pool",
+    "/v1/kv/history",
+    "/v1/kv/events",
     "/tokenize",
     "/detokenize",
     "/health",
@@ -35,6 +46,12 @@ ENDPOINTS = (
     "/metrics",
 )
 
+# A model's name may have slashes.
+_PATTERNS = {
+    name: compile_path(name.replace("{model}", "{model:path}"))[0]
+    for name in ENDPOINTS
+    if "{" in name
+}
 _ENTERED_EACH_S = 1.0
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -234,9 +251,8 @@ class ServerMetrics:
         """Count an answer by endpoint and status."""
         # A client may send any path. Unknown paths share a label, so the number of series is
         # bounded.
-        endpoint = record.path if record.path in ENDPOINTS else "other"
         self.http_requests.labels(
-            endpoint, "cut" if record.status is None else str(record.status)
+            name_endpoint(record.path), "cut" if record.status is None else str(record.status)
         ).inc()
 
     def collect_server(self) -> dict[str, Metric]:
@@ -246,6 +262,13 @@ class ServerMetrics:
     def render(self) -> bytes:
         """All series in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+def name_endpoint(path: str) -> str:
+    """The endpoint at `path`, with the names of its parameters; `other` if there is none."""
+    if path in ENDPOINTS:
+        return path
+    return next((name for name, form in _PATTERNS.items() if form.match(path)), "other")
 
 
 class _GatheredHistogram(Histogram):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -185,8 +184,8 @@ Item = Annotated[
 ]
 
 
-def write_item(item: Item) -> dict[str, Any]:
-    """The item as clients are shown it: with an id, and with texts as parts."""
+def write_item(item: Item, made_id: str) -> dict[str, Any]:
+    """The item as clients are shown it: with an id, perhaps `made_id`, and with texts as parts."""
     written = item.model_dump(exclude_none=True)
     prefix = _PREFIXES.get(item.type, "item")
     if isinstance(item, InputMessage):
@@ -198,7 +197,7 @@ def write_item(item: Item) -> dict[str, Any]:
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
             text = written[name]
             written[name] = [{"type": kind, "text": text}] if text else []
-    return {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "completed"} | written
+    return {"id": f"{prefix}_{made_id}", "status": "completed"} | written
 
 
 def conversation(items: Iterable[Item]) -> Iterator[dict[str, Any]]:

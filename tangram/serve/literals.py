@@ -20,6 +20,7 @@ from tangram.serve.json_text import refuse_constant
 from tangram.serve.schema_parts import (
     DEFINITIONS,
     NOTES,
+    CallRule,
     blame,
     list_values,
     split_schema,
@@ -207,27 +208,17 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def make_literal_rules(
-    rule: str,
-    name: str,
-    schema: Mapping[str, Any],
-    field: str,
-    form: ToolFormat,
-    write: Callable[[str], str],
-    *,
-    to_the_letter: bool,
+    rule: CallRule, form: ToolFormat, write: Callable[[str], str]
 ) -> Iterator[str]:
-    """The grammar rules of a call of `name`; the last, `rule`, is the whole call.
-
-    `write` makes a part of a grammar of a text that has marks. `to_the_letter` is as in
-    `make_tagged_rules`.
-    """
-    writer = _RuleWriter(schema, form, write, to_the_letter=to_the_letter)
+    """The grammar rules of a call; the last, `rule`, is the whole call. See `make_tagged_rules`."""
+    schema = rule.schema
+    writer = _RuleWriter(schema, form, write, to_the_letter=rule.to_the_letter)
     before, _, opening, _, closing = split_shape(form.call)
     equals = split_shape(form.argument)[2]
     free = "properties" not in schema and schema.get("additionalProperties") is not False
-    pairs = "any?" if free else writer.pairs(rule, schema, field, equals)
+    pairs = "any?" if free else writer.pairs(rule.name, schema, rule.field, equals)
     yield from writer.rules
-    yield f"{rule}: {write(f'{before}{name}{opening}')} {pairs} {write(closing)}"
+    yield f"{rule.name}: {write(f'{before}{rule.function}{opening}')} {pairs} {write(closing)}"
 
 
 def list_literal_rules(form: ToolFormat, write: Callable[[str], str], text: list[str]) -> list[str]:

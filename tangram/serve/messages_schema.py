@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -9,11 +10,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tangram.limits import MAX_TOOLS, Texts
 from tangram.serve.answer_body import MaxTokens, MessagesFields, ReadAsChat, texts_of
-from tangram.serve.blocks import InputTurn, TextBlocks, conversation_of, join_texts
+from tangram.serve.blocks import InputTurn, TextBlocks, conversation_of, join_texts, references_in
 from tangram.serve.body import Body, Json, Label, Note, Text
 from tangram.serve.messages import MAX_MESSAGES
 from tangram.serve.schema import ChatRequest
-from tangram.serve.structured import NAME, NamedTool
+from tangram.serve.structured import NAME, Function, NamedTool, Tool, ToolPlace
 from tangram.serve.template import FIELD, Effort
 from tangram.serve.unsupported import MESSAGES, wrong_field
 from tangram.types import SAMPLING_LIMITS
@@ -30,7 +31,6 @@ class ClientTool(Body):
 
     refused = {  # noqa: RUF012 (a ClassVar of the base)
         "allowed_callers": ([], ["direct"]),
-        "defer_loading": (False,),
         "eager_input_streaming": (False, True),
         "input_examples": ([],),
     }
@@ -39,13 +39,23 @@ class ClientTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool = False
+    defer_loading: bool = Field(
+        default=False, description="it is in no prompt before a `tool_reference` names it"
+    )
     cache_control: Note = None
 
-    def for_chat(self) -> Json:
-        """The tool as the chat endpoint takes it."""
-        described = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
-        return {"type": "function", "function": function | described}
+    def for_chat(self, found: Collection[str]) -> Tool:
+        """The tool as the chat endpoint takes it. `found` are the tools that results name."""
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
+        tool = Tool(type="function", function=function)
+        if not self.defer_loading:
+            return tool
+        return tool.move(ToolPlace.CONVERSATION if self.name in found else ToolPlace.NOWHERE)
 
 
 def _only_client_tools(tools: Any) -> Any:
@@ -149,6 +159,17 @@ class CountTokensRequest(ReadAsChat, Body):
     output_config: OutputOptions = OutputOptions()
     cache_control: Note = None
 
+    @model_validator(mode="after")
+    def _references_are_of_tools(self) -> Self:
+        if self.tools and all(tool.defer_loading for tool in self.tools):
+            message = "'tools' all have 'defer_loading': leave it out of the one that finds others"
+            raise wrong_field("tools", message)
+        unknown = references_in(self.messages) - {tool.name for tool in self.tools}
+        if unknown:
+            message = f"a 'tool_reference' names {min(unknown)!r}, which is none of the 'tools'"
+            raise wrong_field("messages", f"{message}: send its definition there")
+        return self
+
     def chat(self, variables: Collection[str]) -> ChatRequest:
         """The conversation as a chat, for a template that reads `variables`.
 
@@ -156,14 +177,21 @@ class CountTokensRequest(ReadAsChat, Body):
         """
         system = join_texts(part for part in self.system if not part.text.startswith(_BILLING))
         first = [{"role": "system", "content": system}] if system else []
-        output, turns = self.output_config.format, list(conversation_of(self.messages))
+        found, output = references_in(self.messages), self.output_config.format
+        tools = [tool.for_chat(found) for tool in self.tools]
+        definitions = {
+            tool.function.name: json.dumps(tool.for_template(), ensure_ascii=False)
+            for tool in tools
+            if tool.place is ToolPlace.CONVERSATION
+        }
+        turns = list(conversation_of(self.messages, definitions))
         last = turns[-1]
         begun = last["role"] == "assistant" and not last.get("tool_calls")
         fields = {
             "model": self.model,
             "messages": [*first, *turns],
             "continue_final_message": begun and bool((last.get("content") or "").strip()),
-            "tools": [tool.for_chat() for tool in self.tools],
+            "tools": tools,
             "tool_choice": self.tool_choice.for_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "response_format": None if output is None else output.for_chat(),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tangram.config import Option, OptionGroup
 from tangram.errors import ConfigError
@@ -109,6 +109,15 @@ class ServerOptions(BaseModel):
     kv_events_topic: str = _server(
         "", "topic of the events; llm-d reads kv@ADDRESS@MODEL", unset="empty"
     )
+
+    @model_validator(mode="after")
+    def _a_file_keeps_something(self) -> Self:
+        if self.store_path is not None and not self.store_responses:
+            raise ConfigError(
+                f"store_path is {self.store_path!r} and store_responses is 0, which stores none: "
+                "raise store_responses, or leave store_path out"
+            )
+        return self
 
     @property
     def events(self) -> EventAddress | None:

@@ -17,7 +17,7 @@ from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.offer import Offer
 from tangram.serve.preparation import Preparation
 from tangram.serve.schema import ChatRequest, CompletionRequest
-from tangram.serve.structured import INPUT, Tool
+from tangram.serve.structured import INPUT, Tool, ToolPlace
 from tangram.serve.template import FIELD, Template
 from tangram.types import Grammar
 
@@ -105,7 +105,8 @@ class Prompts:
         self, body: ChatRequest, form: AnswerForm, rename_field: Callable[[str], str]
     ) -> tuple[int, ...]:
         """The tokens of the conversation of `body`, to which an answer in `form` belongs."""
-        tools = [tool.for_template() for tool in body.tools if body.tool_choice != "none"]
+        listed = [tool for tool in body.tools if tool.place is ToolPlace.LIST]
+        tools = [tool.for_template() for tool in listed if body.tool_choice != "none"]
         if form.channels:  # the template of GPT-OSS takes no tool without one
             for tool in tools:
                 tool["function"].setdefault("description", "")

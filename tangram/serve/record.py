@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from asyncio import Task
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -110,7 +112,8 @@ class Record:
     `trace_headers` name the trace it belongs to. `generation` is None if it never reached the
     engine. `status` None is a connection that was cut before a response. Times are of the monotonic
     clock; `started_at_ns` is Unix time. It came from `address`. `key_digest` is the SHA-256 of its
-    API key, if it needed one; it is only compared.
+    API key, if it needed one; it is only compared. `background` is its work that goes on when the
+    response is sent: the request ends with that.
     """
 
     request_id: str
@@ -124,6 +127,7 @@ class Record:
     status: int | None = None
     generation: Generation | None = None
     key_digest: bytes | None = field(default=None, repr=False)
+    background: Task[Any] | None = None
 
     @property
     def client(self) -> bytes:
@@ -132,7 +136,7 @@ class Record:
 
     @property
     def duration_s(self) -> float:
-        """From the first byte to the last, or to now."""
+        """From the first byte to its end, or to now."""
         return (time.monotonic() if self.ended_s is None else self.ended_s) - self.started_s
 
     def since_start(self, moment_s: float | None) -> float | None:
@@ -153,7 +157,7 @@ def record_in(scope: Scope) -> Record:
 class RecordRequests:
     """The outermost middleware: records every request.
 
-    It gives the record to `sinks` when the response is sent.
+    It gives the record to `sinks` when the request has ended.
     """
 
     def __init__(self, app: ASGIApp, sinks: Sequence[RecordSink]) -> None:
@@ -174,10 +178,13 @@ class RecordRequests:
         try:
             await self._app(scope, receive, watching_send)
         finally:
-            record.ended_s = time.monotonic()
-            self._tell(record)
+            if record.background is None:
+                self._end(record)
+            else:
+                record.background.add_done_callback(lambda _: self._end(record))
 
-    def _tell(self, record: Record) -> None:
+    def _end(self, record: Record) -> None:
+        record.ended_s = time.monotonic()
         for sink in self._sinks:
             try:
                 sink(record)

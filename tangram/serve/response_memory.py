@@ -233,18 +233,19 @@ class ResponseMemory:
             raise ApiError(404, f"Response with id {_quote(response_id)} not found")
         return found
 
-    def run_beside(self, work: Coroutine[Any, Any, Any]) -> None:
+    def run_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` in the background. Its failure is that of its response."""
         task = asyncio.create_task(work)
         self._beside.add(task)
 
-        def end(task: asyncio.Task[Any]) -> None:
+        def end(task: asyncio.Task[T]) -> None:
             self._beside.discard(task)
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, ApiError):
                 _log.error("a response in the background has failed", exc_info=error)
 
         task.add_done_callback(end)
+        return task
 
     async def stop(self) -> None:
         """Store what runs as ended, and close the store. The engine has stopped."""

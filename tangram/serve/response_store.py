@@ -31,6 +31,9 @@ _APPLICATION, _VERSION = 0x54_47_52_53, 1
 _APPLICATION_AT = 68
 _WAIT_S = 10.0  # for other processes that write
 _DAY_S = 86_400
+# A row of more than a quarter of a page has pages of its own for the rest: messages are longer
+# than a quarter of SQLite's 4 KiB.
+_PAGE_BYTES = 16 * 2**10
 _LOG_BYTES = 16 * 2**20  # what the file of changes keeps once they are entered
 # A response that runs is seen by its process again and again. Later than this, nobody runs it.
 LOST_AFTER_S = 30.0
@@ -113,6 +116,7 @@ class ResponseStore:
         self._db.execute("PRAGMA synchronous = NORMAL")
         application, version = self._ask("PRAGMA application_id"), self._ask("PRAGMA user_version")
         if application == version == 0 and self._ask("SELECT count(*) FROM sqlite_master") == 0:
+            self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
             self._db.execute("PRAGMA journal_mode = WAL")
             with self._writing():
                 if self._ask("PRAGMA user_version") == 0:  # no other process was faster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -52,6 +53,7 @@ _OWN = ("function", "custom")
 _MOST_TYPE = 64
 _OTHER: Json = {"type": "string", "maxLength": _MOST_TYPE, "not": {"enum": list(_OWN)}}
 _MOST_NAMED = 8
+_PLACE_DIGITS = 4  # of an item in the input, in its id: there are at most 4096
 _PLACE = re.compile(r"^tools\[(\d+)\]")
 
 
@@ -252,9 +254,12 @@ class ResponsesRequest(ReadAsChat, ResponseFields):
 
     def write_items(self, named: Mapping[str, Json]) -> list[Json]:
         """The input as clients are shown it, with `named` items for their ids."""
+        shared = uuid.uuid4().hex[:-_PLACE_DIGITS]  # ids in order are near in the store's index
         return [
-            named[item.id] if isinstance(item, ItemReference) else write_item(item)
-            for item in self.input
+            named[item.id]
+            if isinstance(item, ItemReference)
+            else write_item(item, f"{shared}{at:0{_PLACE_DIGITS}x}")
+            for at, item in enumerate(self.input)
         ]
 
     def chat(self, earlier: Iterable[Json], named: Mapping[str, Json]) -> ChatRequest:

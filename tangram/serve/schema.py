@@ -16,7 +16,7 @@ from tangram.serve.call_grammar import CallGrammar, answer_grammar
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import SchemaBounds
 from tangram.serve.messages import Messages, PromptEnd
-from tangram.serve.structured import ChatTool, ResponseFormat, Tool, ToolChoice
+from tangram.serve.structured import ChatTool, ResponseFormat, Tool, ToolChoice, ToolPlace
 from tangram.serve.template import Effort, TemplateOptions, Verbosity
 from tangram.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, wrong_field
 
@@ -139,9 +139,12 @@ class ChatRequest(PromptEnd, _GeneratingFields):
     @property
     def offered(self) -> Sequence[Tool]:
         """The tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        known = [tool for tool in self.tools if tool.place is not ToolPlace.NOWHERE]
         if isinstance(self.tool_choice, str):
-            return [] if self.tool_choice == "none" else self.tools
-        return [tool for tool in self.tools if tool.function.name == self.tool_choice.name]
+            return known
+        return [tool for tool in known if tool.function.name == self.tool_choice.name]
 
     @property
     def shaped(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tangram.errors import RequestError
@@ -15,6 +16,21 @@ KINDS |= {float: "number", list: "array", dict: "object"}
 DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _MOST_REFERENCES = 8
+
+
+@dataclass(frozen=True)
+class CallRule:
+    """The rule `name` of calls of `function`, whose arguments follow the `schema` at `field`.
+
+    With `to_the_letter` their texts must follow it: a form that cannot bound a text so refuses the
+    schema. Otherwise such texts are free.
+    """
+
+    name: str
+    function: str
+    schema: Mapping[str, Any]
+    field: str
+    to_the_letter: bool
 
 
 def types_of(schema: Any) -> set[str]:

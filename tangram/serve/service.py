@@ -111,7 +111,7 @@ class Service:
                 whole = await unless_disconnected(request, writing)
             else:
                 ending.pop_all()
-                self.memory.run_beside(writing)
+                record.background = self.memory.run_beside(writing)
             return await asyncio.to_thread(JSONResponse, whole)
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> int:

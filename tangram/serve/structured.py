@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -136,6 +137,14 @@ class CustomTool(Body):
     cache_control: Note = None
 
 
+class ToolPlace(Enum):
+    """Where the model reads the definition of a tool: it may call what it has read."""
+
+    LIST = "in the list that the chat template has"
+    CONVERSATION = "in a message"
+    NOWHERE = "nowhere yet"
+
+
 class Tool(Body):
     """A function, or what is one to the model."""
 
@@ -143,6 +152,7 @@ class Tool(Body):
     function: Function
     cache_control: Note = None
     _custom: Custom | None = None
+    _place: ToolPlace = ToolPlace.LIST
 
     @classmethod
     def of(cls, tool: Tool | CustomTool) -> Tool:
@@ -157,6 +167,17 @@ class Tool(Body):
     def custom(self) -> Custom | None:
         """What it is to the client, if that is no function."""
         return self._custom
+
+    @property
+    def place(self) -> ToolPlace:
+        """Where its definition stands in the prompt."""
+        return self._place
+
+    def move(self, place: ToolPlace) -> Tool:
+        """The tool with its definition there."""
+        moved = self.model_copy()
+        moved._place = place
+        return moved
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates read it."""

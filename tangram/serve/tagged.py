@@ -27,6 +27,7 @@ from tangram.serve.schema_parts import (
     DEFINITIONS,
     KINDS,
     NOTES,
+    CallRule,
     blame,
     follow_reference,
     list_values,
@@ -194,37 +195,32 @@ def _read(text: str) -> Any:
 
 
 def make_tagged_rules(
-    rule: str,
-    name: str,
-    schema: Mapping[str, Any],
-    field: str,
-    form: ToolFormat,
-    write: Callable[[str], str],
-    *,
-    to_the_letter: bool,
+    rule: CallRule, form: ToolFormat, write: Callable[[str], str]
 ) -> Iterator[str]:
-    """The grammar rules of a call of `name`; the last, `rule`, is the whole call.
+    """The grammar rules of a call; the last, `rule`, is the whole call.
 
-    `write` makes a part of a grammar of a text that has marks. With `to_the_letter` texts must
-    follow the schema: raises `RequestError` (a field inside `field`) if the form cannot do that.
-    Otherwise such texts are free.
+    `write` makes a part of a grammar of a text that has marks. Raises `RequestError` (a field
+    inside that of the rule) for a schema that `form` cannot express.
     """
+    schema = rule.schema
     before, _, after, _, closing = split_shape(form.call)
     opening, _, middle, _, end = split_shape(form.argument)
     parts = []
     required = schema.get("required", ())
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
-        place = f"{field}.properties.{key}"
+        place = f"{rule.field}.properties.{key}"
         if not _NAMES.fullmatch(key):
             message = "this model writes no parameter with '<', '>' or a line break in its name"
             raise blame(f"{message}: rename it", place)
-        inside = f"{rule}_{number}"
-        choices = _choices(value, schema, place, write(end), write, to_the_letter=to_the_letter)
+        inside = f"{rule.name}_{number}"
+        letter = rule.to_the_letter
+        choices = _choices(value, schema, place, write(end), write, to_the_letter=letter)
         yield f"{inside}: {write(f'{opening}{key}{middle}')} ({choices})"
         parts.append(inside if key in required else f"{inside}?")
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         parts.append("any*")
-    yield f"{rule}: {write(f'{before}{name}{after}')} {' '.join(parts)} {write(closing)}"
+    begin = write(f"{before}{rule.function}{after}")
+    yield f"{rule.name}: {begin} {' '.join(parts)} {write(closing)}"
 
 
 def _choices(

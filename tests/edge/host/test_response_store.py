@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from tangram.errors import ConfigError
 from tangram.serve.response_store import ContextBound, ResponseStore, StoreFull, TooLong
+from tangram.serve.responses_schema import ResponsesRequest
 
 OWNER, OTHER = b"owner", b"other"
 ALL = ContextBound(10_000, 10**9)
@@ -66,6 +68,20 @@ def test_a_chain_of_thousands_of_links_is_read_and_removed_soon(tmp_path: Path) 
     with closing(sqlite3.connect(tmp_path / "store")) as file:
         left = [file.execute(f"SELECT count(*) FROM {name}") for name in ("responses", "items")]
         assert [rows.fetchone() for rows in left] == [(0,), (0,)]
+
+
+def test_long_conversations_cost_little_more_than_their_bytes(tmp_path: Path) -> None:
+    """In the file, and in the index of ids, where those of one conversation are near each other."""
+    said = [{"role": "user", "content": "x" * 2100}] * 100
+    body = ResponsesRequest.model_validate({"model": "m", "input": said})
+    with open_store(tmp_path / "store") as store:
+        for number in range(20):
+            items = body.write_items({})
+            ids = [each["id"] for each in items]
+            assert ids == sorted(set(ids))
+            assert store.begin(OWNER, None, {"id": str(number), "status": "in_progress"}, items)
+    bytes_stored = 20 * len(json.dumps(items))
+    assert (tmp_path / "store").stat().st_size < 1.3 * bytes_stored
 
 
 def test_a_circle_that_somebody_has_written_into_the_file_is_read_once(tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ def test_autoscaling_that_is_no_object_is_refused_by_name(text: str) -> None:
         FleetOptions(autoscaling=text)  # type: ignore[arg-type]
 
 
+def test_a_file_of_responses_without_responses_is_refused_by_both_names() -> None:
+    with pytest.raises(ConfigError, match=r"store_path is 'a' .*store_responses"):
+        FleetOptions(store_path="a", store_responses=0)
+    assert FleetOptions(store_responses=0).store_path is None
+
+
 def test_every_number_of_a_server_has_bounds() -> None:
     for name, field in FleetOptions.model_fields.items():
         extra: Any = field.json_schema_extra

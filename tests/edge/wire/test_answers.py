@@ -195,11 +195,14 @@ def test_metrics(fake_server: EngineServer) -> None:
         client.post(CHAT, json=chat_body(n=2, max_tokens=4))
         client.post(CHAT, json=chat_body(oops=1))
         client.get("/nowhere")
+        for number in range(2):
+            client.get(f"/v1/responses/{number}")
         values = scrape(client)
     expected = {
         ("tangram_http_requests_total", f"{CHAT},200"): 1,
         ("tangram_http_requests_total", f"{CHAT},400"): 1,
         ("tangram_http_requests_total", "other,404"): 1,
+        ("tangram_http_requests_total", "/v1/responses/{id},404"): 2,
         ("tangram_completions_total", "length"): 2,
         ("tangram_time_to_first_token_seconds_count", ""): 2,
         ("tangram_inter_token_latency_seconds_count", ""): 6,

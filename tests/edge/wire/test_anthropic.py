@@ -406,6 +406,91 @@ def test_no_tool_is_called_where_none_may_be(thinker: EngineServer) -> None:
     assert [block.type for block in answer.content] == ["text"]
 
 
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "description": f"does {name}",
+        "input_schema": {"type": "object"},
+        **fields,
+    }
+
+
+def searching(*names: str, said: str = "") -> list[dict[str, Any]]:
+    """A conversation in which the tool `search` has found tools, and `said` is the answer."""
+    use = {"type": "tool_use", "id": "a", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": name, **NOTE} for name in names]
+    text = {"type": "text", "text": f"<assistant>{said[::-1]}"}
+    return [
+        USER,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [RESULT | {"content": found}, text]},
+    ]
+
+
+def test_a_deferred_tool_is_read_and_called_where_a_result_has_named_it(
+    thinker: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deferred = [tool(name, defer_loading=True) for name in ("far", "farther")]
+    tools, codec = [tool("search"), *deferred], thinker.engine.codec
+    call = '<c>{"name":"far","arguments":{}}</c>'
+
+    def ask(names: list[str], **fields: Any) -> tuple[str, int, list[str]]:
+        asked = {"tools": tools, "messages": searching(*names, said=call), **fields}
+        answer = create(thinker, max_tokens=200, **asked)
+        with sdk(thinker) as client:
+            counted = client.messages.count_tokens(model=MODEL, **asked).input_tokens
+        called = [block.name for block in answer.content if block.type == "tool_use"]
+        return prompt_of(thinker), counted, called
+
+    listed: list[list[str]] = []
+    render = codec.render_chat
+
+    def note(messages: Any, tools: Any, options: Any) -> Any:
+        listed.append([each["function"]["name"] for each in tools])
+        return render(messages, tools, options)
+
+    monkeypatch.setattr(codec, "render_chat", note)
+    plain, plain_tokens, called = ask([], tools=tools[:1])
+    unread, unread_tokens, none = ask([])
+    assert (unread, unread_tokens, none) == (plain, plain_tokens, called) and called == []
+    read, read_tokens, far = ask(["far"])
+    definition = {
+        "type": "function",
+        "function": {"name": "far", "description": "does far", "parameters": {"type": "object"}},
+    }
+    assert json.dumps(definition) in read and "does farther" not in read
+    assert read_tokens == len(read) > unread_tokens and far == ["far"]
+    twice, _, _ = ask(["far", "search", "far"])
+    assert twice.count("does far") == 1 and "\nsearch\nfar" in twice
+    assert ask(["farther"])[2] == [], "another one"
+    assert listed and all(names == ["search"] for names in listed), "the prefix stays"
+
+
+@pytest.mark.parametrize(
+    ("fields", "facts"),
+    [
+        ({"tools": [tool("far", defer_loading=True)]}, "tools defer_loading"),
+        ({"tools": [tool("near")], "messages": searching("far")}, "messages tool_reference far"),
+        (
+            {
+                "tools": [tool("near"), tool("far", defer_loading=True)],
+                "tool_choice": {"type": "tool", "name": "far"},
+            },
+            "tool_choice far near",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_reference"}]}]},
+            "messages[0].content tool_reference",
+        ),
+    ],
+)
+def test_a_tool_that_nobody_can_find_is_refused(
+    thinker: EngineServer, fields: dict[str, Any], facts: str
+) -> None:
+    response = post(thinker, max_tokens=5, **{"messages": [USER], **fields})
+    check_refusal(response, 400, "invalid_request_error", facts)
+
+
 @pytest.mark.parametrize(
     ("variables", "fields", "told"),
     [

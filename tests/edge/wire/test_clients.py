@@ -17,7 +17,7 @@ import pytest
 
 from tangram.model.load import resolve_source
 
-from .conftest import CHAT, COMPLETIONS
+from .conftest import CHAT, COMPLETIONS, run_real_server
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS, ENVIRONMENT, NODE = (
@@ -33,6 +33,10 @@ with_node = pytest.mark.skipif(
 )
 with_clients = pytest.mark.skipif(
     not (ENVIRONMENT / ".ready").exists(), reason="make clients brings LiteLLM and llm"
+)
+
+with_lm_eval = pytest.mark.skipif(
+    not LM_EVAL.exists(), reason="make load brings lm-evaluation-harness"
 )
 
 
@@ -157,7 +161,7 @@ def test_llm_answers_goes_on_and_follows_a_schema(llm: Callable[..., str]) -> No
     assert 0 <= json.loads(llm("A dog", "--schema", json.dumps(schema)))["age"] <= 99
 
 
-@pytest.mark.skipif(not LM_EVAL.exists(), reason="make load brings lm-evaluation-harness")
+@with_lm_eval
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
@@ -190,6 +194,40 @@ def test_lm_evaluation_harness_scores_a_task_of_its_own(
         body = {"model": "smollm2", "temperature": 0, "max_tokens": 128, **prompt}
         (alone,) = httpx.post(url, json=body, timeout=120).json()["choices"]
         assert sample["resps"] == [[alone["message"]["content"] if chats else alone["text"]]]
+
+
+@with_lm_eval
+@pytest.mark.nightly
+def test_lm_evaluation_harness_scores_choices_as_it_does_with_transformers(
+    python: list[str], tmp_path: Path
+) -> None:
+    """The log-likelihood of each choice, whether it is what the model would say, and the scores."""
+    source = resolve_source("smollm2")
+
+    def score(kind: str, *given: str) -> tuple[dict[str, float], list[tuple[float, bool]]]:
+        out = tmp_path / kind
+        command = [LM_EVAL, "run", "--model", kind, "--model_args", ",".join(given)]
+        command += ["--tasks", "capitals", "--include_path", SCRIPTS / "evaluation"]
+        command += ["--batch_size", "4", "--log_samples", "--output_path", out]
+        run(*command, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
+        (results,), (samples,) = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
+        scores = json.loads(results.read_text())["results"]["capitals"]
+        lines = sorted(
+            map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"]
+        )
+        choices = [choice for line in lines for choice in line["filtered_resps"]]
+        named = {name: scores[f"{name},none"] for name in ("acc", "acc_norm")}
+        return named, [(float(sum_of), str(greedy) == "True") for sum_of, greedy in choices]
+
+    with run_real_server("--dtype", "float32", python=python) as url:
+        asked = f"base_url={url}{COMPLETIONS}", "model=smollm2", f"tokenizer={source}"
+        served = score("local-completions", *asked)
+    expected = score("hf", f"pretrained={source}", "dtype=float32")
+    assert served[0] == expected[0] and 0 < served[0]["acc"] < 1
+    assert [greedy for _, greedy in served[1]] == [greedy for _, greedy in expected[1]]
+    assert {greedy for _, greedy in served[1]} == {True, False}
+    for (found, _), (right, _) in zip(served[1], expected[1], strict=True):
+        assert found == pytest.approx(right, abs=5e-3)
 
 
 # Open WebUI asks as in open-webui/open-webui, backend/open_webui/routers/openai.py

@@ -14,11 +14,19 @@ from pydantic import ValidationError
 from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
 from bench.stress.request_hooks import MOST_TOKENS, fitting, small
 from bench.stress.server import start_server
-from tangram.serve.exposition import ENDPOINTS
+from tangram.serve.exposition import ENDPOINTS, name_endpoint
 from tangram.serve.guard import OPEN_PATHS
 from tangram.serve.schema import ChatRequest
 
-from .conftest import CHAT, COMPLETIONS, EngineServer, chat_body, scrape, wait_until
+from .conftest import (
+    CHAT,
+    COMPLETIONS,
+    EngineServer,
+    chat_body,
+    run_page_server,
+    scrape,
+    wait_until,
+)
 
 OPEN_S, LOCKED_S = 6, 6
 LABELS: tuple[dict[str, Any], ...] = (
@@ -76,13 +84,25 @@ def test_no_request_breaks_a_server_with_a_key() -> None:
 
 @pytest.fixture
 def document(locked_server: EngineServer) -> Any:
-    with locked_server.http() as client:
+    return ask_document(locked_server)
+
+
+def ask_document(server: EngineServer) -> Any:
+    with server.http() as client:
         return client.get("/openapi.json", headers={"Authorization": "Bearer sesame"}).json()
 
 
-def test_the_document_names_every_endpoint_and_what_it_answers(document: Any) -> None:
-    named = {path for path in document["paths"] if "{" not in path}
-    assert set(ENDPOINTS) == named and "/v1/models/{model}" in document["paths"]
+def test_every_endpoint_has_a_label_of_its_own() -> None:
+    with run_page_server("sesame") as server:
+        paths = ask_document(server)["paths"].keys()
+    assert set(ENDPOINTS) == paths
+    made = [path.replace("{id}", "a").replace("{model}", "org/model") for path in paths]
+    assert [name_endpoint(path) for path in made] == list(paths)
+    nowhere = ("/", "/v1/responses/", "/v1/responses/a/b", "/v1/kv/requests/a/b")
+    assert {name_endpoint(path) for path in nowhere} == {"other"}
+
+
+def test_the_document_says_what_every_endpoint_answers(document: Any) -> None:
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert "422" not in operation["responses"], "validation is answered with 400"

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.mentions import mentions
 from .conftest import (
     CHAT,
     MODEL,
+    REAL_START_S,
     EngineServer,
     chat_body,
     free_port,
@@ -111,6 +113,24 @@ def test_a_line_a_request_says_what_the_answer_was(fake_server: EngineServer, li
     }
     assert {name: line.get(name) for name in expected} == expected
     assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 10
+
+
+def test_a_response_in_the_background_has_its_line_once_it_has_ended(
+    fake_server: EngineServer, lines: Lines
+) -> None:
+    body = {"model": MODEL, "background": True, "input": "abc"}
+    with fake_server.http() as client:
+        ids = [client.post("/v1/responses", json=body).json()["id"]]
+        ids += [client.post("/v1/responses", json=body | {"input": "endless"}).json()["id"]]
+        wait_until(lambda: bool(lines.requests), "there is no line")
+        client.post(f"/v1/responses/{ids[1]}/cancel")
+        wait_until(lambda: len(lines.requests) == 3, "there are not three lines")
+    ended, cancelled = (line for line in lines.requests if "response_id" in line)
+    assert [ended["response_id"], cancelled["response_id"]] == ids
+    assert (ended["prompt_tokens"], ended["completion_tokens"]) == (9, 9)
+    assert ended["finish_reasons"] == ["stop"] and ended["failure"] is None
+    assert 0 <= ended["queue_s"] <= ended["first_token_s"] <= ended["duration_s"] < 10
+    assert cancelled["completion_tokens"] > 0 and cancelled["failure"] == 409
 
 
 def test_a_large_loss_has_a_line_without_texts_and_not_one_a_request(lines: Lines) -> None:
@@ -220,18 +240,26 @@ def test_an_exception_stays_one_line(lines: Lines) -> None:
     )
 
 
-def start(python: list[str], folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
+@contextmanager
+def start(
+    python: list[str], folder: Path, port: int, *more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A server, which is ended also where a test fails."""
     command = [
         text.replace("PORT", str(port)) for text in options(folder, "--log-format", "json", *more)
     ]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*python, "-m", "tangram", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_servers_whole_life_is_lines_of_json(python: list[str], tmp_path: Path) -> None:
@@ -240,7 +268,9 @@ def test_a_servers_whole_life_is_lines_of_json(python: list[str], tmp_path: Path
     more = ("--kv-retention", "1.0", "--api-key", KEY)
     with start(python, tiny_folder(tmp_path), port, *more) as server:
         wait_until(
-            lambda: server.poll() is not None or healthy(url), "the server is not healthy", 60
+            lambda: server.poll() is not None or healthy(url),
+            "the server is not healthy",
+            REAL_START_S,
         )
         head = {"Authorization": f"Bearer {KEY}"}
         answer = httpx.post(

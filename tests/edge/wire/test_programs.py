@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ HEAVY_ONES = {
         PROGRAMS,
         'claude -p "$TASK" --allowedTools Read,Edit,Bash',
         mend_as_claude_code,
-        refused=frozenset({("POST", MESSAGES, 400), ("HEAD", "/api/hello", 404)}),
+        refused=frozenset({("HEAD", "/api/hello", 404)}),
     ),
     "codex": Program(
         "Codex",
@@ -259,6 +259,21 @@ def test_a_program_completes_its_task(
         json.loads(each.body) for each in record if each.status == 200 and each.method == "POST"
     ]
     assert all(body["stream"] for body in asked if "tools" in body), told
+
+
+@pytest.mark.nightly
+def test_claude_code_loads_a_tool_that_it_has_deferred(server: AgentServer, tmp_path: Path) -> None:
+    find = ("ToolSearch", {"query": "select:WebFetch"})
+    turns = [ScriptedTurn("I look for it.", [find]), ScriptedTurn(DONE)]
+    program = replace(HEAVY_ONES["claude code"], turns=lambda _: turns)
+    with run_program(program, TASK, server, tmp_path / "work") as process:
+        printed, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0 and DONE in printed, printed
+    first, second = server.agent.served[-2:]
+    definition = '"function": {"name": "WebFetch", "description"'
+    assert definition not in server.agent.prompt(first)
+    assert server.agent.prompt(second).count(definition) == 1
+    assert second.usage.cached_tokens > 0.95 * first.usage.prompt_tokens
 
 
 @programs(openai=LIGHT_ONES["openai"], anthropic_node=LIGHT_ONES["anthropic node"])
