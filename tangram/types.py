@@ -370,14 +370,15 @@ class ToolFormat:
 
     `call` is one call. In it `$name` stands for the function, `$index` for the call's number,
     `$callid` for a mark and an id that may be there, and `$arguments` for what `style` says, where
-    each argument is `argument` (of `$key` and `$value`) and texts are between `quote`. With
-    `brackets` calls stand between these and share their marks; otherwise each has its own. If
-    `begin` is empty the answer is calls only. Otherwise text may come before it, and more calls
-    after it. If `end` is empty a call ends where the next begins, or the answer ends.
+    each argument is `argument` (of `$key`, `$value` and `$string`, `true` for a text, else `false`)
+    and texts are between `quote`. With `brackets` calls stand between these and share their marks;
+    otherwise each has its own. If `begin` is empty the answer is calls only. Otherwise text may
+    come before it, and more calls after it. If `end` is empty a call ends where the next begins, or
+    the answer ends.
 
     `ids` are the ids that the template takes: `$short` is nine letters and digits, empty is any.
     `told` is what a prompt with tools says of this format. With `text_arguments` the template takes
-    past arguments as text.
+    past arguments as text, with `described` no tool without a description.
     """
 
     begin: str
@@ -391,6 +392,7 @@ class ToolFormat:
     ids: str = ""
     told: str = ""
     text_arguments: bool = False
+    described: bool = False
 
     def list_marks(self) -> tuple[str, ...]:
         """The texts that hold the marks of calls."""
@@ -405,12 +407,14 @@ class ThinkingFormat:
 
     With `channels` (Harmony) an answer is a list of messages, and those between these marks are
     thoughts. With `blocks` the template takes a past thought as a block of the message's content.
+    `answer` are marks around the text of the answer; where the first is empty only the last comes.
     """
 
     begin: str
     end: str
     channels: bool = False
     blocks: bool = False
+    answer: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The chat templates of real models, as their makers ship them.
 
 TRL keeps them, letter for letter, to tell models apart (`trl/chat_templates/README.md` names the
-source of each). Nothing of it is imported: only the files are read.
+source of each). Nothing of it is imported: only the files are read. Those that it does not have are
+in `fixtures/templates`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+_KEPT = Path(__file__).parent / "fixtures" / "templates"
+
 
 def real_template(name: str) -> str:
-    """The template `name` of TRL's folder, `qwen3` say."""
+    """The template `name` of our folder or TRL's, `qwen3` say."""
+    if (kept := _KEPT / f"{name}.jinja").exists():
+        return kept.read_text(encoding="utf-8")
     package = find_spec("trl")
     assert package is not None and package.submodule_search_locations, (
         "the templates of real models are missing: pip install --no-deps trl (see CONTRIBUTING.md)"
@@ -20,11 +25,29 @@ def real_template(name: str) -> str:
     return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-_MISTRAL = Path(__file__).parent / "fixtures" / "templates"  # TRL has none of Mistral's
 MISTRAL_LISTS = {
-    name: (_MISTRAL / f"{name}.jinja").read_text(encoding="utf-8")
-    for name in ("mistral-7b-instruct-v0.3", "mistral-nemo-instruct-2407")
+    name: real_template(name) for name in ("mistral-7b-instruct-v0.3", "mistral-nemo-instruct-2407")
 }
+# Of ERNIE 4.5 Thinking, after what those who serve and train it write: no package has it.
+ERNIE = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if loop.first and tools %}<tool_list>{{ tools | tojson }}</tool_list>
+{% endif %}{% if m.role != 'assistant' %}{{ m.content }}{% else %}
+{%- if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{% if m.content %}<response>
+{{ m.content }}
+</response>
+{% endif %}{% for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>
+{% endfor %}{% endif %}<|im_end|>
+
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
 # Of Llama 2 chat, without its system prompt: TRL has none.
 LLAMA2 = """{%- for m in messages %}
 {%- if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}

@@ -70,8 +70,8 @@ class Recorded:
 
 def _write_tagged(begin: str, end: str, call: str, argument: str, *, shared: bool = False) -> str:
     given = "".join(
-        argument.replace("KEY", key).replace("VALUE", value)
-        for key, value in (("city", CITY), ("deep", _DEEP))
+        argument.replace("KEY", key).replace("VALUE", value).replace("STRING", is_text)
+        for key, value, is_text in (("city", CITY, "true"), ("deep", _DEEP, "false"))
     )
     both = [call.replace("NAME", "look").replace("GIVEN", given)]
     both.append(call.replace("NAME", "stop").replace("GIVEN", ""))
@@ -82,6 +82,15 @@ _HERMES = (
     f'<tool_call>\n{{"name": "look", "arguments": {_BOTH}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 )
+_DSML = {
+    name: (
+        f"<｜DSML｜{block}>\n",
+        f"</｜DSML｜{block}>",
+        '<｜DSML｜invoke name="NAME">\nGIVEN</｜DSML｜invoke>\n',
+        '<｜DSML｜parameter name="KEY" string="STRING">VALUE</｜DSML｜parameter>\n',
+    )
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+}
 _LISTED = f'[{{"name": "look", "arguments": {_BOTH}}}, {{"name": "stop", "arguments": {{}}}}]'
 RECORDED = {
     "hermes": Recorded(TEMPLATE, _HERMES),  # Granite 4: checked by hand; ERNIE 4.5: unproven
@@ -132,6 +141,8 @@ RECORDED = {
             shared=True,
         ),
     ),
+    "deepseek_v32": Recorded(TEMPLATE, _write_tagged(*_DSML["deepseek_v32"], shared=True)),
+    "deepseek_v4": Recorded(CHECKED, _write_tagged(*_DSML["deepseek_v4"], shared=True)),
     "mistral": Recorded(TEMPLATE, f"[TOOL_CALLS]{_LISTED}"),
     "mistral_named": Recorded(CHECKED, f"[TOOL_CALLS]look[ARGS]{_BOTH}[TOOL_CALLS]stop[ARGS]{{}}"),
     "deepseek_v3": Recorded(
@@ -156,6 +167,22 @@ RECORDED = {
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": '
         f'{_BOTH}}},\n    {{"tool_call_id": "1", "tool_name": "stop", "parameters": {{}}}}\n]'
         "<|END_ACTION|>",
+    ),
+    "apertus": Recorded(
+        TEMPLATE, f'<|tools_prefix|>[{{"look": {_BOTH}}}, {{"stop": {{}}}}]<|tools_suffix|>'
+    ),
+    "nemotron_v2": Recorded(CHECKED, f"<TOOLCALL>{_LISTED}</TOOLCALL>"),
+    "apriel": Recorded(TEMPLATE, f"<tool_calls>{_LISTED}</tool_calls>"),
+    # Their templates write one call a message.
+    "gigachat3": Recorded(
+        TEMPLATE,
+        f'function call<|role_sep|>\n{{"name": "look", "arguments": {_BOTH}}}'
+        'function call<|role_sep|>\n{"name": "stop", "arguments": {}}',
+    ),
+    "gigachat31": Recorded(
+        CHECKED,
+        f'<|function_call|>{{"name": "look", "arguments": {_BOTH}}}'
+        '<|function_call|>{"name": "stop", "arguments": {}}',
     ),
     # llama.cpp's template asks for single calls between these marks, which is read too.
     "phi4_mini": Recorded(UNPROVEN, f"<|tool_call|>{_LISTED}<|/tool_call|>"),
@@ -185,6 +212,7 @@ RECORDED = {
 }
 
 
+_CALL = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
 _WRITTEN = {
     "glm47": "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}"
     "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>",
@@ -193,6 +221,10 @@ _WRITTEN = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
     '{% for k, v in f.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n'
     "{% endfor %}</invoke>\n</minimax:tool_call>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
+    "{% for k, v in f.arguments.items() %}"
+    '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">{{ v }}'
+    "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"
     "{{ '' + f.arguments }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}"
@@ -206,6 +238,8 @@ _WRITTEN = {
     "functools": 'functools[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
     "olmo3": "<function_calls>\n{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
     "{{ v | tojson }}{% endfor %})\n</function_calls>",
+    "nemotron_v2": f"<TOOLCALL>[{_CALL}]</TOOLCALL>",
+    "gigachat31": f"<|function_call|>{_CALL}<|message_sep|>",
     "functiongemma": "<start_function_call>call:{{ f.name + '{' }}"
     "{% for k, v in f.arguments.items() %}{{ k }}:{{ v }}{% endfor %}}<end_function_call>",
     "pythonic": "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.engine.text.formats import split_shape
+from tangram.engine.text.formats import split_argument, split_shape
 from tangram.serve.forms import AnswerForm
 from tangram.serve.json_schema import JSON_GAP, json_rule
 from tangram.serve.literals import list_literal_rules, make_literal_rules
@@ -37,13 +37,8 @@ def answer_grammar(schema: dict[str, Any], form: AnswerForm = _NO_FORM) -> str:
         return _source(_channels(form, f"answer: {json_rule(schema)}", "", forced=False))
     before, rules = form.describe_thought()
     head = ["%llguidance {}"] if rules else []
-    return _source(
-        [
-            *head,
-            f"start: {before} {json_rule(schema)}" if before else f"start: {json_rule(schema)}",
-            *rules,
-        ]
-    )
+    start = f"start: {before} {form.describe_answer('answer')}"
+    return _source([*head, start, f"answer: {json_rule(schema)}", *rules])
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,8 @@ class CallGrammar:
             return [f"start: {before} calls", *calls, *thought]
         if self.schema is not None:
             answer = f"answer: {json_rule(self.schema)}"
-            return [f"start: {before} (calls | answer)", *calls, answer, *thought]
+            either = f"(calls | {self.answer.describe_answer('answer')})"
+            return [f"start: {before} {either}", *calls, answer, *thought]
         if not self.form.begin:
             free, resumed = self._list_unmarked(), "GAP free"
         else:
@@ -105,7 +101,9 @@ class CallGrammar:
             gap = '" "?' if opening and begin else ""  # Mistral's tokenizers may begin with one
             more = f"({write(form.between)} body)*" if self.parallel else ""
             return [f"calls: {begin} rest", f"rest: {gap} {opening} body {more} {last}"]
-        more = f"({write(form.between)} call)*" if self.parallel and begin else ""
+        gap, more = write(form.between), ""
+        if self.parallel and begin:  # what is between calls may end the last of them, too
+            more = f"({gap} call)* {gap}{'?' if gap else ''}"
         return [f"calls: call {more}", f"call: {begin} rest", f"rest: body {end}"]
 
     def _prose(self) -> list[str]:
@@ -132,10 +130,10 @@ class CallGrammar:
         return [f"free: {f'{note}*' if note else ''} (calls | TEXT)", text, *rules]
 
     def _notes(self, mark: str) -> tuple[str, list[str]]:
-        """The rule of text up to a control token other than `mark`; empty where there is none."""
+        """The rule of text up to a control token that is not of `mark`; empty for none."""
         names = self.answer.marks.names
         controls = self.answer.control_token_ids
-        ids = [str(number) for number in controls if names.get(number) != mark]
+        ids = [str(one) for one in controls if one not in names or names[one] not in mark]
         return ("note", [f"note: TEXT <[{','.join(ids)}]>"]) if ids else ("", [])
 
     def _bodies(self) -> Iterator[str]:
@@ -143,10 +141,12 @@ class CallGrammar:
         for at, tool in enumerate(self.tools):
             yield from self._body(f"body_{at}", tool, f"tools[{at}].function.parameters")
         if self.form.style is CallStyle.TAGGED:
-            opening, _, middle, _, end = split_shape(self.form.argument)
-            write = self.answer.write_literal
+            opening, middle, end = split_argument(self.form, is_text=True)
+            other, write = split_argument(self.form, is_text=False)[1], self.answer.write_literal
             yield from ["BARE: /(.|\\n)*/", *self.answer.list_rules_up_to(end, "bare", "BARE")]
-            yield f'any: {write(opening)} /[^<>"\\n]+/ {write(middle)} bare'
+            values = [f"{write(middle)} bare"]
+            values += [f"{write(other)} {json_rule({})} {write(end)}"] if other != middle else []
+            yield f'any: {write(opening)} /[^<>"\\n]+/ ({" | ".join(values)})'
         elif self.form.style in _WRITERS:
             text = self.answer.list_rules_up_to(self.form.quote, "literal_text", "LITERAL")
             yield from list_literal_rules(self.form, self.answer.write_literal, text)
@@ -156,7 +156,8 @@ class CallGrammar:
         form, write = self.form, self.answer.write_literal
         if tool.custom is not None and tool.custom.lark and form.style in UNESCAPED:
             quoted = f"{form.quote}${INPUT}{form.quote}"
-            given = form.argument.replace("$key", INPUT).replace("$value", quoted)
+            opening, middle, end = split_argument(form, is_text=True)
+            given = f"{opening}{INPUT}{middle}{quoted}{end}"
             call = form.call.replace("$name", name).replace("$arguments", given)
             before, after = call.split(f"${INPUT}")
             yield f"{rule}: {write(before)} %lark {{\n{tool.custom.lark}\n}} {write(after)}"

@@ -16,12 +16,13 @@ from tangram.serve.calls import CallReader
 from tangram.serve.custom_calls import CustomReader
 from tangram.serve.structured import Tool
 from tangram.serve.thoughts import ChannelReader, Reader, TextReader, ThoughtReader
+from tangram.serve.wrapped import WrappedReader
 from tangram.types import Marks, ThinkingFormat, ToolFormat
 
 # More tokens than the mark that opens a thought, and the line break after it.
 _TAIL_TOKENS = 24
 # What may stand between a thought and the answer.
-_GAP = r"/\n{0,2}/"
+_GAP = r"/\n{0,3}/"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class AnswerForm:
         schemas = {tool.function.name: tool.arguments() for tool in tools}
         if self.thinking is not None and self.thinking.channels:
             return partial(ChannelReader, frozenset(schemas))
-        calls: Callable[[], CallReader] | None = None
+        calls: Callable[[], Reader] | None = None
         if self.tools is not None and schemas:
             calls = partial(CallReader, self.tools, frozenset(schemas), schemas)
         if self.thinking is None:
             return calls or TextReader
+        if self.thinking.answer is not None:
+            calls = partial(WrappedReader, self.thinking.answer, calls or TextReader)
         return partial(ThoughtReader, self.thinking, opened=self.opened, rest=calls)
 
     def adapt_message(self, message: dict[str, Any], field: str) -> dict[str, Any]:
@@ -121,10 +124,16 @@ class AnswerForm:
         `mark` ends the text at once, whatever else `text` would allow.
         """
         spelled = f"[lazy]: {text} {json.dumps(mark)}"
-        if not any(name in mark for name in self.marks.names.values()):
+        places = [mark.index(name) for name in self.marks.names.values() if name in mark]
+        if not places:
             return [f"{rule}{spelled}"]
-        token = f"{text} {self.write_literal(mark)}"
-        return [f"{rule}: {token} | {rule}_spelled", f"{rule}_spelled{spelled}"]
+        head, token = mark[: min(places)], self.write_literal(mark[min(places) :])
+        rules = [f"{rule}: {text} {token} | {rule}_spelled", f"{rule}_spelled{spelled}"]
+        if head:  # a text that ends with it: only a token ends a text that may have more
+            up_to = f"{rule.upper()}_UP_TO"
+            rules[0] = f"{rule}: {up_to} {token} | {rule}_spelled"
+            rules.append(f"{up_to}: {text} {json.dumps(head)}")
+        return rules
 
     def describe_thought(self) -> tuple[str, list[str]]:
         """The rule for a thought before a constrained answer, and the rules that it needs.
@@ -135,6 +144,13 @@ class AnswerForm:
             return "", []
         begin, rules = self.write_literal(self.thinking.begin), self._list_thought_rules()
         return (f"({begin})? thought GAP" if self.opened else f"({begin} thought GAP)?"), rules
+
+    def describe_answer(self, rule: str) -> str:
+        """The rule for an answer that is `rule`, also between the model's marks around answers."""
+        if self.thinking is None or self.thinking.answer is None:
+            return rule
+        begin, end = map(self.write_literal, self.thinking.answer)
+        return f"({rule} | {begin} GAP {rule} GAP {end} GAP)"
 
     def describe_thought_before(self, free: str, resumed: str) -> tuple[str, list[str]]:
         """The rule for the answer `free`, or a thought and `resumed`, and the rules it needs.

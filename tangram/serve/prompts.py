@@ -27,7 +27,10 @@ _NO_TOOLS = (
     "server cannot read: leave them out, or choose another model"
 )
 
-_NO_LARK = "this model writes texts in JSON, which can follow a 'regex' but no grammar of 'lark'"
+_NO_LARK = (
+    "this model writes texts in JSON, which can follow a 'regex' but no grammar of 'lark': send a "
+    "'regex', or leave the format out"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Prompts:
         """The tokens of the conversation of `body`, to which an answer in `form` belongs."""
         listed = [tool for tool in body.tools if tool.place is ToolPlace.LIST]
         tools = [tool.for_template() for tool in listed if body.tool_choice != "none"]
-        if form.channels:  # the template of GPT-OSS takes no tool without one
+        if form.tools is not None and form.tools.described:
             for tool in tools:
                 tool["function"].setdefault("description", "")
         field = rename_field("messages")

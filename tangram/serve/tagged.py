@@ -6,7 +6,8 @@
     </parameter>
     </function>
 
-Text is not quoted, so only the function's schema says whether `3` is a number or a text.
+Text is not quoted, so only the function's schema says whether `3` is a number or a text, unless the
+tag says it (DeepSeek V3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from tangram.engine.text.formats import loosen, split_shape
+from tangram.engine.text.formats import loosen, split_argument, split_shape
 from tangram.serve.arguments import CallArguments, escape_text, mark_overlap
 from tangram.serve.json_schema import json_rule
 from tangram.serve.json_text import refuse_constant
@@ -51,7 +52,7 @@ def tagged_head(form: ToolFormat) -> str:
 
 
 class TaggedArguments(CallArguments):
-    """Values between tags, of the types that `schema` allows: only it says what is a text.
+    """Values between tags, of the types that `schema` allows: it says what is a text, or the tag.
 
     A text is certain as it comes, another value at its end. A value may say its own end tag: at the
     end another argument follows, or the end of the call.
@@ -83,6 +84,8 @@ class TaggedArguments(CallArguments):
             self._said.append(f'{", " if self._filled else "{"}"{escape_text(key)}": ')
             given = self._schema.get("properties", {}).get(key, {})
             self._allowed = types_of(follow_reference(given, self._schema))
+            if said := opened.groupdict().get("string"):
+                self._allowed = {"string"} if said == "true" else self._allowed - {"string"}
             self._held, self._filled = held[opened.end() :], True
             self._kept, self._is_text = [], True if self._allowed == {"string"} else None
             self._said.append('"' if self._is_text else "")
@@ -141,14 +144,15 @@ class TaggedArguments(CallArguments):
 def _patterns(form: ToolFormat) -> tuple[re.Pattern[str], ...]:
     """What finds the tag before a value, that after it, and the end of a call."""
     before, *_, end = split_shape(form.call)
-    opening, _, middle, _, closing = split_shape(form.argument)
-    gap = r"(?:\n|(?=[^\n]))" if "\n" in middle[-1:] else ""
-    key = rf"([^<>\n{re.escape(middle[:1])}]+)"
+    opening, _, *middle, _, closing = split_shape(form.argument)
+    gap = r"(?:\n|(?=[^\n]))" if middle[-1].endswith("\n") else ""
+    key = rf"([^<>\n{re.escape(middle[0][:1])}]+)"
+    value = "(?P<string>true|false)".join(map(loosen, (*middle[:-1:2], middle[-1].rstrip())))
     mark = re.escape(form.end.strip())
     after = rf"(?:{mark}|{loosen(before)})" if form.brackets and before else mark
     tail = rf"\s{{0,64}}{loosen(end)}"
     return (
-        re.compile(rf"\s*{loosen(opening)}{key}{loosen(middle.rstrip())}{gap}"),
+        re.compile(rf"\s*{loosen(opening)}{key}{value}{gap}"),
         re.compile(
             rf"{loosen(closing.strip())}"
             rf"(?=\s{{0,64}}{loosen(opening)}|{tail}\s{{0,64}}{after})"
@@ -204,7 +208,7 @@ def make_tagged_rules(
     """
     schema = rule.schema
     before, _, after, _, closing = split_shape(form.call)
-    opening, _, middle, _, end = split_shape(form.argument)
+    opening, _, end = split_argument(form, is_text=True)
     parts = []
     required = schema.get("required", ())
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
@@ -213,9 +217,14 @@ def make_tagged_rules(
             message = "this model writes no parameter with '<', '>' or a line break in its name"
             raise blame(f"{message}: rename it", place)
         inside = f"{rule.name}_{number}"
-        letter = rule.to_the_letter
-        choices = _choices(value, schema, place, write(end), write, to_the_letter=letter)
-        yield f"{inside}: {write(f'{opening}{key}{middle}')} ({choices})"
+        choices: dict[str, list[str]] = {}
+        found = _choices(value, schema, place, write(end), write, to_the_letter=rule.to_the_letter)
+        for text, choice in found:
+            middle = split_argument(form, is_text=text)[1]
+            choices.setdefault(write(f"{opening}{key}{middle}"), []).append(choice)
+        yield f"{inside}: " + " | ".join(
+            f"{tag} ({' | '.join(dict.fromkeys(some))})" for tag, some in choices.items()
+        )
         parts.append(inside if key in required else f"{inside}?")
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         parts.append("any*")
@@ -231,22 +240,21 @@ def _choices(
     write: Callable[[str], str],
     *,
     to_the_letter: bool,
-) -> str:
-    """The alternatives of a value, each with its end tag."""
-    choices = []
+) -> Iterator[tuple[bool, str]]:
+    """The alternatives of a value, each with its end tag, and whether they are texts."""
     for part in split_schema(schema, root):
         said = sorted(part.keys() - NOTES)
         if "string" not in (types_of(part) or {"string"}):
             shared = {key: root[key] for key in DEFINITIONS if key in root}
-            choices.append(f"{json_rule(shared | part)} {end}")
+            yield False, f"{json_rule(shared | part)} {end}"
         elif "enum" in part or "const" in part:
-            choices += [f"{write(_spell(value))} {end}" for value in list_values(part)]
+            for value in list_values(part):
+                yield isinstance(value, str), f"{write(_spell(value))} {end}"
         elif said and to_the_letter:
             message = f"this model writes texts without quotes, which {said[0]!r} cannot bound"
             raise blame(f"{message}: leave it out", f"{place}.{said[0]}")
         else:
-            choices.append("bare")
-    return " | ".join(dict.fromkeys(choices))
+            yield True, "bare"
 
 
 def _spell(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tangram.engine.text.answer_text import spell
 from tangram.serve.arguments import JsonArguments, mark_overlap
-from tangram.serve.calls import ArgumentText, Call, CallPart, CallReader
+from tangram.serve.calls import ArgumentText, Call, CallPart
 from tangram.types import Mark, Piece, ThinkingFormat
 
 
@@ -63,7 +63,7 @@ class ThoughtReader:
     """
 
     def __init__(
-        self, form: ThinkingFormat, *, opened: bool, rest: Callable[[], CallReader] | None
+        self, form: ThinkingFormat, *, opened: bool, rest: Callable[[], Reader] | None
     ) -> None:
         self._form, self._rest = form, None if rest is None else rest()
         self._held, self._begun, self._gap = "", False, False
@@ -120,14 +120,14 @@ class ThoughtReader:
         if thought:
             yield Thought(thought)
 
-    def _answer(self) -> Iterator[CallPart]:
+    def _answer(self) -> Iterator[Part]:
         if self._gap:
             self._held = self._held.lstrip()
             self._gap = not self._held
         held, self._held = self._held, ""
         yield from self._read_answer(held)
 
-    def _read_answer(self, text: str) -> Iterator[CallPart]:
+    def _read_answer(self, text: str) -> Iterator[Part]:
         if self._rest is not None:
             yield from self._rest.push([text])
         elif text:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from tangram.types import CallStyle, ThinkingFormat, ToolFormat
 
 _QUOTED = "call:$name{$arguments}"
+_DSML = {"deepseek_v32": "function_calls", "deepseek_v4": "tool_calls"}  # what a block is called
 # Of formats that one text fits, the first whose spaces are the template's. Without marks: last.
 TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>\n", "\n</tool_call>"),
@@ -47,6 +49,17 @@ TOOL_FORMATS = {
         '<parameter name="$key">$value</parameter>\n',
         brackets=("", ""),
     ),
+    **{
+        name: ToolFormat(
+            f"<｜DSML｜{block}>\n",
+            f"\n</｜DSML｜{block}>",
+            '<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>',
+            CallStyle.TAGGED,
+            '<｜DSML｜parameter name="$key" string="$string">$value</｜DSML｜parameter>\n',
+            brackets=("", ""),
+        )
+        for name, block in _DSML.items()
+    },
     "mistral": ToolFormat("[TOOL_CALLS]", "", between=", ", brackets=("[", "]"), ids="$short"),
     "mistral_named": ToolFormat(
         "[TOOL_CALLS]",
@@ -81,6 +94,14 @@ TOOL_FORMATS = {
         brackets=("", ""),
         ids="functions.$name:$index",
     ),
+    "apertus": ToolFormat(
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        '{"$name": $arguments}',
+        CallStyle.NAMED,
+        between=", ",
+        brackets=("[", "]"),
+    ),
     "command": ToolFormat(
         "<|START_ACTION|>",
         "<|END_ACTION|>",
@@ -88,6 +109,8 @@ TOOL_FORMATS = {
         between=",\n    ",
         brackets=("[\n    ", "\n]"),
     ),
+    "nemotron_v2": ToolFormat("<TOOLCALL>", "</TOOLCALL>", between=", ", brackets=("[", "]")),
+    "apriel": ToolFormat("<tool_calls>", "</tool_calls>", between=", ", brackets=("[", "]")),
     "phi4_mini": ToolFormat(
         "<|tool_call|>", "<|/tool_call|>", between=", ", brackets=("[", "]"), told="<|/tool_call|>"
     ),
@@ -132,6 +155,8 @@ TOOL_FORMATS = {
         "<escape>",
         between="",
     ),
+    "gigachat3": ToolFormat("function call<|role_sep|>\n", "", between=""),
+    "gigachat31": ToolFormat("<|function_call|>", "", between=""),
     "harmony": ToolFormat(
         "to=functions.",
         "<|call|>",
@@ -149,12 +174,19 @@ TOOL_FORMATS = {
         brackets=("[", "]"),
     ),
 }
+# Of formats with the same marks, those with marks around the answer come first.
 # GPT-OSS: every message names its channel, and thoughts are those of the channel `analysis`.
 THINKING_FORMATS = {
+    "ernie": ThinkingFormat("<think>", "</think>", answer=("<response>", "</response>")),
     "think": ThinkingFormat("<think>", "</think>"),
     "thinking": ThinkingFormat("<thinking>", "</thinking>"),
     "thought": ThinkingFormat("<thought>", "</thought>"),
     "reasoning": ThinkingFormat("<reasoning>", "</reasoning>"),
+    "apriel": ThinkingFormat(
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        answer=("", "[END FINAL RESPONSE]"),
+    ),
     "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
     "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>"),
     "command": ThinkingFormat("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -166,6 +198,11 @@ THINKING_FORMATS = {
 def split_shape(shape: str) -> list[str]:
     """The text of a shape at even places, the names of what stands between at odd ones."""
     return re.split(r"\$([a-z]+)", shape)
+
+
+def split_argument(form: ToolFormat, *, is_text: bool) -> list[str]:
+    """What stands before the name of an argument in tags, before its value and after that."""
+    return split_shape(form.argument.replace("$string", json.dumps(is_text)))[::2]
 
 
 def loosen(literal: str) -> str:

@@ -31,20 +31,28 @@ def thinking_format(template: ChatTemplate, name: str = "auto") -> ThinkingForma
     if name != "auto":
         named = THINKING_FORMATS[name]
         return _find_written(template, [named]) or named
-    if found := _find_written(template, THINKING_FORMATS.values()):
+    answered = template.render_example([_QUESTION, _REPLY])
+    forms = [form for form in THINKING_FORMATS.values() if _opens_answer(form, answered)]
+    if found := _find_written(template, forms):
         return found
     prompt = template.render_example([_QUESTION], add_generation_prompt=True).rstrip()
-    for form in THINKING_FORMATS.values():
-        if prompt.endswith(form.begin):
+    for form in forms:
+        if prompt.endswith((form.begin, form.end)):  # some close it where none is wanted
             return form
     tagged = _REPLY | {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
     past = template.render_example([_QUESTION, tagged, _QUESTION, _LATER, _QUESTION])
-    return THINKING_FORMATS["think"] if _ANSWER in past and _THOUGHT not in past else None
+    removed = _ANSWER in past and _THOUGHT not in past
+    return next((form for form in forms if removed and form.begin == "<think>"), None)
 
 
 def write_blocks(thought: str, text: str) -> list[dict[str, str]]:
     """The content of a message that says `text` after `thought`."""
     return [{"type": "thinking", "thinking": thought}, {"type": "text", "text": text}]
+
+
+def _opens_answer(form: ThinkingFormat, answered: str) -> bool:
+    """Whether the answer in `answered` begins as `form` says."""
+    return not form.answer or bool(re.search(rf"{re.escape(form.answer[0])}\s*{_ANSWER}", answered))
 
 
 def _find_written(

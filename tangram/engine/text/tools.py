@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 # special.
 TOOL_MARK = re.compile(r"</?tool_\w+>")
 _NAME = "tangram_probe"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "a",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+_FUNCTION = {"name": _NAME, "parameters": {"type": "object", "properties": {}}}
+_BARE_TOOL = {"type": "function", "function": _FUNCTION}
+_TOOL = {"type": "function", "function": _FUNCTION | {"description": "a"}}
 _QUESTION = {"role": "user", "content": "a"}
 _ARGUMENTS = {"key": 1}
 # Ids and arguments that some templates want.
@@ -40,6 +35,7 @@ _HOLES = {
     "callid": r"(?:\[CALL_ID\]\w+)?",
     "key": "key",
     "value": '"?1"?',  # some templates quote every value
+    "string": "false",
 }
 # Control tokens of these forms, and those of them that begin the head of a message.
 _HEADS = ("<|start|>", "<|channel|>", "<|constrain|>")
@@ -55,12 +51,13 @@ def tool_format(template: ChatTemplate, name: str = "auto") -> ToolFormat | None
     asked = template.render_example([_QUESTION], [_TOOL])
     if _NAME not in asked:
         return None
-    if name != "auto":
-        named = TOOL_FORMATS[name]
-        return find_written_format(template, {name: named}, asked) or named
-    found = find_written_format(template, TOOL_FORMATS, asked)
-    told = (form for form in TOOL_FORMATS.values() if form.told and form.told in asked)
-    return found or next(told, None)
+    forms = TOOL_FORMATS if name == "auto" else {name: TOOL_FORMATS[name]}
+    found = find_written_format(template, forms, asked)
+    if found is None:
+        told = (form for form in TOOL_FORMATS.values() if form.told and form.told in asked)
+        found = next(told, None) if name == "auto" else forms[name]
+    described = not template.render_example([_QUESTION], [_BARE_TOOL])
+    return found and replace(found, described=described)
 
 
 def find_written_format(
@@ -91,6 +88,7 @@ def marks(
         texts += [*tools.list_marks(), *channels]
     if thinking is not None:
         texts += [thinking.begin, thinking.end, *(_CHANNEL_MARKS if thinking.channels else ())]
+        texts += thinking.answer or ()
     names: dict[int, str] = {}
     words: dict[int, str] = {}
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -131,5 +129,5 @@ def _pattern(shape: str, form: ToolFormat | None = None) -> str:
 def _example(form: ToolFormat) -> str:
     """The example's call, as far as it is the same text in each template."""
     argument = form.argument.replace("$key", "key").replace("$value", "1")
-    given = argument or json.dumps(_ARGUMENTS)
+    given = argument.replace("$string", "false") or json.dumps(_ARGUMENTS)
     return form.call.replace("$name", _NAME).replace("$arguments", given)

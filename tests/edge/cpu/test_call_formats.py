@@ -12,7 +12,7 @@ import pytest
 
 from tangram.config import CHOICES
 from tangram.engine.text.codec import TextCodec
-from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS
+from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS, split_argument
 from tangram.engine.text.tools import find_written_format, marks
 from tangram.errors import ConfigError, RequestError
 from tangram.model.chat_template import read_template
@@ -21,7 +21,7 @@ from tangram.serve.forms import AnswerForm
 from tangram.serve.structured import CustomTool, Tool
 from tangram.types import CallStyle, ToolFormat
 from tests.mentions import mentioning
-from tests.real_templates import MISTRAL_LISTS, real_template
+from tests.real_templates import ERNIE, MISTRAL_LISTS, real_template
 from tests.recorded_calls import CUT_DOWN, RECORDED, cut_down_template, join_parts
 
 from .test_answer_forms import codec_of, compiler_of, may_end
@@ -37,6 +37,10 @@ REAL = {
     "gemma4_v5": "gemma4",
     "gptoss": "harmony",
     "llama3_2": "llama3",
+    "apertus-8b-instruct": "apertus",
+    "apriel-1.6-15b-thinker": "apriel",
+    "deepseek-v3.2": "deepseek_v32",
+    "gigachat3-10b-a1.8b": "gigachat3",
 }
 _ANY = (
     '<minimax:tool_call>\n<invoke name="go">\n<parameter name="to">a</parameter>\n</invoke>\n'
@@ -52,6 +56,8 @@ CONTROLS = [
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_end|>"),
     *("<|tool_call_argument_begin|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call|>"),
     *("<|/tool_call|>", "<|tool_call_start|>", '<|"|>', "<|tool_call>", "<tool_call|>"),
+    *("<TOOLCALL>", "</TOOLCALL>", "<|tools_prefix|>", "<|tools_suffix|>", "<|role_sep|>"),
+    *("<|function_call|>", "｜DSML｜", "<tool_calls>", "</tool_calls>"),
     *("<start_function_call>", "<end_function_call>", "<escape>"),
 ]
 DEEP = {
@@ -90,7 +96,7 @@ def bare(form: ToolFormat | None) -> ToolFormat | None:
     if form is None:
         return None
     spaces = {"begin": form.begin.strip(), "end": form.end.strip()}
-    return replace(form, text_arguments=False, **spaces)
+    return replace(form, text_arguments=False, described=False, **spaces)
 
 
 @pytest.fixture(scope="module", params=["tokens", "text"])
@@ -108,6 +114,22 @@ def grammar(codec: TextCodec, name: str, tools: list[Tool], *, forced: bool) -> 
 @pytest.mark.parametrize("name", REAL)
 def test_the_format_is_told_from_the_real_template(name: str) -> None:
     assert bare(codec_of(real_template(name)).tool_format) == bare(TOOL_FORMATS[REAL[name]])
+
+
+@pytest.mark.parametrize(
+    ("name", "described"), [("apertus-8b-instruct", True), ("gptoss", True), ("qwen3", False)]
+)
+def test_a_template_that_takes_no_tool_without_a_description_is_told(
+    name: str, described: bool
+) -> None:
+    form = codec_of(real_template(name)).tool_format
+    assert form is not None
+    assert form.described is described
+
+
+def test_a_line_break_after_a_call_calls_no_more(codec: TextCodec) -> None:
+    source = grammar(codec, "hermes", TOOLS, forced=True)
+    assert may_end(codec, source, f"{RECORDED['hermes'].calls}\n")
 
 
 @pytest.mark.parametrize("template", MISTRAL_LISTS.values(), ids=MISTRAL_LISTS)
@@ -212,6 +234,9 @@ def test_past_arguments_are_text_where_the_template_adds_them_to_text() -> None:
         ("lfm2_2_5", "think"),
         ("lfm2_v2", None),
         ("gptoss", "harmony"),
+        ("apriel-1.6-15b-thinker", "apriel"),
+        ("deepseek-v3.2", "think"),
+        ("gigachat3-10b-a1.8b", None),
         ("command", "command"),
         ("seed_oss", "seed_oss"),
     ],
@@ -226,6 +251,13 @@ def test_marks_of_thoughts_are_told_from_the_template(template: str, name: str |
         source = real_template(template)
     expected = None if name is None else THINKING_FORMATS[name]
     assert codec_of(source).thinking_format == expected
+
+
+@pytest.mark.parametrize("past", ["", "reasoning_content"])
+def test_marks_around_answers_are_told_from_the_template(past: str) -> None:
+    codec = codec_of(ERNIE.replace("reasoning_content", past or "thought"))
+    assert codec.thinking_format == THINKING_FORMATS["ernie"]
+    assert bare(codec.tool_format) == bare(TOOL_FORMATS["hermes"])
 
 
 def test_a_named_format_holds_where_the_template_shows_another_or_none() -> None:
@@ -367,7 +399,8 @@ def write_input(form: ToolFormat, text: str) -> str:
         quoted = f"{form.quote}{text}{form.quote}"
         if form.style is CallStyle.PYTHON:
             quoted = json.dumps(text, ensure_ascii=False)
-        given = form.argument.replace("$key", "input").replace("$value", quoted)
+        opening, middle, end = split_argument(form, is_text=True)
+        given = f"{opening}input{middle}{quoted}{end}"
     opening, closing = form.brackets or ("", "")
     call = form.call.replace("$name", "patch").replace("$index", "0").replace("$callid", "")
     return f"{form.begin}{opening}{call.replace('$arguments', given)}{closing}{form.end}"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.engine.text.formats import TOOL_FORMATS, split_shape
+from tangram.engine.text.formats import TOOL_FORMATS, split_argument, split_shape
 from tangram.serve.calls import ArgumentText, Call, CallReader
 from tests.recorded_calls import ARGUMENTS, CITY, RECORDED, Part, join_parts, read_parts
 
@@ -217,7 +217,32 @@ def test_a_bare_value_may_be_written_as_python_does(name: str, said: str, value:
     assert read(name, [calls]) == [("look", {"city": CITY, "deep": value}), ("stop", {})]
 
 
-@pytest.mark.parametrize("name", ["mistral", "command", "phi4_mini", "granite", "functools"])
+@pytest.mark.parametrize(
+    ("key", "is_text", "said", "value"),
+    [
+        ("deep", "true", "3", "3"),
+        ("deep", "false", "3", 3),
+        ("city", "false", "3", 3),
+        ("deep", "false", '"3"', "3"),
+        ("deep", "false", "no JSON", "no JSON"),
+    ],
+)
+def test_a_tag_says_whether_its_value_is_a_text(
+    key: str, is_text: str, said: str, value: object
+) -> None:
+    name = "deepseek_v32"
+    form = TOOL_FORMATS[name]
+    opening, middle, end = split_argument(form, is_text=is_text == "true")
+    given = f"{opening}{key}{middle}{said}{end}"
+    call = form.call.replace("$name", "look").replace("$arguments", given)
+    text = f"{form.begin}{call}{form.end}"
+    assert read(name, list(text)) == read(name, [text])
+    assert read(name, [text]) == [("look", {key: value})]
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "command", "phi4_mini", "granite", "functools", "nemotron_v2", "apriel"]
+)
 def test_a_call_may_come_without_the_list_around_it(name: str) -> None:
     form = TOOL_FORMATS[name]
     call = form.call.replace("$name", "look").replace("$arguments", '{"city": "Rome"}')

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tangram.engine.text.formats import TOOL_FORMATS
+from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS
 from tangram.serve.calls import ArgumentText, Call, CallReader
-from tangram.serve.thoughts import ChannelReader, Reader, Thought, ThoughtReader
+from tangram.serve.thoughts import ChannelReader, Reader, TextReader, Thought, ThoughtReader
+from tangram.serve.wrapped import WrappedReader
 from tangram.types import Mark, Piece, ThinkingFormat, ToolFormat
 from tests.recorded_calls import join_parts, read_arguments
 
@@ -47,12 +48,21 @@ def thinks(form: ToolFormat | None = None, *, opened: bool = False) -> Callable[
     return partial(ThoughtReader, THINK, opened=opened, rest=None if form is None else calls(form))
 
 
+def wraps(name: str, form: ToolFormat | None = None) -> Callable[[], Reader]:
+    thinking = THINKING_FORMATS[name]
+    assert thinking.answer is not None
+    rest = TextReader if form is None else calls(form)
+    wrapped = partial(WrappedReader, thinking.answer, rest)
+    return partial(ThoughtReader, thinking, opened=True, rest=wrapped)
+
+
 CHANNELS = partial(ChannelReader, NAMES)
 # As the tokens of ordinary text spell the names of marks: letter by letter.
 SPELLED = "<|\u2063{}|>"
 END, CALLED, AGAIN = (SPELLED.format(name) for name in ("end", "call", "start"))
 LOOK = '{"name": "look", "arguments": {}}'
 LOOK_CALL = f"<tool_call>\n{LOOK}\n</tool_call>"
+HM, SAID, RESPONSE = "Hm.\n</think>\n\n\n", [("", "Hm.")], '{"a": "<response></response>"}'
 FINAL = "<|channel|>final<|message|>It is 25°C."
 ANALYSIS = "<|channel|>analysis<|message|>The user asks for the weather.<|end|><|start|>assistant"
 TO = "<|channel|>commentary to=functions.get_current_weather <|constrain|>json<|message|>"
@@ -76,6 +86,44 @@ OUTPUTS: list[tuple[str, Callable[[], Reader], str, Said]] = [
     ("opened twice", thinks(opened=True), "<think>\nHm.\n</think>\n\nYes.", [("", "Hm."), "Yes."]),
     ("opened, cut", thinks(opened=True), "Hm, still ", [("", "Hm, still")]),
     ("opened, nothing", thinks(opened=True), "", []),
+    # ERNIE 4.5: the text of the answer between marks of its own.
+    (
+        "wrapped",
+        wraps("ernie"),
+        f"{HM}<response>\nYes. \n\nNo.\n</response>\n",
+        [*SAID, "Yes. \n\nNo."],
+    ),
+    ("wrapped, on one line", wraps("ernie"), f"{HM}<response>Yes.</response>", [*SAID, "Yes."]),
+    ("wrapped, nothing", wraps("ernie"), f"{HM}<response>\n</response>", SAID),
+    ("wrapped, cut", wraps("ernie"), f"{HM}<response>\nYes, </res", [*SAID, "Yes, </res"]),
+    ("wrapped, cut at a space", wraps("ernie"), f"{HM}<response>\nYes, ", [*SAID, "Yes,"]),
+    ("wrapped, cut at the mark", wraps("ernie"), f"{HM}<resp", [*SAID, "<resp"]),
+    ("not wrapped", wraps("ernie"), f"{HM}Yes.\n</response>\n", [*SAID, "Yes.\n</response>\n"]),
+    (
+        "wrapped, its marks in the text",
+        wraps("ernie", HERMES),
+        f"{HM}<response>\nWrite <response>a</response>\nor </response></response>\n",
+        [*SAID, "Write <response>a</response>\nor </response>"],
+    ),
+    (
+        "wrapped, then calls",
+        wraps("ernie", HERMES),
+        f"{HM}<response>\nI look.\n</response>\n\n{LOOK_CALL}\n\n{LOOK_CALL}\n",
+        [*SAID, "I look.", ("look", {}), ("look", {})],
+    ),
+    (
+        "a call that is wrapped, too",
+        wraps("ernie", HERMES),
+        f"{HM}<response>I look. {LOOK_CALL}\n</response>",
+        [*SAID, "I look.", ("look", {})],
+    ),
+    ("calls, not wrapped", wraps("ernie", HERMES), f"{HM}{LOOK_CALL}\n", [*SAID, ("look", {})]),
+    (
+        "marks of the answer in arguments",
+        wraps("ernie", HERMES),
+        f"{HM}{LOOK_CALL.replace('{}', RESPONSE)}\n",
+        [*SAID, ("look", {"a": "<response></response>"})],
+    ),
     # GPT-OSS: a channel a message.
     (
         "channels",
@@ -283,6 +331,8 @@ def test_the_parts_of_an_answer(reader: Callable[[], Reader], text: str, expecte
     pieces = cut(reader(), text)
     assert read(reader(), [pieces]) == expected
     assert read(reader(), [[piece] for piece in pieces]) == expected
+    for cut_at in range(len(pieces)):
+        assert read(reader(), [pieces[:cut_at], pieces[cut_at:]]) == expected
 
 
 @given(case=st.sampled_from(OUTPUTS), cuts=st.lists(st.integers(0, 200)))

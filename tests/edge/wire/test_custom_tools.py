@@ -195,5 +195,6 @@ def test_where_calls_are_json_a_grammar_in_lark_is_left_off_and_named(server: En
     assert "lark" in warning
     error = refuse(server, tools=[tool], tool_choice={"type": "custom", "name": "p"})
     assert error["param"] == "tools[0].format"
+    assert "send a 'regex', or leave the format out" in error["message"], "it says what to do"
     server.engine.codec.tool_format = TAGS
     assert "warnings" not in ask(server, tools=[tool])

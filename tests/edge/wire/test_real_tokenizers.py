@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.real_templates import MISTRAL_LISTS, real_template
+from tests.real_templates import ERNIE, MISTRAL_LISTS, real_template
 from tests.real_tokenizers import add_tokenizer
 from tests.recorded_calls import cut_down_template
 
@@ -26,6 +26,12 @@ TAGS = (
     "<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 )
 THOUGHT = "<think>\nHm.\n</think>\n\n"
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n'
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+STOP = '{"name": "stop", "arguments": {}}'
 ON_CHANNEL = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
 
 
@@ -33,22 +39,27 @@ ON_CHANNEL = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
 class TokenizerFamily:
     """A tokenizer and a template, and how such a model writes.
 
-    `before` says "I look." before a call, `answer` is the beginning of an answer without one,
-    `thought` says "Hm." Where `ordinary`, ordinary tokens may spell the marks where a call must be.
+    `several` has a second call, of `stop`. `before` says "I look." before a call, `answer` and
+    `ended` are around an answer without one, `thought` says "Hm." Where `ordinary`, ordinary tokens
+    may spell the marks where a call must be.
     """
 
     tokenizer: str
     template: str
     call: str
+    several: str = ""
     before: str = "I look.\n"
     answer: str = ""
+    ended: str = ""
     thought: str = ""
     ordinary: bool = True
 
 
+BOTH = f"{HERMES}\n<tool_call>\n{STOP}\n</tool_call>"
+AFTER_NAME = '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
 FAMILIES = {
-    "Qwen2.5": TokenizerFamily("qwen2_5", real_template("qwen2_5"), HERMES),
-    "Qwen3": TokenizerFamily("qwen3", real_template("qwen3"), HERMES, thought=THOUGHT),
+    "Qwen2.5": TokenizerFamily("qwen2_5", real_template("qwen2_5"), HERMES, BOTH),
+    "Qwen3": TokenizerFamily("qwen3", real_template("qwen3"), HERMES, BOTH, thought=THOUGHT),
     # Qwen3-Coder has Qwen3's tokens. Here the prompt opens the thought.
     "tags": TokenizerFamily(
         "qwen3", real_template("qwen3_5_think"), TAGS, thought=THOUGHT.removeprefix("<think>\n")
@@ -60,15 +71,65 @@ FAMILIES = {
         "mistral_v3",
         MISTRAL_LISTS["mistral-7b-instruct-v0.3"],
         f"[TOOL_CALLS] [{LOOK}]",
+        f"[TOOL_CALLS] [{LOOK}, {STOP}]",
         ordinary=False,
     ),
     # Its own template shows no tools.
     "DeepSeek": TokenizerFamily(
         "deepseek_v3",
         cut_down_template("deepseek_v31"),
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
-        '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        f"<｜tool▁calls▁begin｜>{AFTER_NAME}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{AFTER_NAME}"
+        "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         before="I look.",
+    ),
+    # With the tokens of V3, which spell the mark of V3.2.
+    "DeepSeek V3.2": TokenizerFamily(
+        "deepseek_v3",
+        real_template("deepseek-v3.2"),
+        DSML,
+        DSML.replace(
+            "\n</｜DSML｜f", '\n<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜f'
+        ),
+        before="I look.\n\n",
+    ),
+    # No package has the tokenizers of these models: another spells their marks.
+    "ERNIE 4.5": TokenizerFamily(
+        "llama2",
+        ERNIE,
+        f"\n{HERMES}\n",
+        f"\n{BOTH}\n",
+        before="<response>\nI look.\n</response>\n",
+        answer="<response>\n",
+        ended="\n</response>\n",
+        thought="Hm.\n</think>\n\n",
+    ),
+    "Nemotron Nano v2": TokenizerFamily(
+        "qwen2_5",
+        cut_down_template("nemotron_v2"),
+        f"<TOOLCALL>[{LOOK}]</TOOLCALL>",
+        f"<TOOLCALL>[{LOOK}, {STOP}]</TOOLCALL>",
+    ),
+    "Apriel": TokenizerFamily(
+        "qwen2_5",
+        real_template("apriel-1.6-15b-thinker"),
+        f"\n<tool_calls>[{LOOK}]</tool_calls>",
+        f"\n<tool_calls>[{LOOK}, {STOP}]</tool_calls>",
+        ended="\n[END FINAL RESPONSE]",
+        thought="Hm.\n[BEGIN FINAL RESPONSE]\n",
+    ),
+    "Apertus": TokenizerFamily(
+        "qwen2_5",
+        real_template("apertus-8b-instruct"),
+        '<|tools_prefix|>[{"look": {"city": "Rome"}}]<|tools_suffix|>',
+        '<|tools_prefix|>[{"look": {"city": "Rome"}}, {"stop": {}}]<|tools_suffix|>',
+        before="I look.",
+    ),
+    "GigaChat 3": TokenizerFamily(
+        "qwen2_5",
+        real_template("gigachat3-10b-a1.8b"),
+        f"function call<|role_sep|>\n{LOOK}",
+        f"function call<|role_sep|>\n{LOOK}function call<|role_sep|>\n{STOP}",
     ),
     "GPT-OSS": TokenizerFamily(
         "gptoss",
@@ -199,26 +260,18 @@ def test_marks_that_ordinary_tokens_spell(served: ServedFamily, choice: str) -> 
 
 def test_several_calls(served: ServedFamily) -> None:
     family = served.family
-    second = ', {"name": "stop", "arguments": {}}]'
-    end = "<｜tool▁call▁end｜>"
-    several = {
-        "Deepseek": family.call.replace(
-            end, f"{end}<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{{}}{end}"
-        ),
-        "Mistral": family.call[:-1] + second,
-        "Qwen": f"{family.call}\n<tool_call>\n{second[2:-1]}\n</tool_call>",
-    }.get(family.tokenizer.partition("_")[0].rstrip("23").title())
-    if several is None or family.call == TAGS:
+    if not family.several:
         pytest.skip("this form has one call, or the cases above have what it has besides")
     for choice in ("auto", "required"):
-        tokens = served.whole(several)
+        tokens = served.whole(f"{family.thought}{family.several}")
+        thought = "Hm." if family.thought else ""
         for found in served.ask(tokens, tools=[TOOL, OTHER], tool_choice=choice):
-            assert found == expect(ROME, {"name": "stop", "arguments": "{}"})
+            assert found == expect(ROME, {"name": "stop", "arguments": "{}"}, thought=thought)
 
 
 def test_a_thought_and_an_answer_without_a_call(served: ServedFamily) -> None:
     family = served.family
-    said = f"{family.thought}{family.answer}No need, 2 < 3."
+    said = f"{family.thought}{family.answer}No need, 2 < 3.{family.ended}"
     thought = "Hm." if family.thought else ""
     for fields in ({"tools": [TOOL]}, {}):
         for found in served.ask(served.whole(said), **fields):
@@ -228,7 +281,7 @@ def test_a_thought_and_an_answer_without_a_call(served: ServedFamily) -> None:
 def test_a_schema_and_a_thought_before_it(served: ServedFamily) -> None:
     family = served.family
     schema = {"name": "a", "schema": PARAMETERS}
-    said = f'{family.thought}{family.answer}{{"city": "Rome"}}'
+    said = f'{family.thought}{family.answer}{{"city": "Rome"}}{family.ended}'
     for tools in ({"tools": [TOOL]}, {}):
         fields = {"response_format": {"type": "json_schema", "json_schema": schema}, **tools}
         for found in served.ask(served.whole(said), **fields):
@@ -263,7 +316,7 @@ def test_values_that_name_marks_stay_as_they_are(served: ServedFamily) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
     begun = served.whole(f'{family.thought}{family.answer}{{"city": "')
     for tools in ({"tools": [TOOL]}, {}):
-        answer = [*begun, *spelled, *served.whole('"}')]
+        answer = [*begun, *spelled, *served.whole(f'"}}{family.ended}')]
         for found in served.ask(answer, response_format=schema, **tools):
             assert json.loads(found["content"])["city"].strip() == value
 
