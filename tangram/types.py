@@ -2,7 +2,7 @@
 
 Shape letters used everywhere:
 
-    L  layers             H  KV heads of a layer   Q  query heads of a layer   G = Q/H
+    L  layers (with KV)   H  KV heads of a layer   Q  query heads of a layer   G = Q/H
     D  head dim           P  tokens per page       Hp heads per page           C  tokens per chunk
     R  rows of a step     T  tokens of a step
 """
@@ -44,7 +44,11 @@ HeadScales = tuple[tuple[tuple[float, float], ...], ...]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a model's attention, read from the model itself."""
+    """The shape of a model's attention, read from the model itself.
+
+    A layer that reads the keys and values of an earlier one stores none. `kv_layers` has it; no
+    other field counts it.
+    """
 
     layers: int
     kv_heads: int
@@ -58,6 +62,16 @@ class Geometry:
     # Latent attention: the first `value_dim` elements of a key are its value, too. None = an entry
     # has a value of its own, of head_dim elements.
     value_dim: int | None = None
+    # For each layer of the model the number of the layer above whose keys and values it reads: the
+    # first of several with one number stores them. Empty = each has its own.
+    kv_layers: tuple[int, ...] = ()
+
+    def find_layer(self, number: int) -> tuple[int, bool]:
+        """The layer above that layer `number` of the model reads, and whether an earlier one
+        stores it.
+        """
+        found = self.kv_layers[number] if self.kv_layers else number
+        return found, found in self.kv_layers[:number]
 
     @property
     def entry_vectors(self) -> int:

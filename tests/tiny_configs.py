@@ -91,6 +91,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "diffllama": {"num_key_value_heads": 2},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * _LAYERS},
+    "gemma3n_text": {  # two layers read the keys and values of others
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "gemma4_assistant": {"text_config": _ASSISTED},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     # As published; the default has attention alone.

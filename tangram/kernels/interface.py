@@ -153,13 +153,15 @@ class AttentionRule:
     """How a layer attends: products times `scaling`, and what else the model asks for.
 
     `window` is the sliding window in tokens, `softcap` bounds logits, `sinks` [Q] are logits that
-    take part in the softmax without a value.
+    take part in the softmax without a value. Keys and values that are `shared` another layer of the
+    pass has stored already.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +246,7 @@ class Launch(Protocol):
     def decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule
     ) -> None:
-        """Append the decoded tokens of k and v [T, H, D], then attend by the plan.
+        """Append the decoded tokens of k and v [T, H, D] unless shared, then attend by the plan.
 
         Each token attends to the entries up to its own; the plan knows the windows. q → out, both
         [T, Q, D]. In a pool of latents v [T, 1, V] is a part of k, and out is [T, Q, V].
@@ -261,7 +263,7 @@ class Launch(Protocol):
         rule: AttentionRule,
         expansion: Expansion | None,
     ) -> Tensor:
-        """Store the whole rows after their pasts; then attend to the past and, causally, the row.
+        """Store whole rows after their pasts unless shared; then attend to past and row, causally.
 
         q [T, Q, D], k and v [T', H, D] → out [T, Q, D]. A pool of latents needs `expansion`: then q
         [T, Q, D'] are queries of its keys, and out is [T, Q, V'], as its values are. Returns out,

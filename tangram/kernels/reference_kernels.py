@@ -107,7 +107,8 @@ class ReferenceLaunch:
         lengths = torch.tensor(self.addresses.lengths, device=q.device).view(-1)
         pages, heads = (self.pool.entries, self.tables, lengths), rows.address[layer]
         places = heads["table"], heads["column"], heads["length_index"]
-        reference.append(k, v, *pages, *places, rows.counts)
+        if not rule.shared:
+            reference.append(k, v, *pages, *places, rows.counts)
         how, value_dim = (rows.plan, layer, rule), v.shape[-1]
         out.copy_(reference.decode(q, *pages, *how, counts=rows.counts, value_dim=value_dim))
 
@@ -124,7 +125,7 @@ class ReferenceLaunch:
         """See `Launch`."""
         known, asking = self.addresses.prefill, self._asking
         for row in asking:
-            if known.whole[layer, row]:
+            if known.whole[layer, row] and not rule.shared:
                 _, _, first, last, _ = known.spans[row].tolist()
                 keys, values = self._divide(layer, k[first:last].float(), v[first:last].float())
                 self._store(layer, row, keys.transpose(0, 1), values.transpose(0, 1))

@@ -22,6 +22,7 @@ from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import OURS, join_entries, latent_heads, output_like
 from tangram.model.sealing import ChunkSealer, GroupSealer
 from tangram.plan.records import Records
+from tangram.types import Geometry
 
 IMPLEMENTATION = OURS
 
@@ -37,6 +38,7 @@ class AttentionContext(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q [T, Q, D], k and v [T, H, D] of one layer → [T, Q, D].
 
+        A layer that reads another's keys and values passes those, after the other layer.
         In a layer with latents k [T, 1, rank] are these and v [T, 1, rotary] their rotary keys, and
         the output is [T, Q, V].
         """
@@ -86,7 +88,7 @@ class LayerInput(NamedTuple):
 # Not frozen: PyTorch 2.11 compiles layers for the values in a frozen argument.
 @dataclass(eq=False)
 class StepAttention:
-    """The attention of one pass over a model's layers: `launch`, and what seals its chunks.
+    """The attention of one pass over a model of `geometry`: `launch`, and what seals its chunks.
 
     `width` tokens are those of decode rows, `spans` [N] those of the prefill rows. `sealers`
     seal the rows that have scores, and `sealing` times them. With a `form` the chunks `sealed`,
@@ -94,7 +96,7 @@ class StepAttention:
     """
 
     launch: Launch
-    windows: Sequence[int | None]
+    geometry: Geometry
     width: int
     spans: Records
     sealers: Sequence[ChunkSealer | GroupSealer]
@@ -118,8 +120,8 @@ class StepAttention:
         **options: Any,
     ) -> Tensor:
         """Serve one layer of the pass; see `AttentionContext`."""
-        layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
-        out, rule = output_like(module, q), _rule(options, self.windows[layer])
+        heads, out = latent_heads(module), output_like(module, q)
+        layer, rule = _rule(self.geometry, module, options)
         if heads is None:
             k, v = self._round(k), self._round(v)
             self.launch.decode(layer, q, k, v, out, rule)
@@ -134,7 +136,7 @@ class StepAttention:
                 out[: self.width] = heads.read_values(means)
         # No score depends on the output of attention: with all chunks sealed, rows of one sequence
         # attend in parallel.
-        if self.sealers:
+        if self.sealers and not rule.shared:
             with self.sealing.timing():
                 for sealer in self.sealers:
                     spans = self.spans[sealer.rows]
@@ -165,20 +167,20 @@ class RepeatAttention:
     """
 
     launch: Launch
-    windows: Sequence[int | None]
+    geometry: Geometry
     sealer: ChunkSealer
     sealing: Stopwatch
     decodes_only = False
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Serve one layer of the repetition; see `AttentionContext`."""
-        layer, heads = int(module.layer_idx), latent_heads(module)  # type: ignore[arg-type]
+        heads = latent_heads(module)
+        layer, rule = _rule(self.geometry, module, options)
         if heads is not None:
             k, v = join_entries(k, v)
         keys, values = (
-            torch.cat(pair) for pair in zip(self.sealer.chunk_kv.pop(layer), (k, v), strict=True)
+            torch.cat(pair) for pair in zip(self.sealer.chunk_kv[layer], (k, v), strict=True)
         )
-        rule = _rule(options, self.windows[layer])
         out = self.launch.prefill(layer, q, keys, values, output_like(module, q), rule, heads)
         if layer in self.sealer.pending:
             asked = q if heads is None else heads.absorb(q)
@@ -187,6 +189,10 @@ class RepeatAttention:
         return out
 
 
-def _rule(options: Mapping[str, Any], window: int | None) -> AttentionRule:
-    """Transformers' options of a layer's attention, and its window."""
-    return AttentionRule(options["scaling"], window, options.get("softcap"), options.get("s_aux"))
+def _rule(
+    geometry: Geometry, module: nn.Module, options: Mapping[str, Any]
+) -> tuple[int, AttentionRule]:
+    """The layer that a module of attention reads, and how, by Transformers' options."""
+    layer, shared = geometry.find_layer(int(module.layer_idx))  # type: ignore[arg-type]
+    known = geometry.windows[layer], options.get("softcap"), options.get("s_aux")
+    return layer, AttentionRule(options["scaling"], *known, shared)

@@ -34,6 +34,13 @@ from tangram.model.source import is_on_hub
 from tangram.model.text_growth import check_growth
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+# Types of text parts that Transformers reads alone from the files of a whole model, and what is
+# beside them there: pictures of Gemma 3n need another library (timm).
+_BESIDE_TEXT = {
+    "gemma3n_text": tuple(
+        f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    )
+}
 
 
 @contextmanager
@@ -57,7 +64,7 @@ def without_advice() -> Iterator[None]:
 
 
 def read_config(folder: Path, name: str) -> PretrainedConfig:
-    """The config of model `name`, of a class of Transformers.
+    """The config of model `name`, of a class of Transformers; of some types that of the text part.
 
     Raises `ModelError` if only code of the folder could read it, and `UNREADABLE` of `convert.py`
     for other faults.
@@ -66,7 +73,18 @@ def read_config(folder: Path, name: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, **_NO_CODE)
     if is_on_hub(name):
         config.name_or_path = name  # Transformers mends the tokenizers of some ids
-    return config
+    return _choose_part(config)
+
+
+def _choose_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a text part that is read alone, with what holds for all; else `config`."""
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PretrainedConfig) or text.model_type not in _BESIDE_TEXT:
+        return config
+    for field in ("name_or_path", "dtype", "quantization_config"):
+        if (value := getattr(config, field, None)) is not None:
+            setattr(text, field, value)
+    return text
 
 
 def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -108,6 +126,9 @@ def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str,
             **_NO_CODE,
         )
     model, report = loaded
+    beside = _BESIDE_TEXT.get(model.config.model_type, ())
+    surplus = {key for key in report["unexpected_keys"] if not key.startswith(beside)}
+    report["unexpected_keys"] = surplus
     if report["mismatched_keys"]:
         key, stored, wanted = min(report["mismatched_keys"])
         raise ModelError(

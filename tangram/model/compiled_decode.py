@@ -133,6 +133,12 @@ def check_compilable(model: PreTrainedModel) -> None:
         raise ConfigError(
             "compile_decode is set, but layers with latent attention are not compiled: leave it out"
         )
+    if any(getattr(part, "is_kv_shared_layer", False) for part in model.modules()):
+        # They are of more kinds than torch compiles of one function.
+        raise ConfigError(
+            "compile_decode is set, but layers that read the keys and values of another layer are "
+            "not compiled: leave it out"
+        )
 
 
 def check_compiler(device: torch.device) -> None:

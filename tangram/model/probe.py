@@ -251,6 +251,16 @@ def asked_calls(model: PreTrainedModel) -> list[AttentionCall]:
         model.set_attn_implementation(serving)
 
 
+def find_shared(calls: Sequence[AttentionCall]) -> dict[int, int]:
+    """The calls of a pass that get the same tensors as an earlier one, each with the first such."""
+    first = dict[object, int]()
+    found = (
+        first.setdefault(tuple((x.data_ptr(), x.shape, x.stride()) for x in (call.k, call.v)), at)
+        for at, call in enumerate(calls)
+    )
+    return {at: earlier for at, earlier in enumerate(found) if earlier != at}
+
+
 def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> None:
     """Run the model as a step does: tokens 1, 0, 0, 1 in one pass, those that are equal at the same
     positions.

@@ -32,7 +32,10 @@ def layer_rotaries(model: PreTrainedModel, geometry: Geometry) -> Mapping[int, R
     """
     places = [min(place, geometry.max_positions - 1) for place in _POSITIONS for _ in _TOKENS]
     calls, _ = listen(model, [*_TOKENS] * len(_POSITIONS), places, [0])
-    queries = {getattr(call.module, "layer_idx", None): call.q for call in calls}
+    queries = {  # of the layers that store what they read, which come before others
+        geometry.find_layer(int(call.module.layer_idx))[0]: call.q  # type: ignore[arg-type]
+        for call in reversed(calls)
+    }
     known = [*_embeddings(model), _still(geometry.head_dim)]
     positions = torch.tensor(places, device=model.device)
     found = dict[int, Rotary]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from reprlib import repr as shortened
 from typing import Any
@@ -21,6 +21,7 @@ from tangram.model.probe import (
     check_computation,
     check_options,
     check_rows,
+    find_shared,
     window_of,
 )
 from tangram.types import Geometry
@@ -64,10 +65,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     for field, why in (
         ("index_topk", "sparse attention reads the entries that an index chooses, not all of them"),
         ("attention_chunk_size", "chunked attention is not full or sliding attention"),
-        (
-            "num_kv_shared_layers",
-            "layers that share another layer's keys cannot be paged on their own",
-        ),
         ("use_bidirectional_attention", "bidirectional attention is not causal"),
         ("is_encoder_decoder", "encoder–decoder models are not decoders"),
     ):
@@ -142,6 +139,7 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
         for layer in range(layers):
             with _blaming(f"layer {layer}"):
                 windows.append(_check_call(by_layer[layer], longest))
+        readers = _find_readers(calls, windows)
         shapes = {tuple(tuple(part.shape[1:]) for part in call.entries[:2]) for call in calls}
         if len(shapes) != 1:
             raise ModelError("layers differ in their numbers of heads or head dims")
@@ -149,15 +147,41 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
         check_rows(model, calls[0], longest)
     ((query, key),), heads = shapes, calls[0].heads
     return Geometry(
-        layers=layers,
+        layers=layers - len(readers),
         kv_heads=key[0],
         query_heads=query[0],
         head_dim=key[1],
         vocab_size=int(config.vocab_size),
         max_positions=longest,
-        windows=tuple(windows),
+        windows=tuple(windows[layer] for layer in range(layers) if layer not in readers),
         value_dim=None if heads is None else heads.rank,
+        kv_layers=_number_layers(readers, layers) if readers else (),
     )
+
+
+def _find_readers(calls: Sequence[AttentionCall], windows: Sequence[int | None]) -> dict[int, int]:
+    """The layers that read an earlier one's keys and values, each with that layer.
+
+    Raises `ModelError` if the two have other windows: a window decides which entries are held.
+    """
+    readers = dict[int, int]()
+    for reading, read in find_shared(calls).items():
+        layer, source = (int(calls[at].module.layer_idx) for at in (reading, read))  # type: ignore[arg-type]
+        if layer < source:
+            raise ModelError(f"layer {layer} runs after layer {source}, whose keys it reads")
+        if windows[layer] != windows[source]:
+            raise ModelError(
+                f"layer {layer}: its window is {windows[layer]}, but it reads the keys of layer "
+                f"{source}, whose window is {windows[source]}"
+            )
+        readers[layer] = source
+    return readers
+
+
+def _number_layers(readers: Mapping[int, int], layers: int) -> tuple[int, ...]:
+    """For each of `layers` the number of the one that it reads, readers not counted."""
+    own = [layer for layer in range(layers) if layer not in readers]
+    return tuple(own.index(readers.get(layer, layer)) for layer in range(layers))
 
 
 @contextmanager

@@ -111,6 +111,11 @@ def take_share(model: PreTrainedModel, share: Share) -> None:
 
     Raises `ModelError` if the model has a part that no rule deals.
     """
+    if len(share.whole.kv_layers) > share.whole.layers:
+        raise ModelError(
+            f"tensor_parallel_size is {share.ranks}, but some layers read the keys of another "
+            "layer, and no rule deals their heads: set it to 1"
+        )
     for name, module in list(model.named_modules()):
         if module.__dict__.get("_is_hooked"):
             _make_plain(model, name, module)

@@ -13,9 +13,10 @@ from tangram.model.config_json import ModelConfig, presets, read_config
 __all__ = ["KVShape", "presets", "read_shape"]
 _WHAT = "the size of the KV cache"
 
-# Fields of models in which some layers share keys and values: their size would be wrong.
+# Fields of models whose layers differ in what they store: their size would be wrong.
 _FOREIGN_FIELDS = (
-    "num_kv_shared_layers",
+    "global_head_dim",
+    "per_layer_config",
     "layers_block_type",
     "hybrid_override_pattern",
     "attn_layer_period",
@@ -27,7 +28,8 @@ _FOREIGN_FIELDS = (
 class KVShape:
     """What one model stores per token.
 
-    `windows` has one entry a layer: the sliding window in tokens, None = the whole context.
+    `windows` has one entry for each layer that stores something, which those that read another
+    layer's keys and values do not: the sliding window in tokens, None = the whole context.
     `value_dim` marks multi-head latent attention (MLA): one vector of `head_dim` elements is the
     key of all query heads, and its first `value_dim` elements are the value.
     """
@@ -61,21 +63,32 @@ class KVShape:
 def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
     """What a model stores per token, from a `ModelConfig` or any argument of `read_config`.
 
-    Raises `ConfigError` if a field is missing or wrong, or if layers share a cache.
+    Raises `ConfigError` if a field is missing or wrong, or if layers differ in what they store.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
     for field in _FOREIGN_FIELDS:
         if value := config.content.get(field):
             raise ConfigError(
-                f"{config.name}: {field} is {value!r}: not every layer has a KV cache of its own"
+                f"{config.name}: {field} is {value!r}: layers differ in what they store"
             )
     kv_heads, head_dim, value_dim = (
         _latent_heads(config) if config.is_given("kv_lora_rank") else _heads(config)
     )
-    windows = tuple(
-        _window(config, layer) for layer in range(config.count("num_hidden_layers", _WHAT))
-    )
+    windows = tuple(_window(config, layer) for layer in range(_count_layers(config)))
     return KVShape(config.name, kv_heads, head_dim, value_dim, windows)
+
+
+def _count_layers(config: ModelConfig) -> int:
+    """The layers that store something: the last ones may read earlier layers."""
+    field, layers = "num_kv_shared_layers", config.count("num_hidden_layers", _WHAT)
+    if not config.content.get(field):
+        return layers
+    shared = config.count(field, _WHAT)
+    if shared >= layers:
+        raise ConfigError(
+            f"{config.name}: {field} is {shared}, it must be less than num_hidden_layers, {layers}"
+        )
+    return layers - shared
 
 
 def _heads(config: ModelConfig) -> tuple[int, int, None]:

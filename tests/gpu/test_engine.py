@@ -48,6 +48,7 @@ from tests.small_engines import (
     small_engine,
     tiny_model,
 )
+from tests.tiny_configs import tiny_config
 
 # What torch's compiler says of torch itself.
 pytestmark = [
@@ -73,6 +74,13 @@ LLAMA = LlamaConfig(**BASE)
 GPT_OSS = GptOssConfig(**BASE, **SLIDING, num_local_experts=2, num_experts_per_tok=1)
 GEMMA_2 = Gemma2Config(**BASE, **SLIDING, query_pre_attn_scalar=16, attn_logit_softcapping=2.0)
 GEMMA_3 = Gemma3TextConfig(**BASE, **SLIDING, query_pre_attn_scalar=16, tie_word_embeddings=False)
+GEMMA_3N = tiny_config(
+    "gemma3n_text",
+    **{name: BASE[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+    num_hidden_layers=4,
+    layer_types=SLIDING["layer_types"] * 2,
+    sliding_window=20,
+)
 # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
 LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
 CHUNK = 16
@@ -144,6 +152,7 @@ CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
     ),
     "gemma 2, softcap": (GEMMA_2, "keydiff", 0.5),
     "gemma 3": (GEMMA_3, "keydiff", 0.5),
+    "gemma 3n, keys of other layers": (GEMMA_3N, "keydiff", 0.5),
     "latents": (LATENTS, "keydiff", 0.5),
     "latents, uncompressed": (LATENTS, "keydiff", 1.0),
 }

@@ -118,7 +118,7 @@ class Passes:
         """The attention of `work`."""
         return StepAttention(
             launch,
-            self.batcher.windows,
+            self._loaded.geometry,
             work.addresses.width,
             work.addresses.prefill.spans,
             self.sealing.sealers(work.seals),
@@ -152,7 +152,7 @@ class Passes:
             if isinstance(sealer, ChunkSealer) and sealer.pending:
                 repeat = work.repeating(sealer.number, self._repetition(sealer.scorer, sealer.row))
                 launch, sealing = self._launch(repeat), self._meters.sealing
-                repetition = RepeatAttention(launch, self.batcher.windows, sealer, sealing)
+                repetition = RepeatAttention(launch, self._loaded.geometry, sealer, sealing)
                 parts = repeat.tokens, repeat.positions, repeat.wanted
                 self.forward(repetition, *self.upload(*parts))
 

@@ -158,7 +158,7 @@ class DecodePass:
     ) -> None:
         """`reference.append`, then `reference.decode`, for one layer: q [T, Q, D] → out [T, Q, V].
 
-        k is [T, H, D], v [T, H, V]. Everything is computed in float32.
+        k is [T, H, D], v [T, H, V]. Shared ones are not appended. All is computed in float32.
         """
         plan = self._plan
         _let_use(plan.threads)
@@ -175,7 +175,8 @@ class DecodePass:
             np.float32(rule.scaling),
             np.float32(rule.softcap or 0.0),
         )
-        keys, values = (_array(as_entries(x, self._dtype).view(self._bits)) for x in (k, v))
+        appended = (x[:, :0] if rule.shared else x for x in (k, v))  # of no head
+        keys, values = (_array(as_entries(x, self._dtype).view(self._bits)) for x in appended)
         tasks, bounds = plan.layer_tasks, plan.bounds[layer]
         step(rows, keys, values, self._pages, tasks, bounds, plan.address[layer], plan.threads)
         if not direct:

@@ -203,10 +203,11 @@ class TritonLaunch:
         if rows is None:
             return
         self._check()
-        store.append(
-            *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
-            *(rows.address, layer, rows.first_tokens, rows.shape.queries),
-        )
+        if not rule.shared:
+            store.append(
+                *(k[:tokens], v[:tokens], self.kernels.stored, self.tables, rows.lengths),
+                *(rows.address, layer, rows.first_tokens, rows.shape.queries),
+            )
         rows.decoder.attend(
             *(layer, q[:tokens], self.tables, rows.lengths, rule),
             out=out[:tokens],
@@ -229,7 +230,7 @@ class TritonLaunch:
             return out
         self._check()
         rows, here = chunks.rows, chunks.of_layer(layer, self.tables)
-        if rows.whole[layer, rows.asking].any():
+        if not rule.shared and rows.whole[layer, rows.asking].any():
             asking = chunks.of_layer(layer, self.tables, rows.asking)
             store.store(k, v, kernels.stored, asking, chunks.first[layer, rows.asking])
         if expansion is not None:

@@ -31,6 +31,7 @@ from tangram.model.load import LoadedModel
 from tangram.model.quantized import quantize
 from tests.mentions import mentioning
 from tests.small_engines import LATENT, run, sealed_state, small_engine, tiny_model
+from tests.tiny_configs import tiny_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
@@ -143,6 +144,8 @@ def test_where_it_cannot_serve_it_says_so(
     loaded = adopt_tiny(DeepseekV3Config(**sizes | latent | LATENT))
     with pytest.raises(ConfigError, match=mentioning("compile_decode latent")):
         small_engine(loaded, compile_decode=True)
+    with pytest.raises(ConfigError, match=mentioning("compile_decode another layer")):
+        small_engine(adopt_tiny(tiny_config("gemma3n_text")), compile_decode=True)
     with pytest.raises(ConfigError, match=mentioning("compile_decode tensor_parallel_size 2")):
         EngineConfig(tensor_parallel_size=2, compile_decode=True)
     nowhere = {"cpp.cxx": ("no-such-compiler",)}

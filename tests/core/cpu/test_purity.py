@@ -21,6 +21,7 @@ from tangram.engine.loop import Engine
 from tangram.model.load import LoadedModel
 from tangram.types import Event, Request, SamplingParams
 from tests.small_engines import LATENT, check_books, profile_file, run, sealed_state, small_engine
+from tests.tiny_configs import tiny_config
 
 TINY = LlamaConfig(
     vocab_size=96,
@@ -105,8 +106,9 @@ class LonePrompts:
         (TINY_LATENT, 0.5, "auto"),
         (TINY, 1.0, "auto"),
         (TINY, 0.5, "int8"),
+        (tiny_config("gemma3n_text"), 0.5, "auto"),
     ],
-    ids=["heads", "latents", "uncompressed", "integers"],
+    ids=["heads", "latents", "uncompressed", "integers", "shared layers"],
 )
 def world(
     request: pytest.FixtureRequest,

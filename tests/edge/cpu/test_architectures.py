@@ -31,6 +31,7 @@ from tangram.model import prepare
 from tangram.model.load import LoadedModel
 from tangram.types import SamplingParams
 from tests.small_engines import GREEDY, LATENT, profile_file, run, small_engine
+from tests.tiny_configs import tiny_config
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -82,6 +83,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=8,
         tie_word_embeddings=False,
     ),
+    "gemma3n": tiny_config("gemma3n_text", activation_sparsity_pattern=[0.5] + [0.0] * 5),
     "gpt_oss": GptOssConfig(
         **BASE, layer_types=SLIDING, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
     ),

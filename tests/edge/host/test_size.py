@@ -190,6 +190,14 @@ def test_how_many_fit_leaves_space_for_the_peak() -> None:
         ),
         ({"model_type": "gemma2"}, (4096, None, 4096, None)),
         ({"sliding_window": None}, (None,) * 4),
+        (
+            {
+                "num_kv_shared_layers": 2,  # Gemma 3n
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 512,
+            },
+            (512, None),
+        ),
     ],
 )
 def test_the_several_ways_to_declare_windows(
@@ -224,7 +232,8 @@ def test_a_missing_field_is_named(missing: str) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ({"global_head_dim": 512}, "global_head_dim 512"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 num_hidden_layers 2"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads '8'"),
     ],
 )
