@@ -145,6 +145,7 @@ class EngineStats:
     ]
     lost_diverged: Annotated[int, Total()]
     lost_evicted: Annotated[int, Total()]
+    lost_stateless: Annotated[int, Total()]
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
     speculation: SpeculationStats | None

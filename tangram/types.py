@@ -63,14 +63,21 @@ class Geometry:
     # has a value of its own, of head_dim elements.
     value_dim: int | None = None
     # For each layer of the model the number of the layer above whose keys and values it reads: the
-    # first of several with one number stores them. Empty = each has its own.
-    kv_layers: tuple[int, ...] = ()
+    # first of several with one number stores them. None = it reads none, as recurrent layers. Empty
+    # = each has its own.
+    kv_layers: tuple[int | None, ...] = ()
+    # What recurrent layers keep of a sequence instead, whatever its length.
+    state_bytes: int = 0
 
     def find_layer(self, number: int) -> tuple[int, bool]:
         """The layer above that layer `number` of the model reads, and whether an earlier one
         stores it.
+
+        Raises `ValueError` if it reads none.
         """
         found = self.kv_layers[number] if self.kv_layers else number
+        if found is None:
+            raise ValueError(f"layer {number} has no keys and values")
         return found, found in self.kv_layers[:number]
 
     @property
@@ -288,11 +295,13 @@ class Usage(Struct, frozen=True, array_like=True, gc=False):
 class LossReason(StrEnum):
     """Why the prefix cache had less of a prompt than an earlier conversation had left there.
 
-    The prompt differs from it, or pages were evicted.
+    The prompt differs from it, pages were evicted, or the recurrent state behind the pages was not
+    kept.
     """
 
     DIVERGED = "diverged"
     EVICTED = "evicted"
+    STATELESS = "stateless"
 
 
 MOST_SHOWN = 24  # tokens from the first that differs
@@ -531,9 +540,17 @@ class PageMove:
     """Copies of whole pages between the pool and host memory.
 
     `pages` int32 [n] are of the pool, `slots` int32 [n] of host memory. `inward` copies fill pages;
-    the others leave them unchanged.
+    the others leave them unchanged. With `slots` None pages are filled with zeros.
     """
 
     pages: Int32
-    slots: Int32
+    slots: Int32 | None
     inward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StateLoad:
+    """The sequence in `slot` begins with the recurrent state in `pages` int32 [n], None = zeros."""
+
+    slot: int
+    pages: Int32 | None

@@ -106,9 +106,9 @@ def check_size(folder: Path, loaded: LoadedModel) -> None:
 
 
 def continuations(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]]
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: int = TOKENS
 ) -> tuple[list[list[int]], float]:
-    """Greedy tokens behind each prompt by Transformers' own eager attention and cache, and the
+    """Greedy `tokens` behind each prompt by Transformers' own eager attention and cache, and the
     smallest lead of a choice.
     """
     serving: str = model.config._attn_implementation
@@ -116,9 +116,9 @@ def continuations(
     model.set_attn_implementation("eager")
     for prompt in prompts:
         made: Any = model.generate(  # type: ignore[operator]
-            torch.tensor([prompt]),
+            torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=TOKENS,
+            max_new_tokens=tokens,
             do_sample=False,
             eos_token_id=None,
             return_dict_in_generate=True,

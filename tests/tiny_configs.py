@@ -70,6 +70,8 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_expand": 2}
+# The default layers are as many that no attention is among the first four.
+_MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _ASSISTED = {
     "model_type": "gemma4_text",
     "num_hidden_layers": _LAYERS,
@@ -79,8 +81,11 @@ _ASSISTED = {
 }
 # By the type of the config, which may be a part of another one.
 _OWN: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
-    "granitemoehybrid": _MAMBA,
+    "bailing_hybrid": _MIXED,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA, **_MIXED},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _MIXED,
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -103,7 +108,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 6, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layer_types": ["mamba"] * _LAYERS},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 

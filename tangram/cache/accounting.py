@@ -40,7 +40,7 @@ def check_accounting(cache: CacheManager) -> None:
     """
     expected = np.zeros(cache.ledger.total, np.int32)
     for seq in cache.sequences.values():
-        for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages):
+        for pages in (*seq.spans, *seq.window_spans, *seq.raw_pages, *seq.snapshots.values()):
             expected[pages] += 1
         if seq.held_pages != seq.formula_pages:
             raise IntegrityError(

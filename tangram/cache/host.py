@@ -98,6 +98,13 @@ class HostTier:
             self.arriving[move.pages] = False
         return moves
 
+    def clear_pages(self, pages: Int32) -> None:
+        """Fill `pages` int32 [n] of the device with zeros, before anything else takes them.
+
+        They held no KV entries: their bytes may read as NaN, and zero times NaN is NaN.
+        """
+        self._note(PageMove(pages, None, inward=True))
+
     def clear(self) -> None:
         """Forget every link.
 

@@ -39,6 +39,11 @@ def window_key(chunk: bytes) -> bytes:
     return hashlib.sha256(chunk + b"window").digest()
 
 
+def state_key(chunk: bytes) -> bytes:
+    """The key of the recurrent state behind a sealed chunk."""
+    return hashlib.sha256(chunk + b"state").digest()
+
+
 def list_keys(fingerprint: str, salt: str, chunk_tokens: int, tokens: Int64) -> list[bytes]:
     """The keys of the chunks of the prompt `tokens` int64 [n] that a cache may have.
 

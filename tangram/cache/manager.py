@@ -10,21 +10,22 @@ reclaimed. This always holds:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys, raw_key
+from tangram.cache.keys import ChunkKeys, raw_key, state_key
 from tangram.cache.layout import Layout
 from tangram.cache.pages import Ledger
 from tangram.cache.part_tables import PartTables
 from tangram.cache.prefix import Chain, Link, Node, PrefixCache
 from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
+from tangram.cache.snapshots import keeps_snapshot
 from tangram.errors import IntegrityError
-from tangram.types import Int32, Int64, PageMove
+from tangram.types import Int32, Int64, PageMove, StateLoad
 from tangram.watch import ChunkStored, LinkChange
 
 # Drafts read an open chunk less well than a sealed one: one may be open for so many sealed ones.
@@ -37,8 +38,9 @@ class CacheManager:
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `lengths` is int32 [max_sequences, groups]: entries by group. `drafts`
     are the tables of what drafts read, if a retention has a draft. `rounds_chunks` says whether
-    sealing rounds entries. `counted_owed_pages` is the sum of `SequenceCache.owed_pages`, which is
-    kept.
+    sealing rounds entries. A snapshot of a sequence's recurrent state takes `state_pages`, 0 in a
+    model without such states. `counted_owed_pages` is the sum of `SequenceCache.owed_pages`, which
+    is kept.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class CacheManager:
         prefix_caching: bool,
         host_pages: int = 0,
         rounds_chunks: bool = False,
+        state_pages: int = 0,
     ) -> None:
         layouts = [retention.layout for retention in retentions]
         self.ledger = Ledger(total_pages)
         self.host = HostTier(host_pages, total_pages)
-        self.prefix = PrefixCache(self.ledger, self.host)
+        self.prefix = PrefixCache(self.ledger, self.host, state_pages > 0)
+        self.state_pages = state_pages
+        self._begun: dict[int, Node | None] = {}  # slots whose states the device does not have yet
         self.prefix_caching, self.rounds_chunks = prefix_caching, rounds_chunks
         # All lie in one pool.
         self.page_tokens, self.chunk_tokens = layouts[0].page_tokens, layouts[0].chunk_tokens
@@ -131,39 +136,41 @@ class CacheManager:
             return None
         reusable = tokens if reusable is None else reusable
         layout, chain = keys.retention.layout, self._chain(keys, reusable)
-        here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
-        for node in here:
-            self.prefix.acquire(node)
-        # Pages that are restored or found raw come out of the promise, so they change nothing here.
         promise = layout.count_promised_pages(len(tokens), limit)
-        if promise - sum(len(node.pages) for node in here) > self.spare_pages:
-            for node in reversed(here):
-                self.prefix.release(node)
-            return None
+        if not self._acquire(chain, promise):
+            # Until it is loaded, a state takes pages beyond the promise.
+            chain = Chain([], [], None, chain.known)
+            if not self.state_pages or promise > self.spare_pages:
+                return None
         seq = SequenceCache(self._slots.pop(), keys, promised_pages=promise)
         self.sequences[seq.slot] = seq
-        if here:
-            self.ledger.share(np.concatenate([node.pages for node in here]))
         with self.host.holding(chain.keys):
             self._attach(seq, chain, tokens)
-        if self.prefix_caching and len(tokens) - seq.computed_tokens < layout.chunk_tokens:
+            if self.state_pages:
+                self._begin_state(seq, chain, len(tokens))
+        if self._keeps_raw and len(tokens) - seq.computed_tokens < layout.chunk_tokens:
             self._attach_raw(seq, reusable)
         seq.cached_tokens = seq.computed_tokens
         self._write_lengths(seq)
         self._count_owed(seq)
         return seq
 
-    def take_moves(self, slots: Iterable[int]) -> tuple[tuple[PageMove, ...], bool]:
+    def take_moves(
+        self, slots: Collection[int]
+    ) -> tuple[tuple[PageMove, ...], bool, tuple[StateLoad, ...]]:
         """The copies that the device must make before the next step, in order.
 
         The second value is true if a row of `slots` touches a page that they fill. Later steps find
-        everything in place.
+        everything in place. The third are the states with which sequences in `slots` begin.
         """
         arriving, self._arriving = self._arriving, []
         awaited = bool(arriving) and any(self.sequences[slot].arriving for slot in slots)
         for seq in arriving:
             seq.arriving = False
-        return self.host.take_moves(), awaited
+        loads = tuple(
+            StateLoad(slot, self._end_begin(slot)) for slot in [*self._begun] if slot in slots
+        )
+        return self.host.take_moves(), awaited, loads
 
     def grow(self, seq: SequenceCache, tokens: int) -> None:
         """Take pages for `tokens` more raw tokens of the current chunk, out of the promise.
@@ -222,6 +229,22 @@ class CacheManager:
         self._write_lengths(seq)
         self._count_owed(seq)
 
+    def take_snapshot(self, seq: SequenceCache, tokens: int) -> Int32 | None:
+        """Pages int32 [n] for the state behind the chunk that was just sealed, of `tokens` known.
+
+        None if it is not kept, or if there are not enough pages that nobody needs.
+        """
+        if not self.state_pages or not self.prefix_caching or self.state_pages > self.spare_pages:
+            return None
+        if not self.keeps_state(seq, tokens):
+            return None
+        pages = seq.snapshots[seq.sealed_chunks - 1] = self._take(self.state_pages)
+        return pages
+
+    def keeps_state(self, seq: SequenceCache, tokens: int) -> bool:
+        """Whether the state behind the newest chunk of `seq`, of `tokens` known, is worth pages."""
+        return keeps_snapshot(seq.sealed_chunks, tokens, self.chunk_tokens, seq.left_chunks)
+
     def can_leave_open(self, seq: SequenceCache) -> bool:
         """Whether decode has filled a chunk that can be read without being sealed.
 
@@ -230,7 +253,7 @@ class CacheManager:
         """
         retention, closed = seq.keys.retention, seq.sealed_chunks - seq.open_chunks
         many = retention.draft is not None and seq.open_chunks >= max(1, closed // _CLOSED_OF_OPEN)
-        full = seq.raw_tokens == seq.layout.chunk_tokens
+        full = seq.raw_tokens == seq.layout.chunk_tokens and not self.state_pages
         return full and retention.keeps_whole_chunks and not (many or self.rounds_chunks)
 
     def leave_open(self, seq: SequenceCache) -> None:
@@ -278,7 +301,7 @@ class CacheManager:
         while len(seq.window_spans) > layout.window_chunks:
             self._drop_oldest_window(seq)
             self._count_owed(seq)
-        if not self.prefix_caching or seq.open_chunks:
+        if not self._keeps_raw or seq.open_chunks:
             return
         for page in range(len(seq.raw_nodes), seq.raw_tokens // layout.page_tokens):
             self._publish_raw(seq, tokens, page)
@@ -294,6 +317,11 @@ class CacheManager:
             self.ledger.release(pages)
         for node in reversed(seq.chunk_nodes):
             self.prefix.release(node)
+        for pages in seq.snapshots.values():
+            self.ledger.release(pages)
+            self.host.clear_pages(pages)
+        if seq.slot in self._begun:
+            self._end_begin(seq.slot)
         self.counted_owed_pages -= seq.counted_owed_pages
         if seq.arriving:
             self._arriving.remove(seq)
@@ -325,6 +353,56 @@ class CacheManager:
         return noted
 
     # -- internals ---------------------------------------------------------------------------------
+
+    @property
+    def _keeps_raw(self) -> bool:
+        """Whether raw pages are published: no sequence can begin within a chunk without a state."""
+        return self.prefix_caching and not self.state_pages
+
+    def _acquire(self, chain: Chain, promise: int) -> bool:
+        """Use and share the links of `chain` that are on the device, for a sequence with `promise`.
+
+        False, and nothing is done, if there are not enough pages.
+        """
+        here = [node for key in chain.keys if (node := self.prefix.find(key)) is not None]
+        for node in here:
+            self.prefix.acquire(node)
+        shared = [node.pages for node in here if node.link is not Link.STATE]
+        # Pages that are restored or found raw come out of the promise, so they change nothing here.
+        restored = chain.state is not None and self.prefix.find(chain.state) is None
+        wanted = promise - sum(map(len, shared)) + restored * self.state_pages
+        if wanted > self.spare_pages:
+            for node in reversed(here):
+                self.prefix.release(node)
+            return False
+        if shared:
+            self.ledger.share(np.concatenate(shared))
+        return True
+
+    def _begin_state(self, seq: SequenceCache, chain: Chain, tokens: int) -> None:
+        """The device must bring the state behind `chain` to `seq`, which has so many tokens.
+
+        The link of the state stays until then.
+        """
+        seq.left_chunks, seq.begun_tokens = chain.known, tokens
+        node = None
+        if chain.state is not None:
+            was_here = self.prefix.find(chain.state) is not None
+            node = self._reach(chain.state, seq.chunk_nodes[-1], Link.STATE, self.state_pages)
+            if not was_here:  # no sequence holds its pages
+                self.ledger.release(node.pages)
+            if self.host.arriving[node.pages].any() and not seq.arriving:
+                seq.arriving = True
+                self._arriving.append(seq)
+        self._begun[seq.slot] = node
+
+    def _end_begin(self, slot: int) -> Int32 | None:
+        """The pages of the state with which the sequence in `slot` begins, which may be evicted."""
+        node = self._begun.pop(slot)
+        if node is None:
+            return None
+        self.prefix.release(node)
+        return node.pages
 
     def _chain(self, keys: ChunkKeys, tokens: Int64) -> Chain:
         return self.prefix.longest(keys, tokens if self.prefix_caching else tokens[:0])
@@ -477,6 +555,8 @@ class CacheManager:
         node = self._adopt(seq, lambda: places()[:full], key, parent, seq.spans[chunk], Link.CHUNK)
         seq.spans[chunk] = node.pages
         seq.chunk_nodes.append(node)
+        if (snapshot := seq.snapshots.pop(chunk, None)) is not None:
+            self._publish_state(seq, chunk, snapshot)
         if layout.window_span_pages:
             window = seq.keys.window_after(chunk + 1, tokens)
             place = chunk - seq.sealed_chunks  # from the end: older parts were released
@@ -485,6 +565,26 @@ class CacheManager:
             )
             seq.window_spans[place] = newest.pages
             seq.window_nodes.append(newest)
+
+    def _publish_state(self, seq: SequenceCache, chunk: int, pages: Int32) -> None:
+        """`pages` hold the state behind chunk number `chunk` of `seq`.
+
+        If decode filled the chunk, it replaces the state behind the one before.
+        """
+        parent = seq.chunk_nodes[chunk]
+        key = state_key(parent.key)
+        if (node := self.prefix.find(key)) is None:
+            node = self.prefix.insert(key, parent, pages, Link.STATE)
+            self.prefix.acquire(node)
+            self.prefix.release(node)  # from now on it may be evicted
+        else:
+            self.host.clear_pages(pages)
+        self.ledger.release(pages)
+        if (chunk + 1) * self.chunk_tokens <= seq.begun_tokens:
+            return
+        passed, seq.passing_state = seq.passing_state, node
+        if passed is not None and self.prefix.find(passed.key) is passed and not passed.users:
+            self.prefix.remove(passed)
 
     def _note_stored(self, seq: SequenceCache, tokens: Int64, chunk: int) -> None:
         """Chunk `chunk` of `seq` is new in the prefix cache, if that is noted."""

@@ -2,7 +2,8 @@
 
 Links have the keys of `keys.py`. They are sealed chunks (`C` tokens) and, below the last sealed
 chunk, raw pages (`P` tokens). The pages of a chunk's sliding-window groups are a leaf of their own
-below it, so that they can be evicted while the chunk stays. Unused links are evicted least recently
+below it, so that they can be evicted while the chunk stays. So is the recurrent state behind a
+chunk. Unused links are evicted least recently
 used first, leaves before parents. Sealed chunks go to host memory, if there is some.
 """
 
@@ -13,17 +14,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tangram.cache.host import HostTier
-from tangram.cache.keys import ChunkKeys
+from tangram.cache.keys import ChunkKeys, state_key
 from tangram.cache.pages import Ledger
 from tangram.types import Int32, Int64
 from tangram.watch import ChunkPlace, LinkChange, LinkDropped
 
 
 class Link(Enum):
-    """What a link holds: a sealed chunk (full-attention groups), its window part, or a raw page."""
+    """What a link holds: a sealed chunk (full-attention groups), its window part, the recurrent
+    state behind it, or a raw page.
+    """
 
     CHUNK = "chunk"
     WINDOW = "window"
+    STATE = "state"
     RAW = "raw"
 
 
@@ -42,20 +46,26 @@ class Node:
     @property
     def transient(self) -> bool:
         """Whether a running sequence may release it before it ends."""
-        return self.link is not Link.CHUNK
+        return self.link in (Link.WINDOW, Link.RAW)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Keys of a sequence's first sealed chunks, and of the window parts of the newest of them."""
+    """Keys of a sequence's first sealed chunks, and of the window parts of the newest of them.
+
+    `state` is the key of the recurrent state behind the last. `known` counts the chunks that the
+    cache has, of which those behind this state are left out.
+    """
 
     chunks: list[bytes]
     windows: list[bytes]
+    state: bytes | None = None
+    known: int = 0
 
     @property
     def keys(self) -> list[bytes]:
         """All of them, parents before children."""
-        return self.chunks + self.windows
+        return [*self.chunks, *self.windows, *([] if self.state is None else [self.state])]
 
 
 @dataclass
@@ -64,11 +74,13 @@ class PrefixCache:
 
     `idle_pages` could be evicted now. `crowded_pages` counts the transient pages that more than one
     sequence uses, once for each further sequence: each may need a page of its own later.
-    `changes`, unless None, notes chunks that are gone.
+    `changes`, unless None, notes chunks that are gone. With `states` a chain ends where the
+    recurrent state behind it is known.
     """
 
     ledger: Ledger
     host: HostTier
+    states: bool = False
     nodes: dict[bytes, Node] = field(default_factory=dict)
     idle_pages: int = 0
     crowded_pages: int = 0
@@ -92,15 +104,20 @@ class PrefixCache:
             if not self.knows(key):
                 break
             chunks.append(key)
+        known = len(chunks)
         while chunks:
+            state = state_key(chunks[-1]) if self.states else None
+            if state is not None and not self.knows(state):
+                chunks.pop()
+                continue
             first = max(0, len(chunks) - layout.window_chunks)
             windows = [
                 keys.window_after(number + 1, tokens) for number in range(first, len(chunks))
             ]
             if all(map(self.knows, windows)):
-                return Chain(chunks, windows)
+                return Chain(chunks, windows, state, known)
             chunks.pop()
-        return Chain([], [])
+        return Chain([], [], None, known)
 
     def knows(self, key: bytes) -> bool:
         """Whether the link with this key is on the device or in host memory."""
@@ -170,6 +187,8 @@ class PrefixCache:
         del self.nodes[node.key]
         self.idle_pages -= len(node.pages)
         self.ledger.release(node.pages)
+        if node.link is Link.STATE:
+            self.host.clear_pages(node.pages)
         if self.changes is not None and node.link is Link.CHUNK:
             self.changes.append(LinkDropped(node.key, ChunkPlace.DEVICE))
         if node.parent is not None:

@@ -36,7 +36,7 @@ class Suspects:
         """[n]: all pages that the links and the sequences hold, unpublished ones included."""
         held = [node.pages for node in self.nodes]
         for seq in map(cache.sequences.__getitem__, self.slots):
-            held += [*seq.spans, *seq.window_spans, *seq.raw_pages]
+            held += [*seq.spans, *seq.window_spans, *seq.raw_pages, *seq.snapshots.values()]
         return np.unique(np.concatenate(held)) if held else np.zeros(0, np.int32)
 
 

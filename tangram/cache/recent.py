@@ -65,9 +65,12 @@ class Conversations:
             if not self._by_domain[oldest]:
                 del self._by_domain[oldest]
 
-    def find_loss(self, domain: bytes, tokens: Int64, cached: int) -> LostPrefix | None:
+    def find_loss(
+        self, domain: bytes, tokens: Int64, cached: int, known: int = 0
+    ) -> LostPrefix | None:
         """What the prompt `tokens` int64 [n] has lost, of which the cache has the first `cached`.
 
+        It has the KV entries of the first `known`, but not the recurrent state behind them.
         None if no conversation of the domain had more of it.
         """
         most = (len(tokens) - 1) // self.chunk_tokens * self.chunk_tokens
@@ -82,7 +85,8 @@ class Conversations:
             had = min(other.stored, most)
             shared = min(had, at // self.chunk_tokens * self.chunk_tokens)
             if shared > cached:
-                return LostPrefix(LossReason.EVICTED, shared - cached)
+                reason = LossReason.EVICTED if known < shared else LossReason.STATELESS
+                return LostPrefix(reason, shared - cached)
             if had <= cached:
                 continue
             text = text or _as_text(prompt)

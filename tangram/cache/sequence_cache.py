@@ -19,6 +19,9 @@ class SequenceCache:
     tail. The last `open_chunks` of the chunks are as decode filled them, and `open_nodes` are the
     raw links of their pages. `keys` are those of the sequence. The node lists name the prefix-cache
     links that it uses.
+    `snapshots` are pages of the recurrent state behind chunks that are not published yet. The cache
+    had the first `left_chunks` when it came with `begun_tokens`, some without such a state.
+    `passing_state` is the link of a state behind a chunk that decode filled, until the next.
     It may grow to `promised_pages` without a new promise. `arriving` is true if the moves before
     the next step fill pages in its tables. `counted_owed_pages` are its part of the manager's sum.
     """
@@ -34,6 +37,10 @@ class SequenceCache:
     raw_nodes: list[Node] = field(default_factory=list)
     open_chunks: int = 0
     open_nodes: list[Node] = field(default_factory=list)
+    snapshots: dict[int, Int32] = field(default_factory=dict)
+    left_chunks: int = 0
+    begun_tokens: int = 0
+    passing_state: Node | None = None
     promised_pages: int = 0
     cached_tokens: int = 0
     arriving: bool = False

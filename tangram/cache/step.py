@@ -9,7 +9,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from tangram.cache.retention import Retention
-from tangram.types import Int64, PageMove
+from tangram.types import Int32, Int64, PageMove, StateLoad
 
 
 class RowKind(Enum):
@@ -32,7 +32,8 @@ class Row(Struct, frozen=True, eq=False, gc=False):
     which none scores, has none. `slot` is the row of the block tables. With `pending` only the
     device knows the last of `tokens`, which the step before samples. In a row with drafts these are
     what only the device knows. `targets` int64 [m], if there are any, are the prompt tokens behind
-    the first m of `tokens`, whose log-probabilities are asked for. It is a struct because a step
+    the first m of `tokens`, whose log-probabilities are asked for. `snapshot` int32 [n] are pages
+    for the recurrent state behind its tokens, if it is kept. It is a struct because a step
     makes one for each sequence.
     """
 
@@ -46,6 +47,7 @@ class Row(Struct, frozen=True, eq=False, gc=False):
     sample: bool
     pending: bool = False
     targets: Int64 | None = None
+    snapshot: Int32 | None = None
 
     @property
     def drafts(self) -> int:
@@ -61,12 +63,14 @@ class Step:
     TAIL row, in the order of its tokens. Each attends to the entries that the rows before it
     stored. `moves` are made before the rows, in their order. Unless they are `awaited`, no row
     touches a page that they fill, so the rows may run beside them. Later steps find them done.
+    `loads` follow them: states of sequences whose first rows these are.
     """
 
     rows: tuple[Row, ...]
     epoch: int
     moves: tuple[PageMove, ...] = ()
     awaited: bool = False
+    loads: tuple[StateLoad, ...] = ()
 
     @cached_property
     def decode_rows(self) -> int:

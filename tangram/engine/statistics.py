@@ -88,6 +88,7 @@ class StatsReader:
             sealing_s=meters.sealing.seconds,
             lost_diverged=counters.lost_tokens[LossReason.DIVERGED],
             lost_evicted=counters.lost_tokens[LossReason.EVICTED],
+            lost_stateless=counters.lost_tokens[LossReason.STATELESS],
             plans=dict(meters.plans),
             overflow=() if meters.overflow is None else meters.overflow.figures,
             speculation=None if speculation is None else speculation.counters.read(),

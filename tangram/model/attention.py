@@ -20,6 +20,7 @@ from tangram.kernels.interface import AttentionRule, Launch
 from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.model.latent import OURS, join_entries, latent_heads, output_like
+from tangram.model.recurrent import PassStates
 from tangram.model.sealing import ChunkSealer, GroupSealer
 from tangram.plan.records import Records
 from tangram.types import Geometry
@@ -33,6 +34,11 @@ class AttentionContext(Protocol):
     @property
     def decodes_only(self) -> bool:
         """Whether every token of the pass is the newest of its row, or a draft."""
+        ...
+
+    @property
+    def states(self) -> PassStates | None:
+        """The states of recurrent layers; None of a model without such layers."""
         ...
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -103,6 +109,7 @@ class StepAttention:
     sealing: Stopwatch
     form: HostForm | None = None
     sealed: Sequence[slice] = ()
+    states: PassStates | None = None
 
     @property
     def decodes_only(self) -> bool:
@@ -170,6 +177,7 @@ class RepeatAttention:
     geometry: Geometry
     sealer: ChunkSealer
     sealing: Stopwatch
+    states: PassStates | None = None
     decodes_only = False
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

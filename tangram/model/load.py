@@ -38,7 +38,14 @@ from tangram.model.frequencies import fix_frequencies
 from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.model.quantized import check_quantization, held_bytes
-from tangram.model.servable import own_attention, probe_geometry, refuse_class, refuse_unsupported
+from tangram.model.recurrent import StateShape
+from tangram.model.servable import (
+    own_attention,
+    probe_geometry,
+    probe_states,
+    refuse_class,
+    refuse_unsupported,
+)
 from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import EMBEDDED, find_folder, gguf_file, is_gguf
 from tangram.model.weight_files import check_safetensors
@@ -62,6 +69,7 @@ class LoadedModel:
 
     `eos_token_ids` end an answer; `model` is in eval mode on its device. `weights_digest` is that
     of its config and of samples of all its weights. `defaults` hold where a request states nothing.
+    `states` are what its recurrent layers keep of a sequence.
     """
 
     name: str
@@ -72,6 +80,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     weights_digest: str
     defaults: ModelDefaults = NO_ADVICE
+    states: tuple[StateShape, ...] = ()
 
     @property
     def kept_folder(self) -> Path:
@@ -283,7 +292,8 @@ def adopt(
     refuse_unsupported(model.config)
     wanted = Wanted(model.device, model.dtype, mapped=mapped, rounded=rounded)
     prepare(model, wanted, Stage.LOAD)
-    geometry = probe_geometry(model)
+    states = probe_states(model)
+    geometry = probe_geometry(model, states)
     loaded = LoadedModel(
         name=name,
         model=model,
@@ -292,6 +302,7 @@ def adopt(
         fingerprint=fingerprint(model, geometry, name),
         eos_token_ids=_eos_ids(model, tokenizer),
         weights_digest=digest_weights(model),
+        states=states,
     )
     prepare(model, wanted, Stage.ROUND)
     return loaded

@@ -23,6 +23,7 @@ from tangram.model.fused import join_projections
 from tangram.model.latent import has_latents, pass_latents
 from tangram.model.modules import copy_function
 from tangram.model.quantized import quantize
+from tangram.model.recurrent import has_states, take_rows_apart
 from tangram.model.shares import Share, take_share
 
 
@@ -164,6 +165,14 @@ STEPS = (
         "attention that gets latents, not the keys and values of all heads",
         lambda model, wanted: any(map(has_latents, model.modules())),
         lambda model, wanted: pass_latents(model),
+    ),
+    ModelStep(
+        "rows",
+        Stage.LOAD,
+        "recurrent layers or convolutions",
+        "mixers that compute each row of a pass by itself, from its state",
+        lambda model, wanted: has_states(model),
+        lambda model, wanted: take_rows_apart(model),
     ),
     ModelStep(
         "hidden",

@@ -20,6 +20,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from tangram.errors import ModelError
 from tangram.kernels.reference import apply_sinks, softmax_part
 from tangram.model.latent import LatentHeads, join_entries, latent_heads
+from tangram.model.recurrent import (
+    PassStates,
+    StateShape,
+    begin_rows,
+    continue_row,
+    read_state_shapes,
+)
 
 # The implementation of attention of the first pass. It has masks; that of serving has none.
 IMPLEMENTATION = "tangram-probe"
@@ -145,17 +152,18 @@ def window_of(call: AttentionCall, longest: int) -> int | None:
     return window
 
 
-def check_cache(config: PretrainedConfig, windows: Sequence[int | None], longest: int) -> None:
+def check_cache(config: PretrainedConfig, windows: Mapping[int, int | None], longest: int) -> None:
     """Raise `ModelError` if Transformers' own cache drops what a layer's mask shows.
 
-    Then Transformers answers otherwise with its cache than without it.
+    Then Transformers answers otherwise with its cache than without it. `windows` are those of the
+    layers with attention.
     """
     try:
         held = DynamicCache(config=config).layers
     except Exception as error:
         raise ModelError(f"Transformers makes no cache of its config: {describe(error)}") from error
-    for layer, (part, window) in enumerate(zip(held, windows, strict=False)):
-        kept = getattr(part, "sliding_window", None) or longest
+    for layer, window in windows.items():
+        kept = getattr(held[layer], "sliding_window", None) or longest
         if kept < (window or longest):
             raise ModelError(
                 f"layer {layer}: its mask shows {'all' if window is None else window} tokens, but "
@@ -261,15 +269,32 @@ def find_shared(calls: Sequence[AttentionCall]) -> dict[int, int]:
     return {at: earlier for at, earlier in enumerate(found) if earlier != at}
 
 
-def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> None:
+def find_states(model: PreTrainedModel) -> tuple[StateShape, ...]:
+    """What recurrent layers keep of a sequence. Raises `ModelError` if the model does not run."""
+    serving: str = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        return read_state_shapes(model, tangram=AttentionListener())
+    except Exception as error:
+        raise ModelError(f"its states cannot be found: {describe(error)}") from error
+    finally:
+        model.set_attn_implementation(serving)
+
+
+def check_rows(
+    model: PreTrainedModel, alone: AttentionCall, longest: int, shapes: Sequence[StateShape] = ()
+) -> None:
     """Run the model as a step does: tokens 1, 0, 0, 1 in one pass, those that are equal at the same
-    positions.
+    positions. Each is a row, and the states of `shapes` begin with it.
 
     `alone` is the first call of attention in `asked_calls`. Raises `ModelError` if something of a
-    token depends on its place in the batch or on other tokens: a convolution, a recurrent layer,
-    positions that are counted, frequencies by the longest position.
+    token depends on its place in the batch or on other tokens: a convolution or a recurrent layer
+    without such states, positions that are counted, frequencies by the longest position.
     """
-    calls, logits = listen(model, [1, 0, 0, 1], [1, longest - 1, longest - 1, 1], [0, 3, 2])
+    tokens = [1, 0, 0, 1]
+    states = begin_rows(shapes, len(tokens), model.device) if shapes else None
+    places = [1, longest - 1, longest - 1, 1]
+    calls, logits = listen(model, tokens, places, [0, 3, 2], states)
     if logits.shape[:2] != (1, 3):
         raise ModelError(f"it gives logits {list(logits.shape)} where those of 3 tokens are asked")
     for call in calls:
@@ -281,13 +306,36 @@ def check_rows(model: PreTrainedModel, alone: AttentionCall, longest: int) -> No
                 )
     if not _near(logits[0, 0], logits[0, 1]):
         raise ModelError("the logits of a token depend on other tokens but by attention")
+    if states is not None:  # they carry something from the token before
+        return
     for first, again in ((alone.q[1], calls[0].q[0]), (alone.k[1], calls[0].k[0])):
         if not _near(first, again):
             raise ModelError("keys of a token depend on the longest position in the batch")
 
 
+def check_states(model: PreTrainedModel, shapes: Sequence[StateShape]) -> None:
+    """Run a sequence in one row, and again in two, the second of which begins with a state.
+
+    Raises `ModelError` if the answers differ: its layers drop their states, or some are unknown.
+    """
+    if not shapes:
+        return
+    numbers, last = list(range(_TOKENS)), torch.zeros(1, dtype=torch.int64, device=model.device)
+    ends = list[list[Tensor]]()
+    for counts in ([_TOKENS], [_TOKENS // 2] * 2):
+        states = continue_row(shapes, counts, model.device)
+        _, logits = listen(model, numbers, numbers, numbers, states)
+        ends.append([logits, *(states.memory.read(one.name, last) for one in shapes)])
+    if not all(map(_near, *ends)):
+        raise ModelError("its recurrent layers go on otherwise from a state than without a break")
+
+
 def listen(
-    model: PreTrainedModel, tokens: list[int], positions: list[int], wanted: list[int]
+    model: PreTrainedModel,
+    tokens: list[int],
+    positions: list[int],
+    wanted: list[int],
+    states: PassStates | None = None,
 ) -> tuple[list[AttentionCall], Tensor]:
     """The calls of attention and the logits of a pass, as `Passes.forward` runs it."""
     listener = AttentionListener()
@@ -298,6 +346,7 @@ def listen(
         output = model(
             input_ids=ids[None],
             position_ids=places[None],
+            past_key_values=states,
             use_cache=False,
             logits_to_keep=kept,
             tangram=listener,

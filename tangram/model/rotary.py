@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tangram.compress.scorers.rotation import unrotate
 from tangram.errors import ModelError
 from tangram.model.probe import listen
+from tangram.model.recurrent import StateShape, begin_rows
 from tangram.types import Geometry
 
 # int64 positions [n] → (cos, sin), each float32 [n, D_rot]; see `ChunkView.rotary`.
@@ -22,16 +23,19 @@ _ROUNDING = 0.02  # of the largest element, in 16 bits
 
 
 @torch.inference_mode()
-def layer_rotaries(model: PreTrainedModel, geometry: Geometry) -> Mapping[int, Rotary]:
+def layer_rotaries(
+    model: PreTrainedModel, geometry: Geometry, states: Sequence[StateShape] = ()
+) -> Mapping[int, Rotary]:
     """The rotary embedding of each full-attention layer; that of a layer without one turns nothing.
 
     A pass of a few tokens at several positions tells: undoing a layer's own embedding leaves the
     same queries everywhere. Dimension i must rotate with i + D_rot/2. Raises `ModelError` if the
     layer rotates other pairs (GLM and Cohere interleave) or knows positions otherwise: scores would
-    be silently wrong.
+    be silently wrong. `states` are those of the model's recurrent layers.
     """
     places = [min(place, geometry.max_positions - 1) for place in _POSITIONS for _ in _TOKENS]
-    calls, _ = listen(model, [*_TOKENS] * len(_POSITIONS), places, [0])
+    begun = begin_rows(states, len(places), model.device) if states else None
+    calls, _ = listen(model, [*_TOKENS] * len(_POSITIONS), places, [0], begun)
     queries = {  # of the layers that store what they read, which come before others
         geometry.find_layer(int(call.module.layer_idx))[0]: call.q  # type: ignore[arg-type]
         for call in reversed(calls)

@@ -21,9 +21,12 @@ from tangram.model.probe import (
     check_computation,
     check_options,
     check_rows,
+    check_states,
     find_shared,
+    find_states,
     window_of,
 )
+from tangram.model.recurrent import StateShape
 from tangram.types import Geometry
 
 _COUNTS = (
@@ -36,7 +39,11 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _NEEDED = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Layers of the other types are looked at by `probe_geometry`: they have states, or need none.
+_LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "linear_attention", "conv"),
+    *("hybrid", "hybrid_sliding", "mlp", "moe"),
+}
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
@@ -119,8 +126,18 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 @torch.inference_mode()
-def probe_geometry(model: PreTrainedModel) -> Geometry:
+def probe_states(model: PreTrainedModel) -> tuple[StateShape, ...]:
+    """What the model's recurrent layers keep of a sequence. Raises `ModelError` if it fails."""
+    config = model.config.get_text_config()
+    with _blaming(f"{config.model_type} ({type(model).__name__}) cannot be served"):
+        return find_states(model)
+
+
+@torch.inference_mode()
+def probe_geometry(model: PreTrainedModel, states: Sequence[StateShape] = ()) -> Geometry:
     """The geometry as the model's own layers report it in two forward passes of a few tokens.
+
+    `states` are those of its recurrent layers.
 
     Raises `ModelError` if a layer does not call the registered attention, or would be served
     wrongly, or if layers differ in shape.
@@ -129,37 +146,44 @@ def probe_geometry(model: PreTrainedModel) -> Geometry:
     longest, layers = int(config.max_position_embeddings), int(config.num_hidden_layers)
     with _blaming(f"{config.model_type} ({type(model).__name__}) cannot be served"):
         calls = asked_calls(model)
-        by_layer = {getattr(call.module, "layer_idx", None): call for call in calls}
-        if len(calls) != layers or by_layer.keys() != set(range(layers)):
+        numbers = [getattr(call.module, "layer_idx", None) for call in calls]
+        by_layer = {at: call for at, call in zip(numbers, calls, strict=True) if type(at) is int}
+        expected = by_layer.keys() & set(range(layers)) if states else set(range(layers))
+        if not calls or len(calls) != len(by_layer) or by_layer.keys() != expected:
             raise ModelError(
                 f"{len(by_layer)} of {layers} layers call Transformers' attention interface, "
                 f"{len(calls)} times in all; each layer must do so once"
             )
-        windows = list[int | None]()
-        for layer in range(layers):
+        windows = dict[int, int | None]()
+        for layer in sorted(expected):
             with _blaming(f"layer {layer}"):
-                windows.append(_check_call(by_layer[layer], longest))
+                windows[layer] = _check_call(by_layer[layer], longest)
         readers = _find_readers(calls, windows)
         shapes = {tuple(tuple(part.shape[1:]) for part in call.entries[:2]) for call in calls}
         if len(shapes) != 1:
             raise ModelError("layers differ in their numbers of heads or head dims")
         check_cache(model.config, windows, longest)
-        check_rows(model, calls[0], longest)
+        check_rows(model, calls[0], longest, states)
+        check_states(model, states)
     ((query, key),), heads = shapes, calls[0].heads
+    storing = [layer for layer in windows if layer not in readers]
     return Geometry(
-        layers=layers - len(readers),
+        layers=len(storing),
         kv_heads=key[0],
         query_heads=query[0],
         head_dim=key[1],
         vocab_size=int(config.vocab_size),
         max_positions=longest,
-        windows=tuple(windows[layer] for layer in range(layers) if layer not in readers),
+        windows=tuple(windows[layer] for layer in storing),
         value_dim=None if heads is None else heads.rank,
-        kv_layers=_number_layers(readers, layers) if readers else (),
+        kv_layers=() if len(storing) == layers else _number_layers(storing, readers, layers),
+        state_bytes=sum(one.bytes for one in states),
     )
 
 
-def _find_readers(calls: Sequence[AttentionCall], windows: Sequence[int | None]) -> dict[int, int]:
+def _find_readers(
+    calls: Sequence[AttentionCall], windows: Mapping[int, int | None]
+) -> dict[int, int]:
     """The layers that read an earlier one's keys and values, each with that layer.
 
     Raises `ModelError` if the two have other windows: a window decides which entries are held.
@@ -178,10 +202,12 @@ def _find_readers(calls: Sequence[AttentionCall], windows: Sequence[int | None])
     return readers
 
 
-def _number_layers(readers: Mapping[int, int], layers: int) -> tuple[int, ...]:
-    """For each of `layers` the number of the one that it reads, readers not counted."""
-    own = [layer for layer in range(layers) if layer not in readers]
-    return tuple(own.index(readers.get(layer, layer)) for layer in range(layers))
+def _number_layers(
+    storing: Sequence[int], readers: Mapping[int, int], layers: int
+) -> tuple[int | None, ...]:
+    """For each of `layers` the number of the `storing` one that it reads, None if it reads none."""
+    numbers = {layer: number for number, layer in enumerate(storing)}
+    return tuple(numbers.get(readers.get(layer, layer)) for layer in range(layers))
 
 
 @contextmanager

@@ -139,7 +139,10 @@ def _list_counters(stats: EngineStats) -> Iterator[Metric]:
     plans = (([planner], count) for planner, count in stats.plans.items())
     yield make("tangram_plans", "Decode plans made, by planner", plans, ["planner"])
     text = "Prompt tokens computed that an earlier conversation had left in the prefix cache"
-    lost = [(["diverged"], stats.lost_diverged), (["evicted"], stats.lost_evicted)]
+    lost = [
+        *((["diverged"], stats.lost_diverged), (["evicted"], stats.lost_evicted)),
+        (["stateless"], stats.lost_stateless),
+    ]
     yield make("tangram_lost_prompt_tokens", text, lost, ["reason"])
     text = "Sealed chunks sampled to compare their own selection with the budgets"
     chunks = ((_profile(line), line.chunks) for line in stats.overflow if line.group == 0)

@@ -167,6 +167,8 @@ class LossLog:
 def _say_why(lost: LostPrefix) -> str:
     if lost.reason is LossReason.EVICTED:
         return "they were evicted from the prefix cache"
+    if lost.reason is LossReason.STATELESS:
+        return "the recurrent state behind their KV entries was not kept"
     return (
         f"it differs at token {lost.at:,} from an earlier conversation of its client "
         "(explain_reuse shows both texts)"

@@ -20,6 +20,7 @@ _FOREIGN_FIELDS = (
     "layers_block_type",
     "hybrid_override_pattern",
     "attn_layer_period",
+    "attn_layer_indices",
     "full_attention_interval",
 )
 

@@ -197,7 +197,7 @@ class ModelDrafter:
             return
         # Whole chunks lie end to end, because they are sealed together.
         rows = tuple(sorted(prefill.rows, key=lambda row: row.kind is RowKind.TAIL))
-        step = Step(rows, 0, *self.cache.take_moves(row.slot for row in rows))
+        step = Step(rows, 0, *self.cache.take_moves({row.slot for row in rows}))
         self._runner.run(self._runner.plan(step), [])
         for mirror in prefill.mirrors:
             self.cache.commit(mirror.held, mirror.known_tokens)

@@ -26,7 +26,7 @@ from tangram.plan.form import DecodeRows, WorkPlan
 from tangram.plan.loops import address_rows
 from tangram.plan.records import ADDRESS, PAST, SPAN
 from tangram.plan.schedule import Decoding
-from tangram.types import Int32, Int64
+from tangram.types import Geometry, Int32, Int64
 
 GROWTH_TOKENS = 128  # assumed growth of a row in the first half of a plan's life
 LEAST_PADDED_TOKENS = 64
@@ -55,9 +55,9 @@ class Batcher:
         self._planned: dict[int, tuple[Decoding, WorkPlan]] = {}
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the sliding window in tokens."""
-        return self.retentions[0].layout.geometry.windows
+    def geometry(self) -> Geometry:
+        """That of the model."""
+        return self.retentions[0].layout.geometry
 
     def build(self, rows: Sequence[Row], epoch: int, *, padded: bool = False) -> Pass:
         """The pass of `rows`, whose pages the scheduler has taken.
@@ -181,7 +181,7 @@ class Batcher:
             entries = _estimate_entries(layout, start[alike])
             first_slot = layout.head_address.view(ADDRESS)[..., 0]
             address_rows(first_slot, alike, table, index, entries, address, budget)
-        return DecodeRows(address, budget, self.windows, first.page_tokens)
+        return DecodeRows(address, budget, self.geometry.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""

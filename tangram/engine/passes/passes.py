@@ -26,6 +26,7 @@ from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.transfer import upload
 from tangram.model.attention import AttentionContext, RepeatAttention, StepAttention
 from tangram.model.load import LoadedModel
+from tangram.model.recurrent import StateMemory
 from tangram.model.sealing import ChunkSealer, Sealing
 from tangram.types import Int32, Int64
 
@@ -42,7 +43,8 @@ class Passes:
     """Runs passes of `loaded` that `batcher` builds for `kernels`, over the block `tables`.
 
     `sealing` scores and seals chunks; these are rounded to `form`. With `graphs` passes that only
-    decode, and single prefill rows, are replayed as CUDA graphs.
+    decode, and single prefill rows, are replayed as CUDA graphs. `states` are those of recurrent
+    layers.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Passes:
         *,
         form: HostForm | None = None,
         graphs: bool = False,
+        states: StateMemory | None = None,
     ) -> None:
         self.batcher, self.kernels, self.tables = batcher, kernels, tables
-        self.sealing, self.form = sealing, form
+        self.sealing, self.form, self.states = sealing, form, states
         self._loaded, self._meters = loaded, meters
         self.graphs = PassGraphs(self.forward, loaded.device) if graphs else None
 
@@ -125,6 +128,7 @@ class Passes:
             self._meters.sealing,
             self.form,
             work.sealed_tokens,
+            None if self.states is None else self.states.of_pass(work.rows),
         )
 
     def forward(
@@ -139,6 +143,7 @@ class Passes:
             output = self._loaded.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
+                past_key_values=attention.states,
                 use_cache=False,
                 logits_to_keep=wanted,
                 tangram=attention,
@@ -147,12 +152,19 @@ class Passes:
         return logits
 
     def finish(self, work: Pass, attention: StepAttention) -> None:
-        """The second pass of scorers that make the model repeat a chunk (KVzip, section 3)."""
+        """Keep snapshots of states; then the second pass of scorers that make the model repeat a
+        chunk (KVzip, section 3).
+        """
+        if attention.states is not None:
+            attention.states.save()
         for sealer in attention.sealers:
             if isinstance(sealer, ChunkSealer) and sealer.pending:
                 repeat = work.repeating(sealer.number, self._repetition(sealer.scorer, sealer.row))
                 launch, sealing = self._launch(repeat), self._meters.sealing
                 repetition = RepeatAttention(launch, self._loaded.geometry, sealer, sealing)
+                if self.states is not None:
+                    tokens = len(repeat.tokens)
+                    repetition.states = self.states.of_repetition(sealer.row, tokens)
                 parts = repeat.tokens, repeat.positions, repeat.wanted
                 self.forward(repetition, *self.upload(*parts))
 

@@ -30,6 +30,7 @@ from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import upload
 from tangram.model.load import LoadedModel
+from tangram.model.recurrent import StateMemory
 from tangram.model.rotary import layer_rotaries
 from tangram.model.sealing import ScoreObserver, Sealing
 from tangram.types import Int32
@@ -86,12 +87,15 @@ class Runner:
         for scorer in scorers.values():
             scorer.check_geometry(geometry)
         needs_rotary = any("rotary" in scorer.needs for scorer in scorers.values())
-        rotaries = layer_rotaries(loaded.model, geometry) if needs_rotary else {}
+        rotaries = layer_rotaries(loaded.model, geometry, loaded.states) if needs_rotary else {}
         scales = join_scales(retention.scales for retention in retentions)
         self._scales = (
             stored_scales(torch.tensor(scales, device=loaded.device), self.pool.dtype)
             if scales is not None and self.pool.dtype in NARROW.values()
             else None
+        )
+        self._states = (
+            StateMemory(loaded.states, len(cache.tables), self.pool) if loaded.states else None
         )
         self._host = host_memory(self.pool, settings.host_pages, form)
         limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
@@ -110,6 +114,7 @@ class Runner:
             self.meters,
             form=form,
             graphs=settings.graphs,
+            states=self._states,
         )
         self._saver = None if settings.saver is None else settings.saver(self.pool)
         nothing = torch.empty(0, dtype=torch.int64, device=loaded.device)
@@ -137,6 +142,8 @@ class Runner:
         """
         step, passes, drafted = planned.step, planned.passes, planned.drafted
         self._host.move(step.moves, awaited=step.awaited)
+        if self._states is not None:
+            self._states.load(step.loads)
         found = list[Tensor]()
         for work in passes:
             begun = self.passes.begin(work, self._carry(work, drafted))

@@ -7,7 +7,7 @@ import numpy as np
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind
 from tangram.engine.schedule.token_sequence import TokenSequence
-from tangram.types import Int64
+from tangram.types import Int32, Int64
 
 PRECEDING_TOKENS = 16
 _NOTHING, _UNKNOWN = np.zeros(0, np.int64), np.zeros(1, np.int64)
@@ -22,6 +22,7 @@ def row_of(
     *,
     sample: bool,
     targets: Int64 | None = None,
+    snapshot: Int32 | None = None,
 ) -> Row:
     """The row that computes the tokens `start` to `end` of `sequence` into `cache`."""
     tokens, pending = sequence.tokens[start:end], sequence.pending and end == sequence.known
@@ -36,6 +37,7 @@ def row_of(
         sample,
         pending,
         targets,
+        snapshot,
     )
 
 

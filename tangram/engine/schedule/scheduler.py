@@ -240,7 +240,7 @@ class Scheduler:
         # Whole chunks lie end to end, because they are sealed together.
         prefill.sort(key=lambda row: row.kind is RowKind.TAIL)
         rows = tuple(decode + prefill)
-        moves = self.cache.take_moves(row.slot for row in rows)
+        moves = self.cache.take_moves({row.slot for row in rows})
         step = Step(rows, self._epoch_of(decode), *moves)
         self.counters.computed_tokens += step.decode_tokens
         self.counters.computed_tokens += sum(len(row.tokens) for row in prefill)
@@ -415,8 +415,10 @@ class Scheduler:
     def _find_loss(self, sequence: TokenSequence, cached: int) -> None:
         if sequence.unscored:  # it reuses nothing on purpose
             return
-        prompt = sequence.known_tokens
-        lost = sequence.lost = self.conversations.find_loss(sequence.domain, prompt, cached)
+        known = sequence.held.left_chunks * self.cache.chunk_tokens
+        lost = sequence.lost = self.conversations.find_loss(
+            sequence.domain, sequence.known_tokens, cached, known
+        )
         if lost is not None:
             self.counters.lost_tokens[lost.reason] += lost.tokens
 
@@ -504,16 +506,20 @@ class Scheduler:
         # A chunk that decode completed has been sampled already; one that ends the known tokens has
         # not.
         sample = end == sequence.known and cache.raw_tokens < cache.layout.chunk_tokens
+        snapshot = None
         if kind is RowKind.SEAL:
             key = self.cache.next_key(cache, sequence.settled_tokens)
             if key is not None:
                 self._sealing.add(key)
             self.cache.seal(cache)
+            snapshot = self.cache.take_snapshot(cache, sequence.known)
         else:
             self.cache.grow(cache, end - start)
         self.counters.computed_prompt_tokens += max(0, min(end, sequence.prompt_tokens) - start)
         targets = sequence.take_targets(start, end)
-        return row_of(sequence, cache, kind, start, end, sample=sample, targets=targets)
+        return row_of(
+            *(sequence, cache, kind, start, end), sample=sample, targets=targets, snapshot=snapshot
+        )
 
     def _epoch_of(self, decode: list[Row]) -> int:
         size = self.cache.chunk_tokens

@@ -124,6 +124,11 @@ def for_drafting(
     check_vocabulary(
         served.name, served.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()
     )
+    if loaded.states:
+        raise ConfigError(
+            f"speculative_config.model is {drafts.model}, whose recurrent layers cannot go back "
+            "behind a refused draft: choose a model without such layers"
+        )
     tokens = readable_tokens(loaded, served.name, max_tokens)
     drafting = draft_config(config, drafts, tokens)
     return _draw(Compression.of(drafting, loaded.fingerprint), loaded, tokens)
@@ -132,12 +137,32 @@ def for_drafting(
 def _settle(config: EngineConfig, loaded: LoadedModel) -> tuple[Compression, int]:
     """The scorers and profiles of a model that serves, and the most tokens of a sequence."""
     use_threads(config.threads)
+    check_states(config, loaded)
     check_cache_device(config, loaded.device)
     limit = loaded.geometry.max_positions
     check_model_len(config, limit)
     if loaded.device.type == "cuda":
         config = limit_drafts(config, loaded.geometry.group_size)
     return Compression.of(config, loaded.fingerprint), config.max_model_len or limit
+
+
+def check_states(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise `ConfigError` if `config` asks for what models with recurrent state do not have."""
+    refused = {
+        "tensor_parallel_size": (config.tensor_parallel_size > 1, "set it to 1"),
+        "speculation": (config.speculation is not None, "leave it out"),
+        "kv_offload_dtype": (config.kv_offload_dtype != "auto", "set it to auto"),
+        "compile_decode": (config.compile_decode, "leave it out"),
+        "save_failed_passes": (config.save_failed_passes is not None, "leave it out"),
+        "device": (loaded.device.type != "cpu", "set it to cpu"),
+    }
+    for name, (asked, advice) in refused.items():
+        if loaded.states and asked:
+            value = getattr(config, name)
+            raise ConfigError(
+                f"{name} is {value}, but {config.model} has recurrent layers, with which that is "
+                f"not served: {advice}"
+            )
 
 
 def _draw(compression: Compression, loaded: LoadedModel, max_tokens: int) -> Blueprint:

@@ -38,6 +38,7 @@ def build_cache(blueprint: Blueprint, pages: int, host_pages: int) -> CacheManag
         prefix_caching=config.enable_prefix_caching,
         host_pages=host_pages,
         rounds_chunks=host_form(config) is not None,
+        state_pages=-(-blueprint.loaded.geometry.state_bytes // blueprint.page_bytes),
     )
 
 

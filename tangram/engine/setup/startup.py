@@ -81,6 +81,12 @@ def announce(
         "where a request states nothing: %s; --generation-config changes that",
         loaded.defaults.describe(),
     )
+    if state_bytes := loaded.geometry.state_bytes:
+        _log.info(
+            "recurrent states: %.2f MiB each, two of each of %d sequences beside the KV cache",
+            state_bytes / (1 << 20),
+            config.max_num_seqs,
+        )
     if host_pages:
         _log.info(
             "host memory behind it: %.2f GiB = %d pages; %s more tokens fit there at kv_retention "

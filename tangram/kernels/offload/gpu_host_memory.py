@@ -57,16 +57,18 @@ class GpuHostMemory:
         main = torch.cuda.current_stream(self._device)
         if self._coming:
             main.wait_event(self._arrived)
-        self._coming = any(move.inward for move in moves)
+        self._coming = any(move.inward and move.slots is not None for move in moves)
         if not moves:
             return
-        places = upload_together(
-            [array for move in moves for array in (move.pages, move.slots)], self._device
-        )
+        arrays = [(move.pages, move.pages if move.slots is None else move.slots) for move in moves]
+        places = upload_together([array for pair in arrays for array in pair], self._device)
         places[0].record_stream(self._side)  # they share one buffer
         self._side.wait_stream(main)
         for move, pages, slots in zip(moves, places[::2], places[1::2], strict=True):
-            if move.inward:
+            if move.slots is None:
+                self._pool.index_fill_(0, pages.long(), 0)
+                self._side.wait_stream(main)  # what comes in may follow
+            elif move.inward:
                 with torch.cuda.stream(self._side):
                     self._receive(pages, slots)
             else:

@@ -39,7 +39,11 @@ class PlainHostMemory:
     def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         """See `HostMemory`; every copy is complete at once."""
         for move in moves:
-            pages, slots = torch.from_numpy(move.pages), torch.from_numpy(move.slots)
+            pages = torch.from_numpy(move.pages)
+            if move.slots is None:
+                self._pool[pages] = 0
+                continue
+            slots = torch.from_numpy(move.slots)
             if move.inward:
                 packed = self._host[slots]
                 self._pool[pages] = (

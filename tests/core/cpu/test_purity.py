@@ -49,6 +49,16 @@ TINY_LATENT = DeepseekV3Config(
     eos_token_id=2,
     pad_token_id=0,
 )
+# Layers with a gated delta rule (Qwen3.5), short convolutions (LFM2), Mamba-2 beside attention
+# (Falcon-H1).
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTA |= {"num_attention_heads": 4, "num_key_value_heads": 2}  # no column of a page is unused
+TINY_DELTA = tiny_config("qwen3_5_text", **DELTA)
+TINY_CONVOLUTIONS = tiny_config("lfm2")
+TINY_MAMBA = tiny_config(
+    "falcon_h1", mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_d_state=16
+)
 C = 32
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROPERTY = settings(
@@ -106,9 +116,16 @@ class LonePrompts:
         (TINY_LATENT, 0.5, "auto"),
         (TINY, 1.0, "auto"),
         (TINY, 0.5, "int8"),
+        (TINY_DELTA, 0.5, "auto"),
+        (TINY_CONVOLUTIONS, 1.0, "auto"),
+        (TINY_MAMBA, 0.5, "auto"),
         (tiny_config("gemma3n_text"), 0.5, "auto"),
     ],
-    ids=["heads", "latents", "uncompressed", "integers", "shared layers"],
+    ids=[
+        *("heads", "latents", "uncompressed", "integers"),
+        *("delta rule", "convolutions, uncompressed", "mamba"),
+        "shared layers",
+    ],
 )
 def world(
     request: pytest.FixtureRequest,

@@ -21,7 +21,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.schedule.token_sequence import TokenSequence
-from tangram.types import Geometry, Int64, PageMove
+from tangram.types import Geometry, Int32, Int64, PageMove
 
 Label = tuple[Any, ...]
 
@@ -132,6 +132,9 @@ class Device:
         self.manager, self.page_tokens = manager, page_tokens
         self.entries: list[Label | None] = [None] * (manager.ledger.total * self.page_tokens)
         self.host: list[Label | None] = [None] * (manager.host.total * self.page_tokens)
+        # The recurrent states of slots: at the end of the newest sealed chunk, behind the newest
+        # token.
+        self.sealed, self.newest = dict[int, Label](), dict[int, Label]()
 
     def run(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
         """All rows write, then every row reads what it must; nobody writes what a row of another
@@ -141,7 +144,8 @@ class Device:
         self._check_touched(work)
         self.move(step.moves)
         if not step.awaited:
-            coming = {page for move in step.moves if move.inward for page in move.pages.tolist()}
+            copied = [move for move in step.moves if move.inward and move.slots is not None]
+            coming = {page for move in copied for page in move.pages.tolist()}
             touched = {
                 place // self.page_tokens
                 for _, reads, writes in work
@@ -153,11 +157,42 @@ class Device:
         for _, _, writes in work:
             for place, label in writes.items():
                 self.entries[place] = label
+        if self.manager.state_pages:
+            self._carry_states(step, sequences)
         for row, reads, _ in work:
             for place, label in reads.items():
                 assert self.entries[place] == label, (
                     f"{row.kind} at {row.start} reads {self.entries[place]}, not {label}"
                 )
+
+    def _carry_states(self, step: Step, sequences: dict[int, TokenSequence]) -> None:
+        """Each row begins from the state that its tokens make, and leaves one."""
+        for load in step.loads:
+            self.sealed[load.slot] = ()
+            if load.pages is not None:
+                (self.sealed[load.slot],) = set(self._of_pages(load.pages))
+        for row in step.rows:
+            layout, sequence = row.retention.layout, sequences[row.slot]
+            owner, end = (row.retention, sequence.keys.salt, "state"), row.start + len(row.tokens)
+            held = self.newest if row.start % layout.chunk_tokens else self.sealed
+            before, after = (
+                (*owner, hash(tuple(sequence.tokens[:at].tolist()))) if at else ()
+                for at in (row.start, end)
+            )
+            assert held[row.slot] == before, f"{row.kind} at {row.start} begins from another state"
+            (self.sealed if row.kind is RowKind.SEAL else self.newest)[row.slot] = after
+            if row.snapshot is not None:
+                assert row.kind is RowKind.SEAL
+                assert len(row.snapshot) == self.manager.state_pages
+                assert (self.manager.ledger.references[row.snapshot] == 1).all()
+                for page in row.snapshot.tolist():
+                    span = slice(page * self.page_tokens, (page + 1) * self.page_tokens)
+                    self.entries[span] = [after] * self.page_tokens
+
+    def _of_pages(self, pages: Int32) -> list[Label]:
+        size = self.page_tokens
+        found = [self.entries[page * size + at] for page in pages.tolist() for at in range(size)]
+        return [label or ("nothing",) for label in found]
 
     def check_raw(self, sequence: TokenSequence, end: int) -> None:
         """The raw tail of `sequence` up to position `end` holds what its tokens make of it."""
@@ -177,6 +212,10 @@ class Device:
         """
         size, before = self.page_tokens, list(self.entries)
         for move in moves:
+            if move.slots is None:
+                for page in move.pages.tolist():
+                    self.entries[page * size : (page + 1) * size] = [None] * size
+                continue
             assert (
                 len(set(move.pages.tolist()))
                 == len(move.pages)
@@ -296,14 +335,14 @@ def recount(manager: CacheManager) -> None:
     assert not cached or max(cached.values()) == 1, "a page belongs to two links"
     held = lasting.keys() | passing.keys()
     assert manager.ledger.free == manager.ledger.total - len(held | cached.keys())
-    assert manager.prefix.idle_pages == len(cached.keys() - held)
+    used = held | {page for node in nodes if node.users for page in node.pages.tolist()}
+    assert manager.prefix.idle_pages == len(cached.keys() - used)
     assert manager.prefix.crowded_pages == sum(passing.values()) - len(passing)
     promised = sum(seq.promised_pages for seq in sequences)
-    assert (
-        manager.spare_pages
-        == manager.ledger.total + sum(lasting.values()) - len(lasting) - promised
-        >= 0
-    )
+    begun = [node for node in manager._begun.values() if node is not None]
+    awaited = len({page for node in begun for page in node.pages.tolist()})
+    total = manager.ledger.total - awaited
+    assert manager.spare_pages == total + sum(lasting.values()) - len(lasting) - promised >= 0
     assert all(seq.held_pages == seq.booked_pages <= seq.promised_pages for seq in sequences)
     for node in nodes:
         standing = (
@@ -312,7 +351,7 @@ def recount(manager: CacheManager) -> None:
                 for seq in sequences
             ),
         )
-        assert node.users == sum(chain.count(node) for chain in standing)
+        assert node.users == sum(chain.count(node) for chain in (*standing, begun))
         assert node.children == sum(other.parent is node for other in nodes)
         assert node.parent is None or manager.prefix.find(node.parent.key) is node.parent
     for seq in sequences:

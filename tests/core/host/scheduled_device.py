@@ -78,6 +78,7 @@ class ScheduledDevice:
         drafts: DeviceDrafts | None = None,
         kept: Sequence[Retention] = (),
         apart: int = 0,
+        state_pages: int = 0,
     ) -> None:
         self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
         self.ahead, self.drafts = ahead, drafts
@@ -90,6 +91,7 @@ class ScheduledDevice:
             max_sequences=max_num_seqs,
             prefix_caching=caching,
             host_pages=host_pages,
+            state_pages=state_pages,
         )
         self.scheduler = Scheduler(
             self.manager, self.limits, passes_apart=lambda rows: len(rows) <= apart
@@ -456,9 +458,11 @@ class ScheduledDevice:
         if len({row.slot for row in step.rows}) == len(
             [entry for entry in running if not entry.complete]
         ):
+            # States that the step loads had their pages until it was scheduled.
+            loaded = sum(len(load.pages) for load in step.loads if load.pages is not None)
             full = (
                 head.retention.layout.count_promised_pages(head.known, head.limit)
-                > self.manager.spare_pages
+                > self.manager.spare_pages - loaded
             )
             assert (
                 full

@@ -289,7 +289,7 @@ def test_windows_come_back_with_their_chunks_and_only_the_newest() -> None:
     cache.take_moves(())
     seq = cache.enter(0, "", np.arange(17), 17)
     assert seq is not None and seq.cached_tokens == 16 and seq.arriving
-    moves, awaited = cache.take_moves([seq.slot])
+    moves, awaited, _ = cache.take_moves([seq.slot])
     assert awaited and not seq.arriving
     assert sum(len(move.pages) for move in moves if move.inward) == 4 + 4 + 4
 

@@ -58,6 +58,7 @@ class Traffic(RuleBasedStateMachine):
             host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
             apart=data.draw(st.sampled_from([0, 1, 4])),
+            state_pages=data.draw(st.sampled_from([0, 0, 1, 4])),
         )
 
     def number(self, sequence: TokenSequence) -> int:

@@ -67,6 +67,7 @@ STATS = EngineStats(
     sealing_s=0.0,
     lost_diverged=0,
     lost_evicted=0,
+    lost_stateless=0,
     plans={},
     overflow=(),
     speculation=None,

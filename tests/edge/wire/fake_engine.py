@@ -264,6 +264,7 @@ class FakeEngine:
                 sealing_s=0.5,
                 lost_diverged=70,
                 lost_evicted=30,
+                lost_stateless=0,
                 plans={"aot": 9},
                 overflow=(GroupOverflow(0.5, "keydiff", 0, 2, 100, 10, 3),),
                 speculation=SpeculationStats(8, 30, 21, (12, 9)),

@@ -3,12 +3,17 @@ import { splitAtDifference } from "../compare/first_difference.js";
 import { count } from "../format.js";
 import { html } from "../preact.js";
 
+const WHY = {
+  evicted: "they were evicted from the prefix cache",
+  stateless: "the recurrent state behind their KV entries was not kept",
+};
+
 /** @param {object|null} reuse as GET /v1/kv/requests/{id} says */
 export function Reuse({ reuse }) {
   if (!reuse?.lost_tokens) return null;
   const tokens = `${count(reuse.lost_tokens)} tokens were computed again: `;
   if (reuse.reason !== "diverged") {
-    return html`<p class="caption">${tokens}they were evicted from the prefix cache.</p>`;
+    return html`<p class="caption">${tokens}${WHY[reuse.reason]}.</p>`;
   }
   const { before, earlier, now, at_token: at } = reuse;
   const sides = splitAtDifference(before + earlier, before + now);

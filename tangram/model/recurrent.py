@@ -1,0 +1,320 @@
+"""Recurrent layers and short convolutions: the state of each row goes through them by itself.
+
+Such a layer keeps a state of fixed size instead of KV entries. Transformers' mixers ask a cache for
+the state before their tokens and give it the state behind them. In a pass of the engine
+`PassStates` is this cache. By the purity law a whole chunk begins from the state at its start and
+is computed alone, so the state at the end of a sealed chunk depends on the tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import unwrap
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from tangram.cache.step import Row, RowKind
+from tangram.kernels.transfer import upload
+from tangram.model.modules import derive, remake, replace_modules
+from tangram.types import Int32, StateLoad
+
+_CONV, _RECURRENT = "conv_states", "recurrent_states"  # as Transformers' cache layers name them
+_GIVES = {"update_conv_state", "update_recurrent_state"}
+_SEALED, _NEWEST = range(2)
+_Made = TypeVar("_Made", Tensor, "tuple[Tensor, ...]")
+
+
+@dataclass(frozen=True)
+class StateName:
+    """One state of a model: number `index` of the `kind` that `layer` has."""
+
+    layer: int
+    kind: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The shape of one state of a sequence."""
+
+    name: StateName
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _carries_state(kind: type[nn.Module]) -> bool:
+    """Whether modules of `kind` themselves give a cache the state behind their tokens."""
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    codes = (getattr(unwrap(part), "__code__", None) for part in members if callable(part))
+    return any(code is not None and not _GIVES.isdisjoint(code.co_names) for code in codes)
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether a part of `model` carries a state from token to token."""
+    return any(_carries_state(type(part)) for part in model.modules())
+
+
+def take_rows_apart(model: PreTrainedModel) -> None:
+    """From now on each row of a pass goes through what carries states by itself."""
+
+    @cache
+    def by_row(kind: Any) -> type[nn.Module]:
+        return derive(kind, _ByRow)
+
+    replace_modules(
+        model,
+        lambda name, part: _carries_state(type(part)) and not isinstance(part, _ByRow),
+        lambda name, part: remake(part, by_row),
+    )
+
+
+def read_state_shapes(model: PreTrainedModel, **options: Any) -> tuple[StateShape, ...]:
+    """The states that a pass of two tokens leaves in Transformers' own cache; none without mixers.
+
+    `options` are keyword arguments of the pass.
+    """
+    if not has_states(model):
+        return ()
+    held = DynamicCache(config=model.config)
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    model(input_ids=tokens, position_ids=tokens, past_key_values=held, use_cache=True, **options)
+    return tuple(
+        StateShape(StateName(layer, kind, index), tuple(state.shape[1:]), state.dtype)
+        for layer, part in enumerate(held.layers)
+        if isinstance(part, LinearAttentionCacheLayerMixin)
+        for kind in (_CONV, _RECURRENT)
+        for index, state in getattr(part, kind).items()
+        if state is not None
+    )
+
+
+def begin_rows(shapes: Sequence[StateShape], tokens: int, device: torch.device) -> PassStates:
+    """The states of a pass of so many rows of one token, each of which begins a sequence."""
+    memory = StateMemory(shapes, 1, torch.zeros(1, 4, device=device))
+    begin = torch.tensor([0], device=device)
+    return PassStates(memory, [_Part(slice(at, at + 1), begin, None, None) for at in range(tokens)])
+
+
+def continue_row(
+    shapes: Sequence[StateShape], counts: Sequence[int], device: torch.device
+) -> PassStates:
+    """The states of a pass of one sequence, cut into rows of `counts` tokens."""
+    memory = StateMemory(shapes, 1, torch.zeros(1, 4, device=device))
+    place = torch.tensor([0], device=device)
+    ends = np.cumsum(counts).tolist()
+    return PassStates(
+        memory,
+        [
+            _Part(slice(end - count, end), place, place, None)
+            for count, end in zip(counts, ends, strict=True)
+        ],
+    )
+
+
+class StateMemory:
+    """The states of up to `slots` sequences, and their snapshots in pages of `pool`.
+
+    A sequence has two: that at the end of its newest sealed chunk, and that behind its newest
+    token. A snapshot is the bytes of all states of `shapes`, one after the other.
+    """
+
+    def __init__(self, shapes: Sequence[StateShape], slots: int, pool: Tensor) -> None:
+        self._slots, self._shapes, self._device = slots, tuple(shapes), pool.device
+        self._held = {
+            one.name: torch.zeros(2 * slots, *one.shape, dtype=one.dtype, device=pool.device)
+            for one in shapes
+        }
+        self._pages = pool.view(len(pool), -1).view(torch.uint8)
+
+    def load(self, loads: Sequence[StateLoad]) -> None:
+        """Sequences begin with the states of their snapshots, or with zeros."""
+        sizes = [one.bytes for one in self._shapes]
+        for load in loads:
+            place = _SEALED * self._slots + load.slot
+            if load.pages is None:
+                for state in self._held.values():
+                    state[place].zero_()
+                continue
+            whole = self._pages[upload(load.pages, self._device)].view(-1)
+            parts = torch.split(whole[: sum(sizes)], sizes)
+            for one, part in zip(self._shapes, parts, strict=True):
+                # A copy, because a part may begin at any byte.
+                self._held[one.name][place] = part.clone().view(one.dtype).view(one.shape)
+
+    def of_pass(self, rows: Sequence[Row]) -> PassStates:
+        """The states of a pass of `rows`, whose tokens lie end to end: those that decode first."""
+        decode = [row for row in rows if row.kind is RowKind.DECODE]
+        together = [decode] if decode else []
+        parts, begin = list[_Part](), 0
+        for alike in [*together, *([row] for row in rows[len(decode) :])]:
+            end = begin + sum(len(row.tokens) for row in alike)
+            parts.append(self._part(alike, slice(begin, end)))
+            begin = end
+        return PassStates(self, parts)
+
+    def of_repetition(self, row: Row, tokens: int) -> PassStates:
+        """The states of a pass that goes on behind the chunk of `row` and leaves nothing."""
+        place = torch.tensor([_SEALED * self._slots + row.slot], device=self._device)
+        return PassStates(self, [_Part(slice(0, tokens), place, None, None)])
+
+    def _part(self, rows: Sequence[Row], tokens: slice) -> _Part:
+        """`rows` that go through a mixer together: all that decode, or one other."""
+        slots = np.array([row.slot for row in rows])
+        ends = _SEALED if rows[0].kind is RowKind.SEAL else _NEWEST
+        begins = [
+            _NEWEST if row.start % row.retention.layout.chunk_tokens else _SEALED for row in rows
+        ]
+        begin, end = upload(
+            np.array([begins, [ends] * len(rows)]) * self._slots + slots, self._device
+        )
+        return _Part(tokens, begin, end, rows[0].snapshot, rows[0].kind is RowKind.DECODE)
+
+    def read(self, name: StateName, places: Tensor) -> Tensor:
+        """Copies [n, …] of the states at `places` int64 [n]."""
+        return self._held[name].index_select(0, places)
+
+    def write(self, name: StateName, places: Tensor, states: Tensor) -> None:
+        """Replace the states at `places` int64 [n] by `states` [n, …]."""
+        self._held[name].index_copy_(0, places, states)
+
+    def save(self, states: Mapping[StateName, Tensor], pages: Int32) -> None:
+        """Write `states`, each [1, …], into the `pages` int32 [n] of a snapshot."""
+        parts = [states[one.name].contiguous().view(-1).view(torch.uint8) for one in self._shapes]
+        whole = self._pages.new_zeros(len(pages), self._pages.shape[1])
+        torch.cat(parts, out=whole.view(-1)[: sum(map(len, parts))])
+        self._pages[upload(pages, self._device)] = whole
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Tokens of a pass that go through a mixer in one call: a row, or all rows that decode.
+
+    Their states `begin` and `end` at places of a `StateMemory`, or are kept nowhere. `snapshot`
+    int32 [n] are the pages of the state at the end.
+    """
+
+    tokens: slice
+    begin: Tensor
+    end: Tensor | None
+    snapshot: Int32 | None
+    decodes: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PassStates:
+    """Plays Transformers' cache for one pass, whose tokens lie in `parts`."""
+
+    memory: StateMemory
+    parts: Sequence[_Part]
+    _snapshots: dict[int, dict[StateName, Tensor]] = field(default_factory=dict)
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """What attention reads: the keys and values of the pass. Its context has those before."""
+        return key, value
+
+    def compute(self, mixer: Callable[[Tensor, RowStates], _Made], hidden: Tensor) -> _Made:
+        """`mixer` over `hidden` [1, T, hidden], part by part: [1, T, …], or several of these."""
+        found = list[tuple[Tensor, ...]]()
+        for number, part in enumerate(self.parts):
+            given, states = hidden[:, part.tokens], RowStates(self.memory, part.begin)
+            made = mixer(given.transpose(0, 1) if part.decodes else given, states)
+            outs = made if isinstance(made, tuple) else (made,)
+            found.append(tuple(out.transpose(0, 1) for out in outs) if part.decodes else outs)
+            if part.end is not None:
+                for name, state in states.held.items():
+                    self.memory.write(name, part.end, state)
+            if part.snapshot is not None:
+                self._snapshots.setdefault(number, {}).update(states.held)
+        whole = tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return whole if isinstance(made, tuple) else whole[0]
+
+    def save(self) -> None:
+        """Write the snapshots of the pass, after all layers."""
+        for number, states in self._snapshots.items():
+            snapshot = self.parts[number].snapshot
+            if snapshot is not None:
+                self.memory.save(states, snapshot)
+
+
+@dataclass(frozen=True, eq=False)
+class RowStates:
+    """Plays Transformers' cache for one call of a mixer, whose rows begin at `places` int64 [n].
+
+    `held` are the states behind their tokens.
+    """
+
+    memory: StateMemory
+    places: Tensor
+    held: dict[StateName, Tensor] = field(default_factory=dict)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """The inputs of a convolution before the tokens. A mixer may change it in place."""
+        return self._find(StateName(layer_idx, _CONV, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """The state before the tokens."""
+        return self._find(StateName(layer_idx, _RECURRENT, state_idx))
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """`inputs` [n, …, T] behind those before; the newest of them are the state."""
+        name = StateName(layer_idx, _CONV, state_idx)
+        before = self._find(name)
+        whole = torch.cat([before, inputs.to(before.dtype)], dim=-1)
+        self.held[name] = whole[..., whole.shape[-1] - before.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """`state` is that behind the tokens."""
+        name = StateName(layer_idx, _RECURRENT, state_idx)
+        self.held[name] = state.to(self._find(name).dtype)
+        return self.held[name]
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        """True: a sequence begins with zeros."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: a state cannot go back."""
+        return False
+
+    def _find(self, name: StateName) -> Tensor:
+        if name not in self.held:
+            self.held[name] = self.memory.read(name, self.places)
+        return self.held[name]
+
+
+class _ByRow:
+    """Comes before the class of a mixer, whose rows go through it one by one in a `PassStates`."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """The mixer over `hidden_states` [1, T, hidden], with the cache among its `options`."""
+        whole: Callable[..., Any] = super().forward  # type: ignore[misc]
+        given = [one for one in (*args, *options.values()) if isinstance(one, PassStates)]
+        if not given:
+            return whole(hidden_states, *args, **options)
+
+        def mix(hidden: Tensor, states: RowStates) -> Any:
+            places = [states if one is given[0] else one for one in args]
+            named = {name: states if one is given[0] else one for name, one in options.items()}
+            return whole(hidden, *places, **named)
+
+        return given[0].compute(mix, hidden_states)
