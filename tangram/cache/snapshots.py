@@ -1,8 +1,8 @@
 """Which recurrent states are kept. A snapshot costs as much as many chunks of KV entries.
 
 A prompt can begin behind a cached chunk only if the state at the end of this chunk is known. The
-choice decides how much is computed again, never what is answered. `bench/kept_states.py` compares it
-with others over a trace of conversations.
+choice decides how much is computed again, never what is answered. `bench/kept_states.py` compares
+it with others over a trace of conversations.
 """
 
 from __future__ import annotations
