@@ -19,7 +19,6 @@ PREFILL = {"case": "prefill", "parts": ["run"], "figure": "prompt_tokens_per_s"}
 ALONE = {"case": "alone-8k", "parts": ["run"], "figure": "tpot_ms p50"}
 STREAMS_256 = {"case": "streams-256", "parts": ["run"], "figure": "requests_per_s"}
 TURN_3 = {"case": "sessions-40", "parts": ["turn 3"], "figure": "requests_per_s"}
-SHARED = {"case": "shared", "parts": ["run"], "figure": "tpot_ms p50"}
 # What a measured figure looks like in a sentence: a number with its unit or of what it is a share.
 FIGURE = re.compile(
     r"(?<![\w.])[\d.,]*\d (?:(?:ms|s|%|×|tokens/s|[KMG]B|GB/s)(?!\w)|times as|of (?:the|its) \w)"
@@ -62,8 +61,7 @@ def changelog_sentences() -> list[str]:
         f"a server makes {256e-3 * at(http, STREAMS_256):.1f} K tokens/s, "
         f"{over(http, inside, STREAMS_256):.2f} of what the engine makes alone.",
         f"Two H100 hold {'twice' if 1.95 < fits < 2.05 else fits} as many tokens as one and "
-        f"prefill {over(two, one, PREFILL):.2f} times as fast, with steps twice as large; rows "
-        f"that share a prefix decode {over(one, two, SHARED):.2f} times as fast.",
+        f"prefill {over(two, one, PREFILL):.2f} times as fast, with steps twice as large.",
         f"Decode from an FP8 cache on a GPU is {fp8[0]:.2f} to {fp8[1]:.2f} times as fast",
         f"prefill has {over(ours, peer, PREFILL):.2f} of its speed, the third turn of 40 sessions "
         f"{over(ours, peer, TURN_3):.2f}, one row of GPT-OSS-20B "
