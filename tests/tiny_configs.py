@@ -107,6 +107,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 6, "head_dim": 16},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},

@@ -39,13 +39,7 @@ from tangram.model.generation import NO_ADVICE, ModelDefaults, read_defaults
 from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.model.quantized import check_quantization, held_bytes
 from tangram.model.recurrent import StateShape
-from tangram.model.servable import (
-    own_attention,
-    probe_geometry,
-    probe_states,
-    refuse_class,
-    refuse_unsupported,
-)
+from tangram.model.servable import own_attention, probe_model, refuse_class, refuse_unsupported
 from tangram.model.shares import distributed_config, refuse_small_weights
 from tangram.model.source import EMBEDDED, find_folder, gguf_file, is_gguf
 from tangram.model.weight_files import check_safetensors
@@ -292,8 +286,7 @@ def adopt(
     refuse_unsupported(model.config)
     wanted = Wanted(model.device, model.dtype, mapped=mapped, rounded=rounded)
     prepare(model, wanted, Stage.LOAD)
-    states = probe_states(model)
-    geometry = probe_geometry(model, states)
+    geometry, states = probe_model(model)
     loaded = LoadedModel(
         name=name,
         model=model,

@@ -26,7 +26,7 @@ from tangram.model.probe import (
     find_states,
     window_of,
 )
-from tangram.model.recurrent import StateShape
+from tangram.model.recurrent import StateShape, has_states
 from tangram.types import Geometry
 
 _COUNTS = (
@@ -39,10 +39,10 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _NEEDED = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
-# Layers of the other types are looked at by `probe_geometry`: they have states, or need none.
+# Layers of the other types are looked at by `probe_model`: they have states, or need none.
 _LAYER_TYPES = {
     *("full_attention", "sliding_attention", "linear_attention", "conv"),
-    *("hybrid", "hybrid_sliding", "mlp", "moe"),
+    *("hybrid", "mlp", "moe"),
 }
 
 
@@ -65,10 +65,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         )
     layer_types = set(getattr(text, "layer_types", None) or ())
     if unknown := sorted(layer_types - _LAYER_TYPES):
-        raise ModelError(
-            f"{name}: layer_types has {', '.join(unknown)}; only full and sliding attention are "
-            "served"
-        )
+        raise ModelError(f"{name}: layer_types has {', '.join(unknown)}, which is not served")
     for field, why in (
         ("index_topk", "sparse attention reads the entries that an index chooses, not all of them"),
         ("attention_chunk_size", "chunked attention is not full or sliding attention"),
@@ -126,18 +123,9 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 @torch.inference_mode()
-def probe_states(model: PreTrainedModel) -> tuple[StateShape, ...]:
-    """What the model's recurrent layers keep of a sequence. Raises `ModelError` if it fails."""
-    config = model.config.get_text_config()
-    with _blaming(f"{config.model_type} ({type(model).__name__}) cannot be served"):
-        return find_states(model)
-
-
-@torch.inference_mode()
-def probe_geometry(model: PreTrainedModel, states: Sequence[StateShape] = ()) -> Geometry:
-    """The geometry as the model's own layers report it in two forward passes of a few tokens.
-
-    `states` are those of its recurrent layers.
+def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...]]:
+    """The geometry as the model's own layers report it in forward passes of a few tokens, and what
+    its recurrent layers keep of a sequence.
 
     Raises `ModelError` if a layer does not call the registered attention, or would be served
     wrongly, or if layers differ in shape.
@@ -148,7 +136,8 @@ def probe_geometry(model: PreTrainedModel, states: Sequence[StateShape] = ()) ->
         calls = asked_calls(model)
         numbers = [getattr(call.module, "layer_idx", None) for call in calls]
         by_layer = {at: call for at, call in zip(numbers, calls, strict=True) if type(at) is int}
-        expected = by_layer.keys() & set(range(layers)) if states else set(range(layers))
+        every = set(range(layers))
+        expected = by_layer.keys() & every if has_states(model) else every
         if not calls or len(calls) != len(by_layer) or by_layer.keys() != expected:
             raise ModelError(
                 f"{len(by_layer)} of {layers} layers call Transformers' attention interface, "
@@ -163,11 +152,12 @@ def probe_geometry(model: PreTrainedModel, states: Sequence[StateShape] = ()) ->
         if len(shapes) != 1:
             raise ModelError("layers differ in their numbers of heads or head dims")
         check_cache(model.config, windows, longest)
+        states = find_states(model)
         check_rows(model, calls[0], longest, states)
         check_states(model, states)
     ((query, key),), heads = shapes, calls[0].heads
     storing = [layer for layer in windows if layer not in readers]
-    return Geometry(
+    geometry = Geometry(
         layers=len(storing),
         kv_heads=key[0],
         query_heads=query[0],
@@ -179,6 +169,7 @@ def probe_geometry(model: PreTrainedModel, states: Sequence[StateShape] = ()) ->
         kv_layers=() if len(storing) == layers else _number_layers(storing, readers, layers),
         state_bytes=sum(one.bytes for one in states),
     )
+    return geometry, states
 
 
 def _find_readers(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tangram.errors import ModelError
 from tangram.model.attention import IMPLEMENTATION
 from tangram.model.load import load_model
-from tangram.model.servable import probe_geometry
+from tangram.model.servable import probe_model
 from tangram.sizing.cache_size import kv_size
 from tests.families import spread_weights
 from tests.mentions import mentioning
@@ -50,7 +50,7 @@ def test_the_mask_says_which_window_a_layer_has(
 ) -> None:
     """PhiMoE and Qwen2-MoE tell attention of no window; one of 512 shows 512 positions whole."""
     model = make(model_type, **changes)
-    assert list(probe_geometry(model).windows) == windows
+    assert list(probe_model(model)[0].windows) == windows
     assert list(kv_size(model.config.to_dict(), 512).shape.windows) == windows
     assert model.config._attn_implementation == IMPLEMENTATION, "it serves without masks"
 
@@ -60,7 +60,7 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
     tiny_config(model_type).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), load_format="dummy", dtype="bfloat16", device="cpu")
     spread_weights(loaded.model)
-    assert probe_geometry(loaded.model) == loaded.geometry
+    assert probe_model(loaded.model)[0] == loaded.geometry
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
         ("moshi", {}, "layer 0 mask 40"),
         ("deepseek_v32", {}, "layer 0 indices"),
         ("bart", {"is_encoder_decoder": False}, "place"),
-        ("lfm2", {"layer_types": ["full_attention"] * 3 + ["conv"]}, "3 4"),
+        ("hrm_text", {}, "4 32"),
         (
             "phi3",
             {
@@ -96,7 +96,7 @@ def test_what_is_not_served_is_refused_whatever_the_config_says(
 ) -> None:
     """`refuse_unsupported` is not asked here."""
     with pytest.raises(ModelError, match=mentioning(f"{model_type} {named}")):
-        probe_geometry(make(model_type, **changes))
+        probe_model(make(model_type, **changes))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_a_part_of_attention_that_no_option_names_is_found(
     ) -> Any:
         return own(module, *change(q, k, v), *rest, **options)
 
-    probe_geometry(model)
+    probe_model(model)
     monkeypatch.setattr(home, "eager_attention_forward", eager)
     with pytest.raises(ModelError, match=mentioning("layer 0 eager")):
-        probe_geometry(model)
+        probe_model(model)
 
 
 @pytest.mark.parametrize(("model_type", "option"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
@@ -138,7 +138,7 @@ def test_an_option_that_a_layer_keeps_to_itself_is_found(
     def eager(module: Any, *rest: Any, **options: Any) -> Any:
         return own(module, *rest, **(options | {option: 50.0 if taken is None else module.sinks}))
 
-    probe_geometry(model)
+    probe_model(model)
     monkeypatch.setattr(home, "eager_attention_forward", eager)
     call = home.ALL_ATTENTION_FUNCTIONS.get_interface
 
@@ -148,7 +148,7 @@ def test_an_option_that_a_layer_keeps_to_itself_is_found(
 
     monkeypatch.setattr(home.ALL_ATTENTION_FUNCTIONS, "get_interface", silent)
     with pytest.raises(ModelError, match=mentioning("eager")):
-        probe_geometry(model)
+        probe_model(model)
 
 
 def test_tokens_that_reach_each_other_but_by_attention_are_found() -> None:
@@ -162,11 +162,11 @@ def test_tokens_that_reach_each_other_but_by_attention_are_found() -> None:
     last = model.get_decoder().layers[3]  # type: ignore[no-untyped-call]
     hook = last.mlp.register_forward_pre_hook(shift)
     with pytest.raises(ModelError, match=mentioning("logits tokens")):
-        probe_geometry(model)
+        probe_model(model)
     hook.remove()
     last.self_attn.q_proj.register_forward_pre_hook(shift)
     with pytest.raises(ModelError, match=mentioning("queries keys values tokens")):
-        probe_geometry(model)
+        probe_model(model)
 
 
 def test_logits_that_nobody_asked_for_are_found() -> None:
@@ -177,7 +177,7 @@ def test_logits_that_nobody_asked_for_are_found() -> None:
 
     model.register_forward_pre_hook(forget, with_kwargs=True)
     with pytest.raises(ModelError, match=mentioning("logits [1, 4, 96] 3")):
-        probe_geometry(model)
+        probe_model(model)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,6 @@ def test_whatever_a_model_raises_is_a_refusal_in_one_line(error: type[Exception]
 
     model.get_decoder().layers[1].register_forward_pre_hook(fail)  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match=mentioning(f"llama {error.__name__}")) as found:
-        probe_geometry(model)
+        probe_model(model)
     assert "\n" not in str(found.value)
     assert model.config._attn_implementation == IMPLEMENTATION

@@ -18,7 +18,7 @@ from tangram.errors import ModelError
 from tangram.kernels.cpu.cpu_kernels import CpuLaunch
 from tangram.kernels.interface import AttentionRule
 from tangram.model.load import LoadedModel, load_model
-from tangram.model.servable import probe_geometry
+from tangram.model.servable import probe_model
 from tangram.model.shares import Share, take_share
 from tangram.types import SamplingParams
 from tests.families import continuations
@@ -63,7 +63,7 @@ def test_readers_between_other_layers_are_counted_out(adopt_tiny: Adopt) -> None
     for number, layer in enumerate(decoder.layers):
         layer.self_attn.layer_idx = number
     model.config.layer_types = [layer.self_attn.layer_type for layer in decoder.layers]
-    geometry = probe_geometry(model)
+    geometry = probe_model(model)[0]
     assert geometry.windows == (WINDOW, None) * 2
     found = [geometry.find_layer(number) for number in range(6)]
     assert found == [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
@@ -129,7 +129,7 @@ def test_two_windows_over_the_same_keys_are_refused(adopt_tiny: Adopt) -> None:
     sliding, full = (loaded.model.get_decoder().layers[at].self_attn for at in (4, 5))  # type: ignore[no-untyped-call]
     full.layer_type = sliding.layer_type
     with pytest.raises(ModelError, match=mentioning(f"layer 5 None 2 {WINDOW}")):
-        probe_geometry(loaded.model)
+        probe_model(loaded.model)
 
 
 def test_the_text_part_is_read_from_the_files_of_a_whole_model(
