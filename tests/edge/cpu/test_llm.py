@@ -132,7 +132,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=mentioning("max_model_len 9000 8192")):
         LLM(max_model_len=9000, kv_cache_gib=0.1)
     with pytest.raises(ConfigError, match=mentioning("max_model_len 8192 kv_cache_gib 327")):
-        LLM(max_model_len=8192, kv_cache_gib=0.01)
+        LLM(max_model_len=8192, kv_cache_gib=0.01, dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])

@@ -59,7 +59,8 @@ def model(plain: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def serve(model: Path, **options: Any) -> LLM:
-    return LLM(str(model), kv_retention=1.0, kv_cache_gib=0.01, max_num_seqs=4, **options)
+    fixed: dict[str, Any] = {"dtype": "float32", "kv_retention": 1.0, "kv_cache_gib": 0.01}
+    return LLM(str(model), max_num_seqs=4, **(fixed | options))
 
 
 def answer(llm: LLM, **stated: Any) -> tuple[int, ...]:

@@ -33,6 +33,13 @@ HARM = """() => {
 }"""
 
 
+SCRIPT = """() => {
+  const script = document.createElement("script");
+  script.textContent = "window.pwned = 1";
+  document.body.append(script);
+}"""
+
+
 def check_harmless(page: Any) -> None:
     page.wait_for_timeout(50)
     assert page.evaluate(HARM) == ["quiet"]
@@ -44,6 +51,8 @@ def test_the_check_finds_what_would_be_made(browser: Any, fake: FakeServer) -> N
         page = watched.page
         page.evaluate("(html) => document.body.insertAdjacentHTML('beforeend', html)", html)
         assert len(page.evaluate(HARM)) == 4, "an element, its handler, and a link that runs"
+        with page.expect_event("console"):  # a script is refused at once, a handler when it is due
+            page.evaluate(SCRIPT)
         assert watched.errors, "the policy is the second line of defence"
 
 
