@@ -95,6 +95,7 @@ class _Cancellable:
 @pytest.fixture(scope="module")
 def replica() -> Iterator[EngineReplica]:
     config = EngineConfig(
+        dtype="float32",
         kv_cache_gib=0.25,
         chunk_tokens=CHUNK_TOKENS,
         max_num_batched_tokens=512,
