@@ -9,37 +9,19 @@ from dataclasses import replace
 
 from tangram.serve.calls import ArgumentText, Call
 from tangram.serve.structured import INPUT
-from tangram.serve.thoughts import Part, Reader
-from tangram.types import Piece
+from tangram.serve.thoughts import Part, PartConverter, Reader
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _TEXT = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 
 
-class CustomReader:
+class CustomReader(PartConverter):
     """What a reader that `new_reader` makes finds, with calls of the tools `names` as custom."""
 
     def __init__(self, new_reader: Callable[[], Reader], names: Collection[str]) -> None:
-        self._reader, self._names = new_reader(), names
+        super().__init__(new_reader())
+        self._names = names
         self._input: _InputText | None = None  # of the call that is open
-
-    @property
-    def thinking(self) -> bool:
-        """As for every reader."""
-        return self._reader.thinking
-
-    @property
-    def called(self) -> bool:
-        """As for every reader."""
-        return self._reader.called
-
-    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
-        """The parts that are certain now."""
-        return self._convert(self._reader.push(pieces))
-
-    def finish(self) -> Iterator[Part]:
-        """What was held back, once the completion has ended."""
-        return self._convert(self._reader.finish())
 
     def _convert(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,6 +40,34 @@ class Reader(Protocol):
 
     def finish(self) -> Iterable[Part]:
         """What was held back, once the completion has ended."""
+
+
+class PartConverter(ABC):
+    """The parts that another `reader` finds, each as `_convert` makes it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def thinking(self) -> bool:
+        """As for every reader."""
+        return self._reader.thinking
+
+    @property
+    def called(self) -> bool:
+        """As for every reader."""
+        return self._reader.called
+
+    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        """The parts that are certain now."""
+        return self._convert(self._reader.push(pieces))
+
+    def finish(self) -> Iterator[Part]:
+        """What was held back, once the completion has ended."""
+        return self._convert(self._reader.finish())
+
+    @abstractmethod
+    def _convert(self, parts: Iterable[Part]) -> Iterator[Part]: ...
 
 
 class TextReader:

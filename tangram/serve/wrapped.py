@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tangram.serve.arguments import mark_overlap
 from tangram.serve.calls import Call
-from tangram.serve.thoughts import Part, Reader
-from tangram.types import Piece
+from tangram.serve.thoughts import Part, PartConverter, Reader
 
 
-class WrappedReader:
+class WrappedReader(PartConverter):
     """What a reader that `new_reader` makes finds, without the `marks` around its text.
 
     Only the first mark at the beginning makes text wrapped. Then the last mark ends it where a call
@@ -18,27 +17,14 @@ class WrappedReader:
     """
 
     def __init__(self, marks: tuple[str, str], new_reader: Callable[[], Reader]) -> None:
-        (self._begin, self._end), self._reader = marks, new_reader()
+        super().__init__(new_reader())
+        self._begin, self._end = marks
         self._held, self._gap = "", True
         self._wrapped: bool | None = None  # None while that is not known
 
-    @property
-    def thinking(self) -> bool:
-        """As for every reader."""
-        return self._reader.thinking
-
-    @property
-    def called(self) -> bool:
-        """As for every reader."""
-        return self._reader.called
-
-    def push(self, pieces: Iterable[Piece]) -> Iterator[Part]:
-        """The parts that are certain now."""
-        return self._convert(self._reader.push(pieces))
-
     def finish(self) -> Iterator[Part]:
         """What was held back, once the completion has ended."""
-        yield from self._convert(self._reader.finish())
+        yield from super().finish()
         yield from self._release()
 
     def _convert(self, parts: Iterable[Part]) -> Iterator[Part]:
