@@ -8,12 +8,13 @@
 #   session  the late turn of an agent through the server (2)
 #   latents  decode and prefill of latents beside vLLM, with a timeline (4)
 #   trace    the fastest sustained speed of TRACE, the file of a Mooncake trace, through both servers (7)
-#   plugin   tests of plugins/vllm, then its table beside vLLM, of the environment in PLUGIN_PYTHON (15)
-# VLLM_SITE is a folder of packages with vLLM, if it is not installed.
+#   plugin   tests of plugins/vllm, by the Python in PLUGIN_PYTHON (4)
+#   beside   the plugin's table beside vLLM (15)
+# VLLM_SITE, PLUGIN_SITE and TANGRAM_SITE are folders of packages, if those are not installed, separated by colons.
 set -uo pipefail
 folder=$(realpath -m "${1:?usage: on_gpu.sh FOLDER [PART...]}"); shift
 cd "$(dirname "$0")/.." && mkdir -p "$folder"
-export PYTHONPATH=$PWD:$PWD/lab PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH=${TANGRAM_SITE:+$TANGRAM_SITE:}$PWD:$PWD/lab PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 lease() { bash bench/serving/lease.sh "$folder" "$@"; }
 measure() {
   case $1 in
@@ -31,12 +32,12 @@ measure() {
            CASES=trace TRACE_S=45 WITHIN=0.5 SPEEDS=0.32,0.45 timeout 500 \
              bash bench/serving/lease.sh "$folder" http-vllm-host ;;
     plugin) (cd plugins/vllm && timeout 900 "${PLUGIN_PYTHON:?}" -m pytest tests -n 5 -q) > "$folder/plugin.log" 2>&1
-            tail -n 3 "$folder/plugin.log"
-            lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
-    *) echo "$1 is no part: tests, law, session, latents, trace and plugin are"; return 2 ;;
+            tail -n 3 "$folder/plugin.log" ;;
+    beside) lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
+    *) echo "$1 is no part: tests, law, session, latents, trace, plugin and beside are"; return 2 ;;
   esac
 }
-for part in "${@:-tests law session latents trace plugin}"; do
+for part in "${@:-tests law session latents trace plugin beside}"; do
   for one in $part; do
     echo "== $one, after $SECONDS s"
     measure "$one" || echo "$one did not end well"
