@@ -18,7 +18,7 @@ export PYTHONPATH=${TANGRAM_SITE:+$TANGRAM_SITE:}$PWD:$PWD/lab PYTHONUNBUFFERED=
 lease() { bash bench/serving/lease.sh "$folder" "$@"; }
 measure() {
   case $1 in
-    tests) timeout 900 python3 -m pytest tests/gpu -n "$(($(nproc) - 2))" -q > "$folder/tests-gpu.log" 2>&1
+    tests) timeout 900 python3 -m pytest tests/gpu -p no:benchmark -n "$(($(nproc) - 2))" -q > "$folder/tests-gpu.log" 2>&1
            tail -n 3 "$folder/tests-gpu.log" ;;
     law) timeout 600 python3 -m bench.law --device cuda --forms float16@0.5 bfloat16@1.0 -o "$folder/law-gpu-2.json" ;;
     session) timeout 300 python3 -m bench.serving.agent_session --model smollm2 --kv-retention 0.5 \
@@ -31,7 +31,7 @@ measure() {
              bash bench/serving/lease.sh "$folder" http-0.25-host
            CASES=trace TRACE_S=45 WITHIN=0.5 SPEEDS=0.32,0.45 timeout 500 \
              bash bench/serving/lease.sh "$folder" http-vllm-host ;;
-    plugin) (cd plugins/vllm && timeout 900 "${PLUGIN_PYTHON:?}" -m pytest tests -n 5 -q) > "$folder/plugin.log" 2>&1
+    plugin) (cd plugins/vllm && timeout 900 "${PLUGIN_PYTHON:?}" -m pytest tests -p no:benchmark -n 5 -q) > "$folder/plugin.log" 2>&1
             tail -n 3 "$folder/plugin.log" ;;
     beside) lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
     *) echo "$1 is no part: tests, law, session, latents, trace, plugin and beside are"; return 2 ;;
