@@ -21,8 +21,8 @@ from tangram.cli import app as commands
 from tangram.cli.lab import LabCommand
 from tangram.link.linked_engine import LinkedEngine
 from tangram.serve.http import build_app
+from tangram.serve.observability.vllm_names import VllmNames
 from tangram.serve.options import Visibility
-from tangram.serve.vllm_names import VllmNames
 from tangram.web.access import Access
 from tangram.web.api import CacheWeb
 from tests.edge.wire.watched_engine import ObservedFakeEngine

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tangram.serve.calls import ArgumentText, Call, CallReader
+from tangram.serve.formats.calls import ArgumentText, Call, CallReader
 
 Part = str | tuple[str, object]
 CITY = 'São "Paulo"\nand \\ more'

@@ -30,7 +30,7 @@ def _row(name: str) -> str:
     option, default = OPTIONS[name], getattr(EngineConfig, name)
     shown = option.unset or (f"`{default}`" if default not in ((), None) else "none")
     choices = f" (`{'`, `'.join(CHOICES[name])}`)" if name in CHOICES else ""
-    alone = "; of the commands, `serve` and `deploy` have it" if option.served_alone else ""
+    alone = "; `serve` and `deploy` only" if option.served_alone else ""
     return f"| `{name}`{choices} | {shown} | {option.text}{alone} |\n"
 
 

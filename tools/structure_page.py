@@ -18,8 +18,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 _CLAUSE_WORDS = 3
 # So is what stands before a comma, behind which the sentence only says more of it.
 _SAYS_MORE = re.compile(
-    r", (?=(?:as|but|by|for|found|from|how|in|inside|made|not|of|on|or|read|rendered|so|that|until|"
-    r"what|when|where|which|whose|with|without) )"
+    r", (?=(?:and|as|but|by|for|found|from|how|in|inside|made|not|of|on|or|read|rendered|so|that|"
+    r"until|what|when|where|which|whose|with|without) )"
 )
 
 

@@ -90,7 +90,7 @@ DOCS = (
 SITE = (Package("mermaid", "11.17.2", "mermaid", {"dist/mermaid.min.js": "mermaid.min.js"}),)
 PLACES = {
     ROOT / "tangram" / "web" / "static" / "vendor": PAGE,
-    ROOT / "tangram" / "serve" / "docs" / "vendor": DOCS,
+    ROOT / "tangram" / "serve" / "api_document" / "docs" / "vendor": DOCS,
     ROOT / "docs" / "vendor": SITE,
 }
 

@@ -14,8 +14,8 @@ from prometheus_client.core import Metric
 
 from tangram.cli.foreign import INSTEAD, NONE
 from tangram.metrics import EngineStats, SpeculationStats
-from tangram.serve.exposition import ServerMetrics
-from tangram.serve.vllm_names import VllmNames
+from tangram.serve.observability.exposition import ServerMetrics
+from tangram.serve.observability.vllm_names import VllmNames
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
 # Options of vLLM and of `tangram serve` with one name.
@@ -102,11 +102,12 @@ METRICS_HEAD = """
 ## Metrics
 
 With `--metrics-aliases vllm` the server shows its metrics under vLLM's names, too, with the labels
-`model_name` and `engine`. The buckets of histograms are Tangram's. Dashboards and autoscalers that
-know vLLM then work unchanged ([watching a server](observability.md)).
+`model_name` (the served name) and `engine` (0). As in vLLM, a page that is only cached counts as
+free; a block is a chunk. The buckets of histograms are Tangram's. Dashboards and autoscalers that
+know vLLM then work unchanged. [Watching a server](observability.md#metrics) says what they mean.
 
-| vLLM | type | Tangram | meaning |
-|---|---|---|---|
+| vLLM | type | Tangram |
+|---|---|---|
 """
 FOOT = """
 vLLM's metrics of adapters, transfers between servers and request parameters have no counterpart.
@@ -152,7 +153,7 @@ def _metric_rows() -> Iterator[str]:
     for family in VllmNames(metrics, "model").collect():
         ours = COMPOSED.get(family.name) or own[_samples(family)]
         name = _describe_family(family)
-        yield f"| `{name}` | {family.type} | {ours} | {family.documentation} |\n"
+        yield f"| `{name}` | {family.type} | {ours} |\n"
 
 
 def make_distinct_metrics() -> ServerMetrics:

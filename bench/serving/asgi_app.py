@@ -21,12 +21,18 @@ import psutil
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tangram.serve.guard import MAX_HEADER_BYTES, BoundRequests
 from tangram.serve.http import transport_options
-from tangram.serve.listening import Listener
 from tangram.serve.process import Server
 from tangram.serve.service import Service
-from tangram.serve.wire import HEAD_S, MAX_CONNECTIONS, HttpProtocol, find_connection, http_protocol
+from tangram.serve.transport.guard import MAX_HEADER_BYTES, BoundRequests
+from tangram.serve.transport.listening import Listener
+from tangram.serve.transport.wire import (
+    HEAD_S,
+    MAX_CONNECTIONS,
+    HttpProtocol,
+    find_connection,
+    http_protocol,
+)
 
 TICK_S = 0.01
 GRACE_S, START_S = 30, 60

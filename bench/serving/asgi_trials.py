@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.serving.asgi_app import HOST, Running
-from tangram.serve.wire import BODY_S, HEAD_S, STALLED_CLIENT_S
+from tangram.serve.transport.wire import BODY_S, HEAD_S, STALLED_CLIENT_S
 
 POST = b"POST /json HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = b"GET /json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

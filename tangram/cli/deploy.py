@@ -15,8 +15,8 @@ from tangram.cli.serve_options import Host, Port
 from tangram.cli.telemetry import logging_as
 from tangram.config import EngineConfig
 from tangram.errors import ConfigError
-from tangram.serve.listening import Listener
 from tangram.serve.options import FleetOptions
+from tangram.serve.transport.listening import Listener
 
 # Nothing of the ingress or a replica holds up a loop: each needs one loop, and hands nothing over.
 _SERVE_SETTINGS = {

@@ -36,11 +36,11 @@ from tangram.link.api_process import ApiStart
 from tangram.link.api_processes import ApiProcesses
 from tangram.link.collection import keep_uncollected
 from tangram.model.source import name_served_model
-from tangram.serve.guard import check_served_name
-from tangram.serve.listening import Listener
-from tangram.serve.logs import LogForm
+from tangram.serve.observability.logs import LogForm
 from tangram.serve.options import ServerOptions, Visibility
-from tangram.serve.response_store import ResponseStore
+from tangram.serve.responses.response_store import ResponseStore
+from tangram.serve.transport.guard import check_served_name
+from tangram.serve.transport.listening import Listener
 
 if TYPE_CHECKING:
     from tangram.kv_events.publisher import EventPublisher
@@ -82,7 +82,7 @@ def serve(
         with keep_uncollected():
             from tangram.link.remote_engine import EngineNature
             from tangram.link.supervisor import Supervisor
-            from tangram.serve.tracing import check_traces
+            from tangram.serve.observability.tracing import check_traces
             from tangram.web.access import Access
 
             check_traces(options.otlp_endpoint, name)

@@ -10,7 +10,7 @@ import typer
 
 from tangram.cli.command import exit_code
 from tangram.errors import TangramError
-from tangram.serve.logs import LogForm, log_inside, make_text_handler
+from tangram.serve.observability.logs import LogForm, log_inside, make_text_handler
 
 _log = logging.getLogger("tangram")
 

@@ -47,7 +47,7 @@ def main() -> None:
     with keep_uncollected():
         from tangram.link.remote_engine import RemoteEngine
         from tangram.serve.http import build_app, make_server
-        from tangram.serve.logs import log_inside
+        from tangram.serve.observability.logs import log_inside
         from tangram.web.api import CacheWeb
     with pipe:  # with another open end of it here, nobody would see that this process hangs up
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tangram.link.api_process import ApiStart
-    from tangram.serve.listening import Listener
+    from tangram.serve.transport.listening import Listener
 
 WORKER = "tangram.link.api_process"
 # Where they keep their counts; prometheus_client reads it when it is imported.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from tangram.errors import OverloadError, TangramError
-from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
     Drain,
@@ -31,11 +30,13 @@ from tangram.link.protocol import (
     WebNews,
     WebUnwatch,
     WebWatch,
+    frame,
     make_encoder,
+    read_frame,
 )
 from tangram.metrics import EngineStats
-from tangram.serve.api_errors import ApiError
 from tangram.serve.preparation import WorkThreads
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import Event, Grammar, Request
 from tangram.web.collector import ToldWatcher
 from tangram.web.desk import WebDesk

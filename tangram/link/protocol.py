@@ -1,7 +1,12 @@
-"""What API processes and the engine's process tell each other, as msgspec spells it."""
+"""What API processes and the engine's process tell each other, as msgspec spells it.
+
+They talk over pairs of sockets. A message is its length, four bytes, and so many bytes.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from collections.abc import Callable, Collection
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
@@ -12,13 +17,14 @@ import numpy.typing as npt
 
 from tangram.errors import EngineError, MachineError, OverloadError, RequestError
 from tangram.metrics import EngineStats
-from tangram.serve.api_errors import ApiError
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import Event, Grammar, Marks, Request, RequestOptions, SamplingParams
 from tangram.web.questions import Announcement, AnswerTimes, Question
 
 if TYPE_CHECKING:
     from tangram.types import Int32
 
+_LENGTH = struct.Struct("!I")
 # A field's name in a text that can be said of any field; no text has it.
 _FIELD = "\0field\0"
 # Tokens travel as int32.
@@ -226,3 +232,17 @@ def make_encoder() -> msgspec.msgpack.Encoder:
 _Web = WebAsk | WebWatch | WebUnwatch | Announcement | AnswerTimes
 ToEngine = Submission | Abort | Ready | _Web
 ToApi = PortAnswer | StepNews | Drain | WebNews
+
+
+def frame(message: bytes) -> bytes:
+    """`message` as it is sent."""
+    return _LENGTH.pack(len(message)) + message
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message; None once the other process has closed its end, or has ended."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tangram.errors import EngineError
-from tangram.link.frames import frame, read_frame
 from tangram.link.protocol import (
     Abort,
     Drain,
@@ -31,6 +30,8 @@ from tangram.link.protocol import (
     WebNews,
     WebUnwatch,
     WebWatch,
+    frame,
+    read_frame,
 )
 from tangram.metrics import EngineStats
 from tangram.types import Event, FinishReason, Request, SamplingValues, Usage

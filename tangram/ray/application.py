@@ -22,10 +22,10 @@ from tangram.model.source import name_served_model
 from tangram.ray.ingress import Ingress
 from tangram.ray.options import check_autoscaling, read_arguments
 from tangram.ray.replica import EngineReplica
-from tangram.serve.guard import check_served_name
+from tangram.serve.observability.tracing import check_traces
 from tangram.serve.options import FleetOptions
-from tangram.serve.tracing import check_traces
-from tangram.serve.wire import MAX_CONNECTIONS
+from tangram.serve.transport.guard import check_served_name
+from tangram.serve.transport.wire import MAX_CONNECTIONS
 
 ENGINE, INGRESS = "Engine", "Ingress"
 ROUTER = "tangram.ray.router:ChunkRouter"

@@ -14,8 +14,8 @@ from tangram.metrics import EngineStats
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import FactsQuestion
 from tangram.ray.replicated_engine import ReplicatedEngine
-from tangram.serve.exposition import make_family
 from tangram.serve.http import build_app
+from tangram.serve.observability.exposition import make_family
 from tangram.serve.options import FleetOptions
 from tangram.web.chat_alone import ChatWeb
 

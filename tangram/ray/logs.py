@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tangram.serve.logs import LogForm, log_as_json
+from tangram.serve.observability.logs import LogForm, log_as_json
 
 
 def log_in_worker(form: LogForm) -> None:

@@ -23,7 +23,7 @@ from tangram.ray.held_keys import HeldKeys
 from tangram.ray.logs import log_in_worker
 from tangram.ray.payloads import EngineFacts, FactsQuestion, Origin, SentRequest, StatsReport
 from tangram.ray.reports import MOST_KEYS, make_routing_stats, repeat_or_renew
-from tangram.serve.logs import LogForm
+from tangram.serve.observability.logs import LogForm
 from tangram.types import Event, FinishReason, Usage
 from tangram.watch import ChunkPlace
 

@@ -1,1 +1,1 @@
-"""The OpenAI API over one engine."""
+"""The server: the APIs of OpenAI and Anthropic over one engine."""

@@ -24,11 +24,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tangram.errors import ConfigError, RequestError, TangramError
 from tangram.foreign_files import replace_file
-from tangram.serve.api_errors import ApiError, as_api_error
-from tangram.serve.body import Json
-from tangram.serve.parsing import parse
-from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.bodies.body import Json
+from tangram.serve.chat.schema import ChatRequest, CompletionRequest
 from tangram.serve.service import Service
+from tangram.serve.transport.api_errors import ApiError, as_api_error
+from tangram.serve.transport.parsing import parse
 
 _BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,

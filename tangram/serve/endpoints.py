@@ -11,21 +11,21 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from tangram.serve.answer_body import ReadAsChat
-from tangram.serve.answers import Writer
-from tangram.serve.api_errors import ApiError, of_validation
-from tangram.serve.body import Json
-from tangram.serve.chat_writer import ChatWriter
-from tangram.serve.completion_writer import CompletionWriter, EchoedPrompt
-from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
-from tangram.serve.messages_writer import MessagesWriter
-from tangram.serve.prompts import Prompts
-from tangram.serve.record import Generation, Record
-from tangram.serve.response_memory import ResponseMemory, name_owner
-from tangram.serve.responses_schema import ResponsesRequest
-from tangram.serve.responses_writer import ResponsesWriter
-from tangram.serve.schema import ChatRequest, CompletionRequest
-from tangram.serve.thoughts import Reader, TextReader
+from tangram.serve.answers.answer import Writer
+from tangram.serve.bodies.answer_body import ReadAsChat
+from tangram.serve.bodies.body import Json
+from tangram.serve.chat.chat_writer import ChatWriter
+from tangram.serve.chat.completion_writer import CompletionWriter, EchoedPrompt
+from tangram.serve.chat.prompts import PreparedChat, Prompts
+from tangram.serve.chat.schema import ChatRequest, CompletionRequest
+from tangram.serve.formats.thoughts import Reader, TextReader
+from tangram.serve.messages.messages_schema import CountTokensRequest, MessagesRequest
+from tangram.serve.messages.messages_writer import MessagesWriter
+from tangram.serve.observability.record import Generation, Record
+from tangram.serve.responses.response_memory import ResponseMemory, name_owner
+from tangram.serve.responses.responses_schema import ResponsesRequest
+from tangram.serve.responses.responses_writer import ResponsesWriter
+from tangram.serve.transport.api_errors import ApiError, of_validation
 from tangram.types import Grammar, Marks, Request, SamplingValues
 
 AnswerRequest = ChatRequest | CompletionRequest | ResponsesRequest | MessagesRequest
@@ -68,10 +68,7 @@ class Endpoints:
         return len(await self.prompts.tokenize_conversation(as_chat, body.rename_field))
 
     async def _prepare_chat(self, body: ChatRequest, record: Record | None) -> PreparedRequest:
-        chat = await self.prompts.prepare_chat(body)
-        form, marks = chat.form, chat.form.list_shown_marks(chat.tools)
-        head = self._make_head(ChatWriter.id_prefix)
-        generation = _make_generation(head["id"], [chat.prompt], body, record, chat.grammar, marks)
+        chat, head = await self.prompts.prepare_chat(body), self._make_head(ChatWriter.id_prefix)
         if body.service_tier is not None:
             head["service_tier"] = "default"
         writer = ChatWriter(
@@ -79,11 +76,11 @@ class Endpoints:
             head,
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
-            thinks=form.thinking is not None,
+            marks_thoughts=chat.form.thinking is not None,
             options=body.stream_options,
             warnings=chat.warnings,
         )
-        return PreparedRequest(generation, form.reader(chat.tools), writer)
+        return _prepare_answer(head["id"], chat, body, record, writer)
 
     async def _prepare_completion(
         self, body: CompletionRequest, record: Record | None
@@ -132,14 +129,12 @@ class Endpoints:
         if body.truncation == "auto":
             as_chat = await self.prompts.truncate(as_chat, body.max_output_tokens)
         chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
-        marks = chat.form.list_shown_marks(chat.tools)
         response_id = f"resp_{uuid.uuid4().hex}"
-        generation = _make_generation(response_id, [chat.prompt], body, record, chat.grammar, marks)
-        values = self.sampling.with_stated(generation.first.sampling)
+        values = self.sampling.with_stated(body.sampling())
         kept = self.memory.keep(body, owner, recalled)
         warnings = [*body.list_warnings(), *chat.warnings]
         writer = ResponsesWriter(body, response_id, self.model, values, warnings, kept)
-        return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
+        return _prepare_answer(response_id, chat, body, record, writer)
 
     async def _prepare_message(
         self, body: MessagesRequest, record: Record | None
@@ -147,7 +142,6 @@ class Endpoints:
         """So is a message. Clients ask for more tokens than a small context has left."""
         as_chat = await self._read_as_chat(body, partial(body.chat, self._variables))
         chat = await self.prompts.prepare_chat(as_chat, body.rename_field)
-        marks = chat.form.list_shown_marks(chat.tools)
         message_id = f"msg_{uuid.uuid4().hex}"
         left = self.prompts.most_tokens - len(chat.prompt)
         if left < 1:  # in the words by which clients know when to shorten a conversation
@@ -157,12 +151,9 @@ class Endpoints:
         thinking = None if chat.form.channels else body.thinking
         fits = {"max_tokens": min(body.max_tokens, left), "thinking": thinking}
         fitting = body.model_copy(update=fits)
-        generation = _make_generation(
-            message_id, [chat.prompt], fitting, record, chat.grammar, marks
-        )
         request_id = message_id if record is None else record.request_id
         writer = MessagesWriter(body, message_id, self.model, request_id, chat.warnings)
-        return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
+        return _prepare_answer(message_id, chat, fitting, record, writer)
 
     @property
     def _variables(self) -> frozenset[str]:
@@ -180,18 +171,27 @@ class Endpoints:
         return {"id": identity, "created": int(time.time()), "model": self.model}
 
 
+def _prepare_answer(
+    answer_id: str, chat: PreparedChat, body: AnswerRequest, record: Record | None, writer: Writer
+) -> PreparedRequest:
+    """The answer to `chat`, which is `body` in the words of the chat endpoint."""
+    marks = chat.form.list_shown_marks(chat.tools)
+    generation = _make_generation(answer_id, [chat.prompt], body, record, chat.grammar, marks)
+    return PreparedRequest(generation, chat.form.reader(chat.tools), writer)
+
+
 def _make_generation(
     response_id: str,
     prompts: list[tuple[int, ...]],
     body: AnswerRequest,
     record: Record | None,
     grammar: Grammar | None,
-    marks: Marks | None = None,
+    marks: Marks,
 ) -> Generation:
     name = response_id if record is None else record.request_id
     names = [f"{name}-{number}" for number in range(len(prompts))] if len(prompts) > 1 else [name]
     client = b"" if record is None else record.client
-    common: Json = {"grammar": grammar, "marks": marks or Marks(), "client": client, **body.options}
+    common: Json = {"grammar": grammar, "marks": marks, "client": client, **body.options}
     sampling = body.sampling()
     requests = [
         Request(name, prompt, sampling, **common)

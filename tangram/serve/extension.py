@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.record import Generation, Record
+from tangram.serve.bodies.body import Json
+from tangram.serve.observability.record import Generation, Record
+from tangram.serve.transport.api_errors import ApiError
 
 
 class Extension:

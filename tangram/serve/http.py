@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -20,38 +19,35 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from tangram.serve.api_errors import install_handlers
-from tangram.serve.body import Json
-from tangram.serve.bridge import PENDING_EVENTS, Limits, ServedEngine
+from tangram.serve.answers.bridge import PENDING_EVENTS, Limits, ServedEngine
+from tangram.serve.api_document.openapi import DOCS, document
+from tangram.serve.bodies.body import Json
+from tangram.serve.chat.schema import ChatRequest, CompletionRequest
 from tangram.serve.extension import Extension
-from tangram.serve.guard import (
+from tangram.serve.messages.messages_schema import CountTokensRequest, MessagesRequest
+from tangram.serve.observability.logs import LossLog, log_request
+from tangram.serve.observability.record import RecordRequests, RecordSink
+from tangram.serve.observability.tracing import Traces, traces_to
+from tangram.serve.observability.vllm_names import VllmNames
+from tangram.serve.options import ServerOptions
+from tangram.serve.process import Server, raise_file_limit
+from tangram.serve.receiving import BodyRoute
+from tangram.serve.responses.response_memory import ResponseMemory
+from tangram.serve.responses.response_routes import add_response_routes
+from tangram.serve.responses.responses_schema import ResponsesRequest
+from tangram.serve.service import Service
+from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
+from tangram.serve.transport.api_errors import install_handlers
+from tangram.serve.transport.guard import (
     MAX_HEADER_BYTES,
     BoundRequests,
     NameRequests,
     RequireKeys,
     check_served_name,
 )
-from tangram.serve.logs import LossLog, log_request
-from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
-from tangram.serve.openapi import document
-from tangram.serve.options import ServerOptions
-from tangram.serve.process import Server, raise_file_limit
-from tangram.serve.receiving import BodyRoute
-from tangram.serve.record import RecordRequests, RecordSink
-from tangram.serve.response_memory import ResponseMemory
-from tangram.serve.response_routes import add_response_routes
-from tangram.serve.responses_schema import ResponsesRequest
-from tangram.serve.schema import ChatRequest, CompletionRequest
-from tangram.serve.service import Service
-from tangram.serve.static_files import StaticFolder
-from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
-from tangram.serve.tracing import Traces, traces_to
-from tangram.serve.vllm_names import VllmNames
-from tangram.serve.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
+from tangram.serve.transport.wire import MAX_CONNECTIONS, HttpProtocol, http_protocol
 from tangram.version import __version__
 
-# A viewer of /openapi.json. Its files hold no data, so they need no key.
-_DOCS = StaticFolder(Path(__file__).parent / "docs", {"/docs": "index.html"}, "/docs/")
 # What pages of allowed origins may send and read. Keys are in a header, so no cookies are needed.
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST", "DELETE"),
@@ -138,7 +134,7 @@ def _add_layers(
     if options.api_key:
 
         def is_open(path: bytes) -> bool:
-            return _DOCS.has(path) or web.is_open(path)
+            return DOCS.has(path) or web.is_open(path)
 
         app.add_middleware(RequireKeys, api_keys=options.api_key, is_open=is_open)
     app.add_middleware(NameRequests)
@@ -150,38 +146,33 @@ def _add_layers(
 def _add_docs(app: FastAPI, model: str, *, locked: bool) -> None:
     described = partial(document, app, version=__version__, model=model, locked=locked)
     app.openapi = cache(described)  # type: ignore[method-assign]
-    _DOCS.mount(app)
+    DOCS.mount(app)
 
 
 def _add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        service.check_model(body.model)
         return await service.answer(body, request)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> Json:
-        service.check_model(body.model)
         return {"input_tokens": await service.count_tokens(body, request)}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
-        service.check_model(service.model if body.model is None else body.model)
+        service.check_model(body.model)
         tokens = await service.preparation.of(request, body.tokens, service)
         return {
             "count": len(tokens),
@@ -192,7 +183,7 @@ def _add_completion_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
-        service.check_model(service.model if body.model is None else body.model)
+        service.check_model(body.model)
         return {
             "prompt": await service.preparation.of(
                 request, service.prompts.detokenize, body.tokens, "tokens"

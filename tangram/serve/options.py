@@ -16,8 +16,8 @@ from tangram.config import Option, OptionGroup
 from tangram.errors import ConfigError
 from tangram.kv_events.address import EventAddress
 from tangram.limits import Bounds
-from tangram.serve.guard import check_api_keys, check_origins
-from tangram.serve.logs import LogForm
+from tangram.serve.observability.logs import LogForm
+from tangram.serve.transport.guard import check_api_keys, check_origins
 
 
 class Visibility(StrEnum):

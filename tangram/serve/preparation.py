@@ -16,9 +16,9 @@ from fastapi import Request
 
 from tangram.engine.text.templates import PROCESSES
 from tangram.errors import OverloadError, RequestError
-from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import Limits, ServedEngine, make_timeout_error
-from tangram.serve.record import record_in
+from tangram.serve.answers.bridge import Limits, ServedEngine, make_timeout_error
+from tangram.serve.observability.record import record_in
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import Grammar
 
 P = ParamSpec("P")

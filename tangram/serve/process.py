@@ -17,7 +17,7 @@ import uvicorn
 
 from tangram.errors import ConfigError
 from tangram.serve.service import Service
-from tangram.serve.wire import HttpProtocol
+from tangram.serve.transport.wire import HttpProtocol
 
 _log = logging.getLogger(__name__)
 # Enough time for running answers to end with an error, and for monitors to read /health.

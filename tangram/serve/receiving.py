@@ -1,4 +1,4 @@
-"""Reads, parses and validates request bodies, the large ones on a thread of their own."""
+"""Reads request bodies: parsed and validated, the large ones on a thread of their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from tangram.serve.api_errors import ApiError, of_validation
-from tangram.serve.body import Body
+from tangram.serve.bodies.body import Body
+from tangram.serve.bodies.unsupported import IgnoredFields
 from tangram.serve.endpoints import AnswerRequest
-from tangram.serve.parsing import parse
 from tangram.serve.service import Service
-from tangram.serve.unknown import IgnoredFields
+from tangram.serve.transport.api_errors import ApiError, of_validation
+from tangram.serve.transport.parsing import parse
 
 # A smaller body takes milliseconds, whatever is in it.
 _SMALL_BYTES = 65_536

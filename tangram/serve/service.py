@@ -14,23 +14,23 @@ from fastapi.responses import JSONResponse
 from tangram.engine.text.answer_text import AnswerText
 from tangram.engine.text.codec import TextCodec
 from tangram.errors import MachineError, RequestError
-from tangram.serve.answer_size import check_answer_size
-from tangram.serve.answers import Answer, write_whole
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.bridge import EventStream, Limits, ServedEngine
+from tangram.serve.answers.answer import Answer, write_whole
+from tangram.serve.answers.answer_size import check_answer_size
+from tangram.serve.answers.bridge import EventStream, Limits, ServedEngine
+from tangram.serve.answers.sending import EventSource
+from tangram.serve.bodies.body import Json
+from tangram.serve.bodies.template import Template
+from tangram.serve.bodies.unsupported import IgnoredFields
+from tangram.serve.chat.prompts import Prompts
 from tangram.serve.endpoints import AnswerRequest, Endpoints, PreparedRequest
-from tangram.serve.exposition import ServerMetrics
 from tangram.serve.extension import Extension
-from tangram.serve.messages_schema import CountTokensRequest
+from tangram.serve.messages.messages_schema import CountTokensRequest
+from tangram.serve.observability.exposition import ServerMetrics
+from tangram.serve.observability.record import Generation, Record, record_in
+from tangram.serve.observability.reuse import explain_reuse
 from tangram.serve.preparation import Preparation, unless_disconnected
-from tangram.serve.prompts import Prompts
-from tangram.serve.record import Generation, Record, record_in
-from tangram.serve.response_memory import ResponseMemory
-from tangram.serve.reuse import explain_reuse
-from tangram.serve.sending import EventSource
-from tangram.serve.template import Template
-from tangram.serve.unknown import IgnoredFields
+from tangram.serve.responses.response_memory import ResponseMemory
+from tangram.serve.transport.api_errors import ApiError
 
 
 class Service:
@@ -86,14 +86,15 @@ class Service:
         await self.engine.stop()
         await self.memory.stop()
 
-    def check_model(self, model: str) -> None:
-        """Raise `ApiError` 404 unless `model` is the served one."""
-        if model != self.model:
+    def check_model(self, model: str | None) -> None:
+        """Raise `ApiError` 404 unless `model` is the served one, which None stands for."""
+        if model not in (None, self.model):
             message = f"the model {model!r} does not exist: this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer(self, body: AnswerRequest, request: Request) -> Response:
         """The answer to `body`, whole or streamed. Raises `RequestError` and `ApiError`."""
+        self.check_model(body.model)
         with _use_client_names(body):
             # Most refusals under load are decided here, before the prompt is tokenized.
             self.engine.check_queue(body.completions)
@@ -116,6 +117,7 @@ class Service:
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> int:
         """The tokens of a conversation. Raises `RequestError` and `ApiError`."""
+        self.check_model(body.model)
         with _use_client_names(body):
             return await self.preparation.of(request, self._endpoints.count_tokens, body)
 

@@ -6,12 +6,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from tangram.serve.answer_body import TOKENS
-from tangram.serve.body import Body, Text
-from tangram.serve.messages import Messages, PromptEnd
+from tangram.serve.bodies.answer_body import TOKENS
+from tangram.serve.bodies.body import Body, Text
+from tangram.serve.bodies.template import FIELD, TemplateOptions
+from tangram.serve.bodies.unsupported import TOKENIZE, wrong_field
+from tangram.serve.chat.chat_messages import Messages, PromptEnd
 from tangram.serve.service import Service
-from tangram.serve.template import FIELD, TemplateOptions
-from tangram.serve.unsupported import TOKENIZE, wrong_field
 
 
 class TokenizeRequest(PromptEnd):

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 
-from tangram.serve.api_errors import ApiError
+from tangram.serve.observability.record import record_in
 from tangram.serve.options import Visibility
-from tangram.serve.record import record_in
+from tangram.serve.transport.api_errors import ApiError
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 _ANYWHERE = ("0.0.0.0", "::", "")

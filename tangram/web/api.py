@@ -10,12 +10,11 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.extension import Extension
-from tangram.serve.record import Generation, Record, record_in
+from tangram.serve.bodies.body import Json
+from tangram.serve.observability.record import Generation, Record, record_in
+from tangram.serve.transport.api_errors import ApiError
 from tangram.web.access import Access
-from tangram.web.files import FILES
+from tangram.web.chat_alone import FILES, ChatWeb
 from tangram.web.history import MOST_S, STEP_S
 from tangram.web.questions import (
     Announcement,
@@ -33,7 +32,7 @@ from tangram.web.watchers import Watcher
 _Place = Annotated[int, Query(ge=0, le=1_000_000)]
 
 
-class CacheWeb(Extension):
+class CacheWeb(ChatWeb):
     """The web page of an engine that `source` tells of."""
 
     def __init__(self, source: WebSource, access: Access) -> None:
@@ -48,10 +47,6 @@ class CacheWeb(Extension):
         FILES.mount(app, self._check)
         self._add_endpoints(app)
         self._add_stream(app)
-
-    def is_open(self, path: bytes) -> bool:
-        """See `Extension`: files hold no data."""
-        return FILES.has(path)
 
     def announce(self, generation: Generation, record: Record) -> None:
         """See `Extension`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tangram.serve.body import Json
+from tangram.serve.bodies.body import Json
 from tangram.types import Int32, Int64, UInt8
 from tangram.watch import News, PageState, PoolReading, Readings, SequenceChange, StepDone
 from tangram.web.requests import Requests, ShownCompletion

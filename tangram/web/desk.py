@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.json import encode as write
 
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
+from tangram.serve.bodies.body import Json
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import UInt8
 from tangram.watch import CacheShape, RetentionShape
 from tangram.web.collector import Collector, ToldWatcher, UInt16

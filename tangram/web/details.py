@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.engine.text.codec import TextCodec
-from tangram.serve.api_errors import ApiError
-from tangram.serve.body import Json
-from tangram.serve.reuse import describe_loss
+from tangram.serve.bodies.body import Json
+from tangram.serve.observability.reuse import describe_loss
+from tangram.serve.transport.api_errors import ApiError
 from tangram.watch import ChunkPlace, ChunkUse, KeptPositions, RetentionShape, Watched
 from tangram.web.requests import ShownCompletion
 

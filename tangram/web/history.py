@@ -10,7 +10,7 @@ import numpy as np
 
 from tangram.metrics import EngineStats
 from tangram.serve.activity import Activity
-from tangram.serve.body import Json
+from tangram.serve.bodies.body import Json
 from tangram.web.questions import AnswerTimes
 
 STEP_S = 10

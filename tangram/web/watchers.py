@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
-from tangram.serve.body import Json
+from tangram.serve.bodies.body import Json
 
 MOST_PENDING_BYTES = 1 << 20
 # A silent stream says so often that it lives. Proxies close connections that are silent longer.

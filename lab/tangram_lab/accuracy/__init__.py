@@ -1,1 +1,1 @@
-"""Evaluation suites: contexts, questions about them, and the grading of replies."""
+"""Evaluation suites: contexts with questions, and the grading of replies."""

@@ -17,9 +17,9 @@ from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.engine.text.grammar import GrammarCompiler
 from tangram.errors import RequestError
 from tangram.model import embedded
-from tangram.serve.call_grammar import CallGrammar, answer_grammar
-from tangram.serve.forms import AnswerForm
-from tangram.serve.structured import Tool
+from tangram.serve.bodies.structured import Tool
+from tangram.serve.formats.call_grammar import CallGrammar, answer_grammar
+from tangram.serve.formats.forms import AnswerForm
 from tangram.types import CallStyle
 from tests.mentions import mentioning
 from tests.real_templates import MISTRAL_LISTS, MISTRAL_NAMED, real_template

@@ -16,9 +16,9 @@ from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS, split_ar
 from tangram.engine.text.tools import find_written_format, marks
 from tangram.errors import ConfigError, RequestError
 from tangram.model.chat_template import read_template
-from tangram.serve.call_grammar import UNESCAPED, CallGrammar
-from tangram.serve.forms import AnswerForm
-from tangram.serve.structured import CustomTool, Tool
+from tangram.serve.bodies.structured import CustomTool, Tool
+from tangram.serve.formats.call_grammar import UNESCAPED, CallGrammar
+from tangram.serve.formats.forms import AnswerForm
 from tangram.types import CallStyle, ToolFormat
 from tests.mentions import mentioning
 from tests.real_templates import ERNIE, MISTRAL_LISTS, real_template

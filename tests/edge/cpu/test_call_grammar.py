@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tangram.engine.text.formats import TOOL_FORMATS
 from tangram.engine.text.grammar import GrammarCompiler
-from tangram.serve.call_grammar import CallGrammar
-from tangram.serve.forms import AnswerForm
-from tangram.serve.structured import Tool
+from tangram.serve.bodies.structured import Tool
+from tangram.serve.formats.call_grammar import CallGrammar
+from tangram.serve.formats.forms import AnswerForm
 from tangram.types import ToolFormat
 
 END = 2

@@ -21,7 +21,7 @@ from tangram.engine.text.answer_text import read_text
 from tangram.engine.text.grammar import CompiledGrammar
 from tangram.errors import RequestError
 from tangram.model.load import LoadedModel
-from tangram.serve.call_grammar import answer_grammar
+from tangram.serve.formats.call_grammar import answer_grammar
 from tangram.types import Event, Grammar, Request, SamplingParams
 from tests.core.cpu.token_choice import sample
 from tests.examples import examples

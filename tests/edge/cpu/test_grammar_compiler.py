@@ -12,7 +12,7 @@ from tangram.engine.llm import LLM
 from tangram.engine.loop import Engine
 from tangram.errors import MachineError, RequestError
 from tangram.model.load import LoadedModel
-from tangram.serve.call_grammar import answer_grammar
+from tangram.serve.formats.call_grammar import answer_grammar
 from tests.edge.cpu.test_grammar import PERSON, engine, tiny
 from tests.mentions import mentioning
 from tests.small_engines import small_engine

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tangram.serve.api_errors import of_validation
-from tangram.serve.messages_schema import CountTokensRequest, MessagesRequest
-from tangram.serve.structured import NamedTool
+from tangram.serve.bodies.structured import NamedTool
+from tangram.serve.messages.messages_schema import CountTokensRequest, MessagesRequest
+from tangram.serve.transport.api_errors import of_validation
 
 USER = {"role": "user", "content": "a"}
 CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}

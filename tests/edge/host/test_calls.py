@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.engine.text.formats import TOOL_FORMATS
-from tangram.serve.calls import CallReader
+from tangram.serve.formats.calls import CallReader
 from tangram.types import ToolFormat
 from tests.recorded_calls import Part, read_parts
 

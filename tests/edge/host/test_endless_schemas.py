@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import RequestError
-from tangram.serve.json_schema import SchemaBounds, requires_itself
+from tangram.serve.bodies.json_schema import SchemaBounds, requires_itself
 
 A, B, ROOT = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#"}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import RequestError
-from tangram.serve.json_schema import SchemaBounds
+from tangram.serve.bodies.json_schema import SchemaBounds
 from tests.mentions import mentioning, mentions
 
 

@@ -21,7 +21,7 @@ from tangram.link.engine_port import EnginePort
 from tangram.link.linked_engine import LinkedEngine
 from tangram.link.protocol import PortAnswer, Queue, Refusal, RequestMessage, StepNews, ToApi
 from tangram.link.remote_engine import EngineNature, RemoteEngine
-from tangram.serve.api_errors import ApiError
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import (
     DraftedTokens,
     Event,

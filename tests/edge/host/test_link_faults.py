@@ -17,16 +17,15 @@ import pytest
 
 from tangram.errors import EngineError
 from tangram.link.engine_port import EnginePort
-from tangram.link.frames import frame
 from tangram.link.linked_engine import LinkedEngine
-from tangram.link.protocol import Ready
+from tangram.link.protocol import Ready, frame
 from tangram.link.remote_engine import EngineNature, RemoteEngine
 from tangram.link.supervisor import Supervisor
-from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import EventStream, Limits
-from tangram.serve.exposition import ServerMetrics
+from tangram.serve.answers.bridge import EventStream, Limits
+from tangram.serve.observability.exposition import ServerMetrics
+from tangram.serve.observability.record import Generation
 from tangram.serve.options import ServerOptions
-from tangram.serve.record import Generation
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import Event, FinishReason, Request, SamplingParams
 from tangram.web.desk import WebDesk
 from tangram.web.questions import Announcement, HistoryQuestion, Question

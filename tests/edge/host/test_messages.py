@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app, console
 from tangram.cli.telemetry import logging_as
-from tangram.serve.logs import LogForm
+from tangram.serve.observability.logs import LogForm
 
 NAMES = ["[/x]", "[bold]x", "[red]y[/red]", ":smile:", "\\[/x]"]
 COMMANDS = {

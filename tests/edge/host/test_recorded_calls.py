@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.engine.text.formats import TOOL_FORMATS, split_argument, split_shape
-from tangram.serve.calls import ArgumentText, Call, CallReader
+from tangram.serve.formats.calls import ArgumentText, Call, CallReader
 from tests.recorded_calls import ARGUMENTS, CITY, RECORDED, Part, join_parts, read_parts
 
 SCHEMAS = {

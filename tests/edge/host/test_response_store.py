@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tangram.errors import ConfigError
-from tangram.serve.response_store import ContextBound, ResponseStore, StoreFull, TooLong
-from tangram.serve.responses_schema import ResponsesRequest
+from tangram.serve.responses.response_store import ContextBound, ResponseStore, StoreFull, TooLong
+from tangram.serve.responses.responses_schema import ResponsesRequest
 
 OWNER, OTHER = b"owner", b"other"
 ALL = ContextBound(10_000, 10**9)
@@ -162,7 +162,7 @@ def test_what_nobody_runs_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert store.begin(OWNER, None, {"id": "a", "status": "in_progress"}, [])
     with open_store(tmp_path / "store") as store:
         assert find(store, "a").status == "in_progress"
-        monkeypatch.setattr("tangram.serve.response_store.LOST_AFTER_S", -1.0)
+        monkeypatch.setattr("tangram.serve.responses.response_store.LOST_AFTER_S", -1.0)
         found = find(store, "a")
         assert (found.status, found.body["error"]["code"]) == ("failed", "server_error")
 

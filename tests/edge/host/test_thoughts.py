@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tangram.engine.text.formats import THINKING_FORMATS, TOOL_FORMATS
-from tangram.serve.calls import ArgumentText, Call, CallReader
-from tangram.serve.thoughts import ChannelReader, Reader, TextReader, Thought, ThoughtReader
-from tangram.serve.wrapped import WrappedReader
+from tangram.serve.formats.calls import ArgumentText, Call, CallReader
+from tangram.serve.formats.thoughts import ChannelReader, Reader, TextReader, Thought, ThoughtReader
+from tangram.serve.formats.wrapped import WrappedReader
 from tangram.types import Mark, Piece, ThinkingFormat, ToolFormat
 from tests.recorded_calls import join_parts, read_arguments
 

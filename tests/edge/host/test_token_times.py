@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, Metric
 
 from tangram.metrics import EngineStats
-from tangram.serve.exposition import CompletionMeter, ServerMetrics
+from tangram.serve.observability.exposition import CompletionMeter, ServerMetrics
 from tangram.types import Event, FinishReason, Usage
 
 NAME = "tangram_inter_token_latency_seconds"

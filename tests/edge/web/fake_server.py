@@ -20,7 +20,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tangram.types import SamplingValues
-from tangram.web.files import FILES
+from tangram.web.chat_alone import FILES
 from tests.edge.web.fake_cache import (
     CHUNK_TOKENS,
     DEFAULT_RETENTION,

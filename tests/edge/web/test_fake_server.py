@@ -6,7 +6,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tangram.serve.kv_answers import KV_ANSWERS
+from tangram.serve.api_document.kv_answers import KV_ANSWERS
 from tests.edge.web.fake_cache import CHUNK_TOKENS
 from tests.edge.web.fake_server import MODEL, FakeServer
 

@@ -25,11 +25,11 @@ from playwright.sync_api import expect
 
 from bench.roofline import Ceiling, StepModel
 from tangram.compress.profile import Profile
-from tangram.serve.static_files import HEADERS
+from tangram.serve.transport.static_files import HEADERS
 from tangram.sizing.cache_size import fit, kv_size
 from tangram.sizing.weight_size import Weights
 from tangram.speculate.pace import expected_tokens
-from tangram.web.files import FILES
+from tangram.web.chat_alone import FILES
 from tangram_lab.naive import count_naive_positions
 from tests.edge.web.browser import DESKTOP, PHONE, ROOT, WatchedPage, faults, open_page
 from tests.running import run_app

@@ -16,7 +16,7 @@ from tests.edge.web.browser import ROOT, STATIC
 
 VENDOR = STATIC / "vendor"
 SITE_VENDOR = ROOT / "docs" / "vendor"
-DOCS = ROOT / "tangram" / "serve" / "docs"
+DOCS = ROOT / "tangram" / "serve" / "api_document" / "docs"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "network")
 MODULES = sorted(
     path

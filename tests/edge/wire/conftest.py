@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tangram.link.linked_engine import LinkedEngine
 from tangram.serve.extension import Extension
 from tangram.serve.http import build_app, transport_options
+from tangram.serve.observability.tracing import Traces
 from tangram.serve.options import ServerOptions, Visibility
-from tangram.serve.tracing import Traces
 from tangram.web.access import Access
 from tangram.web.api import CacheWeb
 from tangram.web.desk import WebDesk

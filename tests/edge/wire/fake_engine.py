@@ -24,8 +24,8 @@ from tangram.link.engine_port import MOST_UNREAD_BYTES, EnginePort
 from tangram.link.remote_engine import EngineNature
 from tangram.link.supervisor import KILL_AFTER_S, Supervisor
 from tangram.metrics import EngineStats, GroupOverflow, SpeculationStats
-from tangram.serve.listening import Listener
 from tangram.serve.options import ServerOptions
+from tangram.serve.transport.listening import Listener
 from tangram.types import (
     OPENAI_SAMPLING,
     DraftedTokens,

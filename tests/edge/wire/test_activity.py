@@ -17,7 +17,7 @@ import pytest
 from tangram.engine.loop import Engine
 from tangram.serve import activity
 from tangram.serve.activity import Activity, has_worked
-from tangram.serve.logs import JsonFormatter
+from tangram.serve.observability.logs import JsonFormatter
 
 from .conftest import wait_until
 from .fake_engine import FakeEngine

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.serve import answer_size
+from tangram.serve.answers import answer_size
 from tests.mentions import assert_refused
 
 from .conftest import CHAT, COMPLETIONS, MODEL, USER, stream_data

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from tangram.engine.text.codec import TokenText
-from tangram.serve.chunks import Content
-from tangram.serve.completion_writer import CompletionWriter
+from tangram.serve.chat.chunks import Content
+from tangram.serve.chat.completion_writer import CompletionWriter
 from tangram.types import TokenLogprob
 
 from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, scrape, stream_data

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from tangram.serve import sending
+from tangram.serve.answers import sending
 from tangram.types import ThinkingFormat, ToolFormat
 from tests.mentions import mentions
 

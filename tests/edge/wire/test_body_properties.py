@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tangram.serve.messages_schema import MessagesRequest
-from tangram.serve.responses_schema import ResponsesRequest
-from tangram.serve.schema import ChatRequest, CompletionRequest
+from tangram.serve.chat.schema import ChatRequest, CompletionRequest
+from tangram.serve.messages.messages_schema import MessagesRequest
+from tangram.serve.responses.responses_schema import ResponsesRequest
 from tangram.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tests.examples import examples
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.errors import ConfigError, OverloadError
-from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.options import ServerOptions
+from tangram.serve.transport.guard import MAX_HEADER_BYTES
 
 from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
 from .test_protection import raw_request

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from bench.stress.fuzz import KEY, check_afterwards, check_log, fuzz, statuses
 from bench.stress.request_hooks import MOST_TOKENS, fitting, small
 from bench.stress.server import start_server
-from tangram.serve.exposition import ENDPOINTS, name_endpoint
-from tangram.serve.guard import OPEN_PATHS
-from tangram.serve.schema import ChatRequest
+from tangram.serve.chat.schema import ChatRequest
+from tangram.serve.observability.exposition import ENDPOINTS, name_endpoint
+from tangram.serve.transport.guard import OPEN_PATHS
 
 from .conftest import (
     CHAT,

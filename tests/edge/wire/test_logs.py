@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tangram.serve.logs import LOST_TOKENS, JsonFormatter, LogLines, LossLog
-from tangram.serve.record import Generation, Record
+from tangram.serve.observability.logs import LOST_TOKENS, JsonFormatter, LogLines, LossLog
+from tangram.serve.observability.record import Generation, Record
 from tangram.types import Event, LossReason, LostPrefix, Request, SamplingParams, Usage
 from tests.mentions import mentions
 

@@ -208,11 +208,14 @@ def test_the_page_has_every_metric_as_it_is_exposed(named_server: EngineServer) 
         found = families(client.get("/metrics").text)
     documented = {}
     # Those of replicas are of `tangram deploy`.
-    name = r"(?:tangram_(?!replica)|vllm:)\w+"
     for line in ROOT.joinpath("docs", "observability.md").read_text().splitlines():
-        if match := re.match(rf"\| `({name})` \| (\w+) \|([^|]*)\|", line):
+        if match := re.match(r"\| `(tangram_(?!replica)\w+)` \| (\w+) \|([^|]*)\|", line):
             documented[match[1]] = match[2], set(re.findall(r"`(\w+)`", match[3]))
-    assert documented == {name: (family.type, labels_of(family)) for name, family in found.items()}
+    own = {name: family for name, family in found.items() if not name.startswith("vllm:")}
+    assert documented == {name: (family.type, labels_of(family)) for name, family in own.items()}
+    text = ROOT.joinpath("docs", "from-vllm.md").read_text()
+    aliases = dict(re.findall(r"^\| `(vllm:\w+)` \| (\w+) \|", text, re.MULTILINE))
+    assert aliases == {name: family.type for name, family in found.items() if name not in own}
 
 
 def test_the_dashboard_draws_what_there_is(exposed: dict[str, Metric]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bench.bare_tokenizer import load_tokenizer
-from tangram.serve.forms import AnswerForm
-from tangram.serve.json_schema import SchemaBounds
-from tangram.serve.offer import Offer
-from tangram.serve.schema import ChatRequest
+from tangram.serve.bodies.json_schema import SchemaBounds
+from tangram.serve.chat.offer import Offer
+from tangram.serve.chat.schema import ChatRequest
+from tangram.serve.formats.forms import AnswerForm
 from tests.mentions import assert_refused, mentions
 from tests.templates import HERMES
 

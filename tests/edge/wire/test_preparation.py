@@ -17,14 +17,14 @@ import pytest
 from tangram.errors import OverloadError
 from tangram.link.linked_engine import LinkedEngine
 from tangram.serve import preparation, receiving
-from tangram.serve.api_errors import ApiError
-from tangram.serve.bridge import EventStream, Limits
-from tangram.serve.chat_writer import ChatWriter
-from tangram.serve.completion_writer import CompletionWriter
-from tangram.serve.exposition import ServerMetrics
+from tangram.serve.answers.bridge import EventStream, Limits
+from tangram.serve.chat.chat_writer import ChatWriter
+from tangram.serve.chat.completion_writer import CompletionWriter
+from tangram.serve.observability.exposition import ServerMetrics
+from tangram.serve.observability.record import Generation
 from tangram.serve.preparation import WorkThreads
-from tangram.serve.record import Generation
-from tangram.serve.responses_writer import ResponsesWriter
+from tangram.serve.responses.responses_writer import ResponsesWriter
+from tangram.serve.transport.api_errors import ApiError
 from tangram.types import Request, SamplingParams
 from tests.mentions import assert_refused, mentioning, mentions
 

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from tangram.errors import ConfigError
-from tangram.serve.guard import MAX_HEADER_BYTES
 from tangram.serve.options import ServerOptions
+from tangram.serve.transport.guard import MAX_HEADER_BYTES
 from tests.mentions import mentioning
 
 from .conftest import CHAT, MODEL, EngineServer, chat_body, run_fake_server
@@ -123,7 +123,7 @@ def test_every_key_is_compared_in_constant_time(
         compared.append((len(one), len(other)))
         return compare(one, other)
 
-    monkeypatch.setattr("tangram.serve.guard.hmac.compare_digest", note_call)
+    monkeypatch.setattr("tangram.serve.transport.guard.hmac.compare_digest", note_call)
     with locked_server.http() as client:
         status = client.get("/v1/models", headers={"Authorization": f"Bearer {given}"}).status_code
     assert status == (200 if given in ("sesame", "poppy") else 401)

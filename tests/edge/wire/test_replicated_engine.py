@@ -34,7 +34,7 @@ from tangram.ray.reports import REPEATED_S, make_routing_stats, read_routing_sta
 from tangram.ray.router import ChunkRouter
 from tangram.ray.totals import FleetTotals
 from tangram.serve.http import build_app
-from tangram.serve.logs import LogForm
+from tangram.serve.observability.logs import LogForm
 from tangram.serve.options import FleetOptions
 from tangram.types import Event, Request, SamplingParams
 from tangram.watch import ChunkPlace, ChunkStored, News

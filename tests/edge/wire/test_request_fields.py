@@ -13,8 +13,8 @@ import pytest
 
 from bench.stress.request_hooks import VOCABULARY, fitting
 from tangram.limits import Biases, Bounds, Texts, Tokens, limits_of
-from tangram.serve.responses_schema import ResponsesRequest
-from tangram.serve.schema import CompletionRequest
+from tangram.serve.chat.schema import CompletionRequest
+from tangram.serve.responses.responses_schema import ResponsesRequest
 from tangram.types import SAMPLING_LIMITS, RequestOptions, SamplingParams, SamplingValues
 from tests.mentions import assert_refused
 

@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from tangram.link.linked_engine import LinkedEngine
-from tangram.serve import wire
 from tangram.serve.http import build_app, transport_options
-from tangram.serve.listening import Listener
-from tangram.serve.wire import HttpProtocol
+from tangram.serve.transport import wire
+from tangram.serve.transport.listening import Listener
+from tangram.serve.transport.wire import HttpProtocol
 from tests.running import run_app
 
 from .conftest import CHAT, MODEL, USER, EngineServer, chat_body, wait_until

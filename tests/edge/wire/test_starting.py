@@ -18,7 +18,7 @@ import pytest
 
 from tangram.cli.serve import first_request
 from tangram.errors import ConfigError
-from tangram.serve.listening import Listener
+from tangram.serve.transport.listening import Listener
 from tests.mentions import mentioning, mentions
 
 from .test_process import ROOT, options, process

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tangram.errors import ConfigError
-from tangram.serve.tracing import Traces, traces_to
+from tangram.serve.observability.tracing import Traces, traces_to
 from tests.mentions import mentioning
 
 from .conftest import (

@@ -1,0 +1,1 @@
+"""An answer from the events of the engine to a client."""

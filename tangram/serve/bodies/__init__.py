@@ -1,0 +1,1 @@
+"""Parts of request bodies: strict fields, tools and JSON schemas, and fields that are refused."""

@@ -1,0 +1,1 @@
+"""POST /v1/responses as chat: bodies, answers, and the stored responses."""
