@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,19 @@ FP8_MAX = 448.0  # the largest finite E4M3 value
 HeadScales = tuple[tuple[tuple[float, float], ...], ...]
 
 
+class LayerHeads(NamedTuple):
+    """The heads of one layer."""
+
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The shape of a model's attention, read from the model itself.
@@ -68,6 +81,27 @@ class Geometry:
     kv_layers: tuple[int | None, ...] = ()
     # What recurrent layers keep of a sequence instead, whatever its length.
     state_bytes: int = 0
+    # Windows do not slide: a query at position p sees those from p // W * W on (Llama 4). All have
+    # one size.
+    chunked: bool = False
+    # The heads of layers with a window, where they are others than those above (Gemma 4).
+    window_heads: LayerHeads | None = None
+
+    def heads_of(self, layer: int) -> LayerHeads:
+        """The heads of one of the layers above."""
+        if self.window_heads is None or self.windows[layer] is None:
+            return LayerHeads(self.kv_heads, self.query_heads, self.head_dim)
+        return self.window_heads
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether profiles have scales for a pool of 8 bits: of latents and of other heads none."""
+        return self.value_dim is None and self.window_heads is None
+
+    @property
+    def most_kv_heads(self) -> int:
+        """The most KV heads of a layer: the H of arrays over layers and heads."""
+        return max((self.heads_of(layer).kv_heads for layer in range(self.layers)), default=0)
 
     def find_layer(self, number: int) -> tuple[int, bool]:
         """The layer above that layer `number` of the model reads, and whether an earlier one

@@ -103,6 +103,8 @@ def check_size(folder: Path, loaded: LoadedModel) -> None:
     geometry = loaded.geometry
     counted = shape.kv_heads, shape.head_dim, shape.value_dim, shape.windows
     assert counted == (geometry.kv_heads, geometry.head_dim, geometry.value_dim, geometry.windows)
+    others = [one and one[::2] for one in (shape.window_heads, geometry.window_heads)]
+    assert others[0] == others[1]
 
 
 def continuations(

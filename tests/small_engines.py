@@ -196,7 +196,7 @@ def profile_file(
     method = make_scorer(scorer, gate=gate)
     rng = np.random.default_rng(0)
     samples = [rng.integers(3, loaded.geometry.vocab_size, 130).tolist() for _ in range(3)]
-    magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None  # no scales of latents
+    magnitudes = Magnitudes() if loaded.geometry.takes_scales else None
     options = ProfileOptions(
         loaded.fingerprint,
         loaded.geometry.full_layers,

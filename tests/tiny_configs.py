@@ -72,6 +72,15 @@ _SMALL: dict[str, Any] = {
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_expand": 2}
 # The default layers are as many that no attention is among the first four.
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+# Layers with full attention have one wide KV head, whose keys are its values. Two read others.
+_GEMMA_4 = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
 _ASSISTED = {
     "model_type": "gemma4_text",
     "num_hidden_layers": _LAYERS,
@@ -102,10 +111,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
     "gemma4_assistant": {"text_config": _ASSISTED},
+    "gemma4_text": _GEMMA_4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     # As published; the default has attention alone.
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {
+        "attention_chunk_size": 32,
+        "floor_scale": 16,
+    },  # chunks of whole chunks of ours
     "mamba2": {"num_heads": 6, "head_dim": 16},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},

@@ -8,7 +8,8 @@ of `P` latents, which are both. A sequence's table for group g reads
 
 so a head's length after s sealed chunks and r raw tokens is  s · sealed_pages[g] · P + r  (Tangram,
 ragged paging). Groups of sliding-window layers come last. They keep every entry of a chunk and only
-the newest `window_chunks` chunks; an entry's index in their tables equals its position.
+the newest `window_chunks` chunks; an entry's index in their tables equals its position. Where
+windows do not slide (`Geometry.chunked`), tables and lengths count from where the window begins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
+from math import gcd
 
 import numpy as np
 
@@ -48,7 +50,11 @@ class Layout:
     window_chunks: int
 
     def __post_init__(self) -> None:
-        heads = list(product(range(self.geometry.layers), range(self.geometry.kv_heads)))
+        heads = [
+            (layer, head)
+            for layer in range(self.geometry.layers)
+            for head in range(self.geometry.heads_of(layer).kv_heads)
+        ]
         held = sorted(chain.from_iterable(self.groups))
         if held != heads:
             raise ConfigError(
@@ -83,10 +89,22 @@ class Layout:
             )
         # All of them keep the newest `window_chunks` chunks, so heads of any two can share a page.
         windows = {at: window for at, window in enumerate(geometry.windows) if window is not None}
-        window_groups = adjacent_groups(list(windows), geometry.kv_heads, heads_per_page)
+        window_groups = list[tuple[Head, ...]]()
+        if windows:
+            heads = geometry.heads_of(min(windows))
+            columns = count_columns(geometry, heads_per_page, heads.head_dim)
+            window_groups = adjacent_groups(list(windows), heads.kv_heads, columns)
+        behind = 1 if geometry.chunked else chunk_tokens  # a window may begin within a chunk
         window_chunks = max(
-            (max(1, -(-(window - 1) // chunk_tokens)) for window in windows.values()), default=0
+            (max(1, (window + behind - 2) // chunk_tokens) for window in windows.values()),
+            default=0,
         )
+        for window in windows.values() if geometry.chunked else ():
+            if window % chunk_tokens:
+                raise ConfigError(
+                    f"chunk_tokens is {chunk_tokens}, but the model attends within chunks of "
+                    f"{window} tokens: choose a divisor of {window}"
+                )
         counts = [*sealed_pages, *[chunk_pages] * len(window_groups)]
         return cls(
             geometry,
@@ -174,10 +192,11 @@ class Layout:
         return np.stack(places, axis=-1).astype(np.int32)
 
     def _per_head(self, values: list[int]) -> Int32:
-        """[L, H] of `values`, which are in the order of the groups' heads."""
+        """[L, H] of `values`, which are in the order of the groups' heads; 0 beyond a layer's."""
         layers, heads = zip(*chain.from_iterable(self.groups), strict=True)
-        by_head = np.asarray(values, np.int32)[np.lexsort((heads, layers))]
-        return by_head.reshape(self.geometry.layers, self.geometry.kv_heads)
+        by_head = np.zeros((self.geometry.layers, self.geometry.most_kv_heads), np.int32)
+        by_head[layers, heads] = values
+        return by_head
 
     @cached_property
     def group_offset(self) -> Int64:
@@ -230,11 +249,21 @@ class Layout:
     def lengths(self, sealed_chunks: int | Int64, raw_tokens: int | Int64) -> Int32:
         """[…, groups]: entries that each member head of a group can address.
 
-        A window group counts its dropped entries too. Takes the counts of one row, or arrays of
-        them.
+        A window group counts its dropped entries too, but for those of `passed_pages`. Takes the
+        counts of one row, or arrays of them.
         """
         sealed, raw = np.asarray(sealed_chunks)[..., None], np.asarray(raw_tokens)[..., None]
-        return np.asarray(sealed * self.sealed_pages * self.page_tokens + raw, np.int32)
+        pages = sealed * self.sealed_pages - self.passed_pages(sealed_chunks)
+        return np.asarray(pages * self.page_tokens + raw, np.int32)
+
+    def passed_pages(self, sealed_chunks: int | Int64) -> Int64:
+        """[…, groups]: pages of a group before a window that does not slide."""
+        passed = np.zeros((*np.shape(sealed_chunks), len(self.groups)), np.int64)
+        if self.geometry.chunked and self.window_chunks:
+            window = max(filter(None, self.geometry.windows)) // self.chunk_tokens
+            begins = np.asarray(sealed_chunks) // window * window
+            passed[..., self.full_groups :] = begins[..., None] * self.chunk_pages
+        return passed
 
     @cached_property
     def full_span_pages(self) -> int:
@@ -282,26 +311,31 @@ class Layout:
     def count_held_entries(self, sealed_chunks: int, raw_tokens: int) -> int:
         """KV entries in the pages of `count_held_pages`, over all heads.
 
-        The other slots of these pages are unused columns and the unused ends of raw pages.
+        The other slots of these pages are unused columns and the unused ends of raw pages. Entries
+        of another head dim count as those of `head_dim` that take as much memory.
         """
         windowed = min(sealed_chunks, self.window_chunks)
-        full, window, heads = self._chunk_entries
-        return sealed_chunks * full + windowed * window + raw_tokens * heads
+        full, window, full_heads, window_heads = self._chunk_entries
+        whole = sealed_chunks * full + raw_tokens * full_heads
+        return whole + self._convert(windowed * window + raw_tokens * window_heads)
+
+    def _convert(self, entries: int) -> int:
+        """Entries of window layers as those of `head_dim` that take as much memory."""
+        other = self.geometry.window_heads
+        return entries if other is None else entries * other.head_dim // self.geometry.head_dim
 
     @cached_property
-    def _chunk_entries(self) -> tuple[int, int, int]:
-        """Entries of a sealed chunk in full and in window groups; the number of all heads."""
+    def _chunk_entries(self) -> tuple[int, int, int, int]:
+        """Entries of a sealed chunk in full and in window groups; the numbers of their heads."""
         members = np.asarray([len(group) for group in self.groups], np.int64)
-        kept = members * self.sealed_pages * self.page_tokens
-        return (
-            int(kept[: self.full_groups].sum()),
-            int(kept[self.full_groups :].sum()),
-            int(members.sum()),
-        )
+        kept, full = members * self.sealed_pages * self.page_tokens, self.full_groups
+        parts = kept[:full], kept[full:], members[:full], members[full:]
+        entries, window_entries, heads, window_heads = (int(part.sum()) for part in parts)
+        return entries, window_entries, heads, window_heads
 
     @property
     def page_slots(self) -> int:
-        """Entries that fit into one page, Hp · P."""
+        """Entries of `head_dim` that fit into one page, Hp · P."""
         return self.heads_per_page * self.page_tokens
 
     def peak_pages(self, tokens: int) -> int:
@@ -329,22 +363,46 @@ class Layout:
         return max(self.peak_pages(tokens), self.count_promised_pages(tokens, tokens))
 
     def count_uncompressed_entries(self, tokens: int) -> int:
-        """KV entries over all heads for `tokens` tokens if only what left a window is dropped."""
+        """KV entries over all heads for `tokens` tokens if only what left a window is dropped.
+
+        See `count_held_entries`.
+        """
         full_heads, windows = self._heads_by_window
         if not windows:
             return tokens * full_heads
-        return tokens * full_heads + sum([min(tokens, window) * heads for window, heads in windows])
+        seen = sum([min(tokens, window) * heads for window, heads in windows])
+        return tokens * full_heads + self._convert(seen)
 
     @cached_property
     def _heads_by_window(self) -> tuple[int, list[tuple[int, int]]]:
         """How many heads see the whole context; each window, and how many heads have it."""
-        heads, windows = self.geometry.kv_heads, Counter(self.geometry.windows)
-        full = windows.pop(None, 0)
-        return full * heads, [(size, n * heads) for size, n in windows.items() if size is not None]
+        full, windows = 0, Counter[int]()
+        for layer, window in enumerate(self.geometry.windows):
+            heads = self.geometry.heads_of(layer).kv_heads
+            if window is None:
+                full += heads
+            else:
+                windows[window] += heads
+        return full, list(windows.items())
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page: the entries of Hp heads × P tokens."""
         return self.page_slots * self.geometry.entry_elements * element_bytes
+
+
+def count_columns(geometry: Geometry, heads_per_page: int, head_dim: int) -> int:
+    """Columns of a page for heads of `head_dim`, if it has `heads_per_page` of the geometry's own.
+
+    Raises `ConfigError` if they do not fill it.
+    """
+    columns, rest = divmod(heads_per_page * geometry.head_dim, head_dim)
+    if rest:
+        raise ConfigError(
+            f"heads_per_page is {heads_per_page}, but some layers have heads of {head_dim} "
+            f"elements, others of {geometry.head_dim}: choose a multiple of "
+            f"{head_dim // gcd(head_dim, geometry.head_dim)}"
+        )
+    return columns
 
 
 def adjacent_groups(

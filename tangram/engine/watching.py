@@ -205,7 +205,7 @@ def _describe_cache(
             RetentionShape(
                 entry.kv_retention,
                 entry.scorer,
-                entry.layout.head_kept_tokens,
+                entry.layout.head_kept_tokens[:, : layout.geometry.kv_heads],
                 drafted=_is_drafted(entry, drafts),
             )
             for entry in admission.known_retentions

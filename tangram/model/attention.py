@@ -202,5 +202,7 @@ def _rule(
 ) -> tuple[int, AttentionRule]:
     """The layer that a module of attention reads, and how, by Transformers' options."""
     layer, shared = geometry.find_layer(int(module.layer_idx))  # type: ignore[arg-type]
-    known = geometry.windows[layer], options.get("softcap"), options.get("s_aux")
+    # Rows of a pass begin where their window does, unless it slides.
+    window = None if geometry.chunked else geometry.windows[layer]
+    known = window, options.get("softcap"), options.get("s_aux")
     return layer, AttentionRule(options["scaling"], *known, shared)

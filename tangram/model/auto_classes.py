@@ -36,10 +36,17 @@ from tangram.model.text_growth import check_growth
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 # Types of text parts that Transformers reads alone from the files of a whole model, and what is
 # beside them there: pictures of Gemma 3n need another library (timm).
+_GEMMA_PARTS = tuple(
+    f"model.{part}."
+    for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
+)
 _BESIDE_TEXT = {
-    "gemma3n_text": tuple(
-        f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
-    )
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _GEMMA_PARTS),
+    "llama4_text": ("vision_model.", "multi_modal_projector."),
+}
+# What Transformers does not know of the names there: patterns, and what they become.
+_RENAMED = {
+    kind: {r"^model\.language_model\.": "model."} for kind in ("gemma4_text", "gemma4_unified_text")
 }
 
 
@@ -81,6 +88,8 @@ def _choose_part(config: PretrainedConfig) -> PretrainedConfig:
     text = getattr(config, "text_config", None)
     if not isinstance(text, PretrainedConfig) or text.model_type not in _BESIDE_TEXT:
         return config
+    if text.model_type != f"{config.model_type}_text":  # an assistant's reads another model
+        return config
     for field in ("name_or_path", "dtype", "quantization_config"):
         if (value := getattr(config, field, None)) is not None:
             setattr(text, field, value)
@@ -110,7 +119,9 @@ def read_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 @without_advice()
-def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def read_model(
+    folder: Path, config: PretrainedConfig | None = None, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of a folder, with `options` of Transformers, and its report on the tensors.
 
     Raises `ModelError` if only code of the folder could make it, or if a tensor has another shape
@@ -119,6 +130,8 @@ def read_model(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str,
     with _refuse_code(str(folder)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
+            key_mapping=None if config is None else _RENAMED.get(config.model_type),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report lists them, an error would not
             use_safetensors=True,  # other formats are pickles, which can run code

@@ -27,6 +27,7 @@ from tangram.model.compiled import is_layer
 from tangram.model.cpu_weights import Int8Linear, PackedLinear
 from tangram.model.latent import OURS, has_latents
 from tangram.model.modules import CompiledPart, derive, remake, replace_modules
+from tangram.model.positions import find_counting
 
 # Few rows are too little work for several threads, and a second pool of them would disturb torch's.
 # PyTorch 2.11 fails to write its benchmark of a graph with packed weights.
@@ -138,6 +139,11 @@ def check_compilable(model: PreTrainedModel) -> None:
         raise ConfigError(
             "compile_decode is set, but layers that read the keys and values of another layer are "
             "not compiled: leave it out"
+        )
+    if find_counting(model):
+        raise ConfigError(
+            "compile_decode is set, but attention that is told positions is not compiled: leave it "
+            "out"
         )
 
 

@@ -39,6 +39,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    "gemma4_text": {"global_head_dim": 512},
 }
 # What a field of these families has to be multiplied by: a number, or the value of another field.
 _FACTORS: dict[str, dict[str, int | str]] = {

@@ -108,9 +108,10 @@ class Overflow:
     def _count(self, retention: Retention, demand: Int64) -> None:
         layout, tally = retention.layout, self._tallies[retention]
         full = list(layout.geometry.full_layers)
-        lost = np.maximum(demand - layout.head_kept_tokens[full], 0)
+        heads = layout.geometry.kv_heads  # other layers may have more
+        lost = np.maximum(demand - layout.head_kept_tokens[full, :heads], 0)
         for place, values in enumerate((demand, lost, lost > 0)):
-            np.add.at(tally.figures[place], layout.head_group[full], values)
+            np.add.at(tally.figures[place], layout.head_group[full, :heads], values)
         tally.chunks += 1
 
     @property

@@ -22,6 +22,7 @@ from tangram.model.experts import fix_launches, launches_vary
 from tangram.model.fused import join_projections
 from tangram.model.latent import has_latents, pass_latents
 from tangram.model.modules import copy_function
+from tangram.model.positions import find_counting, tell_positions
 from tangram.model.quantized import quantize
 from tangram.model.recurrent import has_states, take_rows_apart
 from tangram.model.shares import Share, take_share
@@ -173,6 +174,14 @@ STEPS = (
         "mixers that compute each row of a pass by itself, from its state",
         lambda model, wanted: has_states(model),
         lambda model, wanted: take_rows_apart(model),
+    ),
+    ModelStep(
+        "positions",
+        Stage.LOAD,
+        "attention that counts the tokens before those of a pass",
+        "layers that tell it the positions",
+        lambda model, wanted: bool(find_counting(model)),
+        lambda model, wanted: tell_positions(model),
     ),
     ModelStep(
         "hidden",

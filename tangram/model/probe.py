@@ -114,42 +114,56 @@ def _seen_tokens(
 ) -> Tensor:
     """A mask [1, 1, q, kv], filled with the number of newest tokens that a token sees, itself too.
 
-    0 = it sees others than these. Transformers' function of a mask is asked for whole rows of the
-    longest context.
+    Negative: it sees those before it in its chunk of so many. 0 = it sees others. Transformers'
+    function of a mask is asked for whole rows of the longest context.
     """
     length = int(config.get_text_config().max_position_embeddings)
     zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(length).to(device)
     places = [length - 1, max(length - 2, 0), length // 2]
-    rows = [mask_function(zero, zero, zero + place, keys).expand(length) for place in places]
-    seen = int(rows[0].sum())
-    newest = [(keys <= place) & (keys > place - seen) for place in places]
-    known = all(torch.equal(*pair) for pair in zip(rows, newest, strict=True))
-    return torch.full((1, 1, q_length, kv_length), seen if known else 0, device=device)
+
+    def row_of(place: int) -> Tensor:
+        return mask_function(zero, zero, zero + place, keys).expand(length)
+
+    def begins(oldest: Callable[[int], int]) -> bool:
+        seen = ((keys <= place) & (keys >= oldest(place)) for place in places)
+        return all(map(torch.equal, map(row_of, places), seen))
+
+    seen = int(row_of(length - 1).sum())
+    if begins(lambda place: place - seen + 1):
+        found = seen
+    else:
+        # The last chunk may be cut short by the context's end: that before it is whole.
+        places += [max(length - seen - 1, 0), length - seen]
+        chunk = int(row_of(places[-2]).sum())
+        found = -chunk if chunk and begins(lambda place: place // chunk * chunk) else 0
+    return torch.full((1, 1, q_length, kv_length), found, device=device)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(IMPLEMENTATION, _seen_tokens)
 
 
-def window_of(call: AttentionCall, longest: int) -> int | None:
-    """The window of a layer, None if it sees the whole context of `longest` tokens.
+def window_of(call: AttentionCall, longest: int) -> tuple[int | None, bool]:
+    """The window of a layer, None if it sees the whole context of `longest` tokens; and whether it
+    is a chunk instead of sliding.
 
     The mask that Transformers gives the layer says so: options are for kernels without masks.
-    Raises `ModelError` if a token sees other tokens than the newest ones.
+    Raises `ModelError` if a token sees other tokens.
     """
     mask = call.mask
     if mask is None:
         raise ModelError("a token sees those after it, too: attention gets no mask")
     if mask.is_floating_point() or mask.dtype is torch.bool or (mask != mask.flatten()[0]).any():
         raise ModelError("its attention mask is not by positions alone")
-    seen = int(mask.flatten()[0])
-    if seen < 1:
+    found = int(mask.flatten()[0])
+    if not found:
         raise ModelError("a token sees others than itself and the newest ones before it")
+    seen = abs(found)
     window = None if seen >= longest else seen
     named = call.options.get("sliding_window")
     if named is not None and (None if named >= longest else int(named)) != window:
         raise ModelError(f"its window is {window} by its mask, but {named} by its options")
-    return window
+    return window, window is not None and found < 0
 
 
 def check_cache(config: PretrainedConfig, windows: Mapping[int, int | None], longest: int) -> None:

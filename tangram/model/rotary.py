@@ -71,7 +71,9 @@ def _embeddings(model: PreTrainedModel) -> Iterator[Rotary]:
 
     def embedding(module: Any, **options: str) -> Rotary:
         def embed(positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = module(like, positions[None], **options)
+            angles = module(like, positions[None], **options)
+            # Llama 4 has a complex number for both.
+            cos, sin = (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
             return cos[0], sin[0]
 
         return embed

@@ -27,7 +27,7 @@ from tangram.model.probe import (
     window_of,
 )
 from tangram.model.recurrent import StateShape, has_states
-from tangram.types import Geometry
+from tangram.types import Geometry, LayerHeads
 
 _COUNTS = (
     "vocab_size",
@@ -39,10 +39,15 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _NEEDED = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
+_OF_LAYERS = {
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+}  # `probe_model` looks at those of each layer
 # Layers of the other types are looked at by `probe_model`: they have states, or need none.
 _LAYER_TYPES = {
-    *("full_attention", "sliding_attention", "linear_attention", "conv"),
-    *("hybrid", "mlp", "moe"),
+    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention"),
+    *("conv", "hybrid", "mlp", "moe"),
 }
 
 
@@ -63,24 +68,35 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"{name}: max_position_embeddings is {shortened(longest)}, at most {MOST_TOKENS} are "
             "served: set it to the length that the model was made for"
         )
+    shared = _read(name, text, "num_kv_shared_layers")
+    if shared and shared >= text.num_hidden_layers:
+        raise ModelError(
+            f"{name}: num_kv_shared_layers is {shared}, all layers: another model has their keys "
+            "and values"
+        )
     layer_types = set(getattr(text, "layer_types", None) or ())
     if unknown := sorted(layer_types - _LAYER_TYPES):
         raise ModelError(f"{name}: layer_types has {', '.join(unknown)}, which is not served")
     for field, why in (
         ("index_topk", "sparse attention reads the entries that an index chooses, not all of them"),
-        ("attention_chunk_size", "chunked attention is not full or sliding attention"),
         ("use_bidirectional_attention", "bidirectional attention is not causal"),
         ("is_encoder_decoder", "encoder–decoder models are not decoders"),
     ):
-        if value := _read(name, text, field):
+        # "vision": only tokens of one picture see those after them.
+        if (value := _read(name, text, field)) and value != "vision":
             raise ModelError(f"{name}: {field} is {value}: {why}")
 
 
 def _read(name: str, config: PretrainedConfig, field: str) -> Any:
-    """The value of a field, None if the config has none. Raises `ModelError` if layers differ."""
+    """The value of a field, None if the config has none, or one for each layer that is looked at.
+
+    Raises `ModelError` if layers differ in another one.
+    """
     try:
         return getattr(config, field, None)
     except AmbiguousGlobalPerLayerAttributeError as error:
+        if field in _OF_LAYERS:
+            return None
         raise ModelError(
             f"{name}: {field} differs from layer to layer, but a cache has heads of one size"
         ) from error
@@ -143,33 +159,53 @@ def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...
                 f"{len(by_layer)} of {layers} layers call Transformers' attention interface, "
                 f"{len(calls)} times in all; each layer must do so once"
             )
-        windows = dict[int, int | None]()
+        windows, chunks = dict[int, int | None](), set[int | None]()
         for layer in sorted(expected):
             with _blaming(f"layer {layer}"):
-                windows[layer] = _check_call(by_layer[layer], longest)
+                windows[layer], chunked = _check_call(by_layer[layer], longest)
+                chunks |= {windows[layer]} if chunked else set()
+        if chunks and chunks != set(windows.values()) - {None}:
+            raise ModelError("layers attend within chunks and windows of several sizes")
         readers = _find_readers(calls, windows)
-        shapes = {tuple(tuple(part.shape[1:]) for part in call.entries[:2]) for call in calls}
-        if len(shapes) != 1:
-            raise ModelError("layers differ in their numbers of heads or head dims")
+        full, windowed = _find_heads(by_layer, windows)
         check_cache(model.config, windows, longest)
         states = find_states(model)
         check_rows(model, calls[0], longest, states)
         check_states(model, states)
-    ((query, key),), heads = shapes, calls[0].heads
+    latents = calls[0].heads
     storing = [layer for layer in windows if layer not in readers]
     geometry = Geometry(
         layers=len(storing),
-        kv_heads=key[0],
-        query_heads=query[0],
-        head_dim=key[1],
+        **full._asdict(),
         vocab_size=int(config.vocab_size),
         max_positions=longest,
         windows=tuple(windows[layer] for layer in storing),
-        value_dim=None if heads is None else heads.rank,
+        value_dim=None if latents is None else latents.rank,
         kv_layers=() if len(storing) == layers else _number_layers(storing, readers, layers),
         state_bytes=sum(one.bytes for one in states),
+        chunked=bool(chunks),
+        window_heads=windowed,
     )
     return geometry, states
+
+
+def _find_heads(
+    calls: Mapping[int, AttentionCall], windows: Mapping[int, int | None]
+) -> tuple[LayerHeads, LayerHeads | None]:
+    """The heads of layers with full attention, and of those with a window if they are others.
+
+    Raises `ModelError` if layers of one kind differ.
+    """
+    found = dict[bool, set[LayerHeads]]()
+    for layer, window in windows.items():
+        query, key, _ = (tuple(part.shape[1:]) for part in calls[layer].entries)
+        found.setdefault(window is None, set()).add(LayerHeads(key[0], query[0], key[1]))
+    if any(len(kinds) > 1 for kinds in found.values()):
+        raise ModelError("layers of one kind differ in their numbers of heads or head dims")
+    full, windowed = (found.get(kind, set()) for kind in (True, False))
+    (heads,) = full or windowed
+    others = windowed - {heads}
+    return heads, others.pop() if others else None
 
 
 def _find_readers(
@@ -210,10 +246,10 @@ def _blaming(subject: str) -> Iterator[None]:
         raise ModelError(f"{subject}: {error}") from error
 
 
-def _check_call(call: AttentionCall, longest: int) -> int | None:
-    """The window of a layer. Raises `ModelError` if its attention would be computed wrongly."""
+def _check_call(call: AttentionCall, longest: int) -> tuple[int | None, bool]:
+    """`window_of` a layer. Raises `ModelError` if its attention would be computed wrongly."""
     check_options(call)
-    window = window_of(call, longest)
+    window, chunked = window_of(call, longest)
     if call.heads is not None and window is not None:
         raise ModelError(f"it has latents and a window of {window} tokens")
     query, key, value = (tuple(part.shape[1:]) for part in call.entries)
@@ -222,4 +258,4 @@ def _check_call(call: AttentionCall, longest: int) -> int | None:
             f"queries {query}, keys {key} and values {value} (heads, elements) do not fit together"
         )
     check_computation(call)
-    return window
+    return window, chunked

@@ -132,7 +132,8 @@ class WorkPlan:
 
     A `direct` entry is the row's only part. Slots are merged in their order, so that equal plans
     give equal bits, and numbered in the order of the merges. `partial_slots` is the most slots that
-    any layer uses. A slot holds the G query heads of one row and KV head. `kv_heads` is H.
+    any layer uses. A slot holds the G query heads of one row and KV head. `kv_heads` is H. Where
+    some layers have other heads, `others` are the plans for those.
     """
 
     kv_heads: int
@@ -143,6 +144,7 @@ class WorkPlan:
     merge_indptr: Int64
     segments: Records
     partial_slots: int
+    others: tuple[WorkPlan, ...] = ()
 
     @property
     def layers(self) -> int:

@@ -46,15 +46,15 @@ class KVSize:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token adds with nothing dropped, while no sliding window is full."""
-        return len(self.shape.windows) * self._layer_bytes
+        full = self.shape.full_layers
+        windows = (len(self.shape.windows) - full) * self.shape.window_elements
+        return (full * self.shape.layer_elements + windows) * ELEMENT_BYTES[self.dtype]
 
     @property
     def uncompressed_bytes(self) -> int:
         """The whole context with nothing dropped, unpaged."""
-        tokens = self.shape.full_layers * self.context_tokens + self.shape.window_tokens(
-            self.context_tokens
-        )
-        return tokens * self._layer_bytes
+        whole = self.shape.full_layers * self.context_tokens * self.shape.layer_elements
+        return (whole + self._window_elements) * ELEMENT_BYTES[self.dtype]
 
     @property
     def compressed_bytes(self) -> int:
@@ -105,8 +105,8 @@ class KVSize:
         return int(memory_gib * _GIB) // self.page_bytes
 
     @property
-    def _layer_bytes(self) -> int:
-        return self.shape.layer_elements * ELEMENT_BYTES[self.dtype]
+    def _window_elements(self) -> int:
+        return self.shape.window_tokens(self.context_tokens) * self.shape.window_elements
 
     @property
     def _compressed_elements(self) -> int:
@@ -114,10 +114,8 @@ class KVSize:
         sealed_elements = (
             chunks * self.chunk_tokens * self.shape.full_layers * self.shape.layer_elements
         )
-        raw_tokens = tail_tokens * self.shape.full_layers + self.shape.window_tokens(
-            self.context_tokens
-        )
-        return math.floor(self.retention * sealed_elements) + raw_tokens * self.shape.layer_elements
+        raw_elements = tail_tokens * self.shape.full_layers * self.shape.layer_elements
+        return math.floor(self.retention * sealed_elements) + raw_elements + self._window_elements
 
     @cached_property
     def _layout(self) -> Layout:
@@ -139,6 +137,8 @@ class KVSize:
                 self.context_tokens,
                 windows,
                 self.shape.value_dim,
+                chunked=self.shape.chunked,
+                window_heads=self.shape.window_heads,
             ),
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,

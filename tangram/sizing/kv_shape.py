@@ -9,20 +9,27 @@ from typing import Any
 
 from tangram.errors import ConfigError
 from tangram.model.config_json import ModelConfig, presets, read_config
+from tangram.types import LayerHeads
 
 __all__ = ["KVShape", "presets", "read_shape"]
 _WHAT = "the size of the KV cache"
 
 # Fields of models whose layers differ in what they store: their size would be wrong.
 _FOREIGN_FIELDS = (
-    "global_head_dim",
-    "per_layer_config",
     "layers_block_type",
     "hybrid_override_pattern",
     "attn_layer_period",
     "attn_layer_indices",
     "full_attention_interval",
 )
+# How many times the KV heads of other layers one with a window has.
+_WINDOW_HEADS = {"mimo_v2_flash": 2}
+# By layer type, the field with its window; None = it sees the whole context.
+_WINDOW_FIELDS = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class KVShape:
     `windows` has one entry for each layer that stores something, which those that read another
     layer's keys and values do not: the sliding window in tokens, None = the whole context.
     `value_dim` marks multi-head latent attention (MLA): one vector of `head_dim` elements is the
-    key of all query heads, and its first `value_dim` elements are the value.
+    key of all query heads, and its first `value_dim` elements are the value. Windows that are
+    `chunked` do not slide (Llama 4). `window_heads` are those of layers with a window, if others.
     """
 
     model: str
@@ -40,6 +48,8 @@ class KVShape:
     head_dim: int
     value_dim: int | None
     windows: tuple[int | None, ...]
+    chunked: bool = False
+    window_heads: LayerHeads | None = None
 
     @property
     def latent(self) -> bool:
@@ -48,8 +58,14 @@ class KVShape:
 
     @property
     def layer_elements(self) -> int:
-        """Elements one layer stores for one token."""
+        """Elements one layer stores for one token, with a window if all have one."""
         return (1 if self.latent else 2) * self.kv_heads * self.head_dim
+
+    @property
+    def window_elements(self) -> int:
+        """Elements one layer with a window stores for one token."""
+        heads = self.window_heads
+        return self.layer_elements if heads is None else 2 * heads.kv_heads * heads.head_dim
 
     @property
     def full_layers(self) -> int:
@@ -76,7 +92,17 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
         _latent_heads(config) if config.is_given("kv_lora_rank") else _heads(config)
     )
     windows = tuple(_window(config, layer) for layer in range(_count_layers(config)))
-    return KVShape(config.name, kv_heads, head_dim, value_dim, windows)
+    found = dict[bool, set[tuple[int, int]]]()
+    for layer, window in enumerate(windows):
+        heads = _heads_of_layer(config, layer, window, (kv_heads, head_dim))
+        found.setdefault(window is None, set()).add(heads)
+    if any(len(kinds) > 1 for kinds in found.values()):
+        raise ConfigError(f"{config.name}: layers of one kind differ in what they store")
+    ((kv_heads, head_dim),) = found.get(True) or found[False]
+    others = [LayerHeads(heads, heads, dim) for heads, dim in found.get(False, set())]
+    window_heads = next((one for one in others if one[::2] != (kv_heads, head_dim)), None)
+    chunked = "chunked_attention" in (config.content.get("layer_types") or ())
+    return KVShape(config.name, kv_heads, head_dim, value_dim, windows, chunked, window_heads)
 
 
 def _count_layers(config: ModelConfig) -> int:
@@ -105,6 +131,25 @@ def _heads(config: ModelConfig) -> tuple[int, int, None]:
     return kv_heads, config.count("hidden_size", _WHAT) // query_heads, None
 
 
+def _heads_of_layer(
+    config: ModelConfig, layer: int, window: int | None, heads: tuple[int, int]
+) -> tuple[int, int]:
+    """KV heads and head dim of one layer, of which most have `heads`."""
+    kv_heads, head_dim = heads
+    content = config.content
+    listed = content.get("per_layer_config")
+    if listed is not None:
+        own = listed.get(str(layer), {})
+        return own.get("num_key_value_heads", kv_heads), own.get("head_dim", head_dim)
+    if window is not None:
+        return kv_heads * _WINDOW_HEADS.get(content.get("model_type", ""), 1), head_dim
+    if config.is_given("global_head_dim"):
+        head_dim = config.count("global_head_dim", _WHAT)
+    if content.get("attention_k_eq_v") and config.is_given("num_global_key_value_heads"):
+        kv_heads = config.count("num_global_key_value_heads", _WHAT)
+    return kv_heads, head_dim
+
+
 def _latent_heads(config: ModelConfig) -> tuple[int, int, int]:
     rank = config.count("kv_lora_rank", _WHAT)
     return 1, rank + config.count("qk_rope_head_dim", _WHAT), rank
@@ -121,13 +166,14 @@ def _stated_window(config: ModelConfig, layer: int) -> int | None:
     content = config.content
     kinds = content.get("layer_types")
     if kinds is not None:
-        if layer >= len(kinds) or kinds[layer] not in ("full_attention", "sliding_attention"):
-            kind = kinds[layer] if layer < len(kinds) else "missing"
+        kind = kinds[layer] if layer < len(kinds) else "missing"
+        if kind not in _WINDOW_FIELDS:
             raise ConfigError(
-                f"{config.name}: layer_types[{layer}] is {kind}, only full and sliding attention "
+                f"{config.name}: layer_types[{layer}] is {kind}, only {', '.join(_WINDOW_FIELDS)} "
                 "are known"
             )
-        return None if kinds[layer] == "full_attention" else config.count("sliding_window", _WHAT)
+        field = _WINDOW_FIELDS[kind]
+        return None if field is None else config.count(field, _WHAT)
     if content.get("sliding_window") is None or content.get("use_sliding_window") is False:
         return None
     if (

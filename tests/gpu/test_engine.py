@@ -81,6 +81,8 @@ GEMMA_3N = tiny_config(
     layer_types=SLIDING["layer_types"] * 2,
     sliding_window=20,
 )
+GEMMA_4 = tiny_config("gemma4_text", head_dim=16, global_head_dim=32, sliding_window=20)
+LLAMA_4 = tiny_config("llama4_text", head_dim=16, num_key_value_heads=2)
 # KVzip's repeat prompt comes from the tokenizer, so the whole vocabulary must be there.
 LLAMA_WORDS = LlamaConfig(**(BASE | {"vocab_size": 49152}))
 CHUNK = 16
@@ -153,6 +155,8 @@ CASES: dict[str, tuple[PretrainedConfig, str, float]] = {
     "gemma 2, softcap": (GEMMA_2, "keydiff", 0.5),
     "gemma 3": (GEMMA_3, "keydiff", 0.5),
     "gemma 3n, keys of other layers": (GEMMA_3N, "keydiff", 0.5),
+    "gemma 4, heads of two shapes": (GEMMA_4, "keydiff", 0.5),
+    "llama 4, chunks": (LLAMA_4, "keydiff", 0.5),
     "latents": (LATENTS, "keydiff", 0.5),
     "latents, uncompressed": (LATENTS, "keydiff", 1.0),
 }

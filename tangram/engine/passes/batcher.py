@@ -181,20 +181,25 @@ class Batcher:
             entries = _estimate_entries(layout, start[alike])
             first_slot = layout.head_address.view(ADDRESS)[..., 0]
             address_rows(first_slot, alike, table, index, entries, address, budget)
+            if self.geometry.chunked:
+                passed = layout.passed_pages(start[alike] // layout.chunk_tokens)
+                address["table"][:, alike] += passed.T[layout.head_group].swapaxes(1, 2)
         return DecodeRows(address, budget, self.geometry.windows, first.page_tokens)
 
     def _prefill_rows(self, rows: Sequence[Row], first: int) -> PrefillRows:
         """The prefill rows `rows`, end to end in the flattened batch from token `first` on."""
         geometry = self.retentions[0].layout.geometry
-        address = np.empty((geometry.layers, len(rows), geometry.kv_heads), PAST)
+        address = np.empty((geometry.layers, len(rows), geometry.most_kv_heads), PAST)
         spans = np.empty(len(rows), SPAN)
         kept, first_kept = (np.empty(address.shape, np.int32) for _ in range(2))
         for number, row in enumerate(rows):
             layout = row.retention.layout
             past = layout.lengths(*divmod(row.start, layout.chunk_tokens))
+            passed = layout.passed_pages(row.start // layout.chunk_tokens)
             places, end = address[:, number], first + len(row.tokens)
             heads = layout.head_address.view(ADDRESS)[..., 0]
-            places["table"] = heads["table"] + row.slot * self._cache.tables.shape[1]
+            table = row.slot * self._cache.tables.shape[1] + passed[layout.head_group]
+            places["table"] = heads["table"] + table
             places["column"], places["length"] = heads["column"], past[layout.head_group]
             spans[number] = first, end, first, end, row.start
             seals = row.kind is RowKind.SEAL

@@ -41,9 +41,14 @@ class KeptRecorder:
 
     def __init__(self, retention: Retention, rows: int, device: torch.device, limit: int) -> None:
         geometry = retention.layout.geometry
-        shape = rows, geometry.layers, geometry.kv_heads, retention.layout.chunk_tokens
+        self._shape = geometry.layers, geometry.kv_heads, retention.layout.chunk_tokens
+        self._full = list(geometry.full_layers)
+        # Layers with other heads keep everything, and are not noted.
+        apart = geometry.window_heads is not None
+        self._noted_at = list(range(len(self._full))) if apart else self._full
+        layers = len(self._full) if apart else geometry.layers
+        shape = rows, layers, *self._shape[1:]
         self.chosen = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._windows = [at for at, window in enumerate(geometry.windows) if window is not None]
         self.store = KeptStore(limit)
         self._noted: list[_Note] = []
         self._named: deque[tuple[bytes, _Note]] = deque()
@@ -88,8 +93,8 @@ class KeptRecorder:
         self.store.clear()
 
     def _pack(self, note: _Note) -> KeptPositions:
-        chosen = note.copies.get()[0][note.at].numpy()
-        chosen[self._windows] = 1
+        chosen = np.ones(self._shape, np.uint8)
+        chosen[self._full] = note.copies.get()[0][note.at].numpy()[self._noted_at]
         bits = np.packbits(chosen, bitorder="little")
         layers, heads, tokens = chosen.shape
         return KeptPositions(bits, layers, heads, tokens)

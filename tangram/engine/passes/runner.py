@@ -24,6 +24,7 @@ from tangram.engine.passes.saved_pass import PassSaver
 from tangram.engine.sampling.sampler import PromptScores, SampledTokens, SampleRow, choose
 from tangram.kernels.dispatch import host_memory, pool_kernels
 from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
+from tangram.kernels.layered import LayeredKernels
 from tangram.kernels.narrow import NARROW, stored_scales
 from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.pool_memory import allocate_pool
@@ -171,7 +172,10 @@ class Runner:
         """Kernels of the pool for what `retention` keeps."""
         geometry = retention.layout.geometry
         sizes = geometry.group_size, geometry.layers, geometry.kv_heads
-        return self._choose_kernels(KvPool(self.pool, *sizes, self._scales, chosen))
+        pool = KvPool(self.pool, *sizes, self._scales, chosen)
+        if geometry.window_heads is not None:
+            return LayeredKernels(pool, geometry, self._choose_kernels)
+        return self._choose_kernels(pool)
 
     @staticmethod
     def _append(sample_rows: Sequence[SampleRow], tokens: Tensor) -> None:

@@ -138,11 +138,14 @@ def _settle(config: EngineConfig, loaded: LoadedModel) -> tuple[Compression, int
     """The scorers and profiles of a model that serves, and the most tokens of a sequence."""
     use_threads(config.threads)
     check_states(config, loaded)
+    check_heads(config, loaded)
     check_cache_device(config, loaded.device)
     limit = loaded.geometry.max_positions
     check_model_len(config, limit)
     if loaded.device.type == "cuda":
-        config = limit_drafts(config, loaded.geometry.group_size)
+        geometry = loaded.geometry
+        groups = [geometry.heads_of(layer).group_size for layer in range(geometry.layers)]
+        config = limit_drafts(config, max(groups))
     return Compression.of(config, loaded.fingerprint), config.max_model_len or limit
 
 
@@ -162,6 +165,21 @@ def check_states(config: EngineConfig, loaded: LoadedModel) -> None:
             raise ConfigError(
                 f"{name} is {value}, but {config.model} has recurrent layers, with which that is "
                 f"not served: {advice}"
+            )
+
+
+def check_heads(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise `ConfigError` if `config` asks for what pages of several head dims do not have."""
+    refused = {
+        "tensor_parallel_size": (config.tensor_parallel_size > 1, "set it to 1"),
+        "kv_offload_dtype": (config.kv_offload_dtype != "auto", "set it to auto"),
+        "save_failed_passes": (config.save_failed_passes is not None, "leave it out"),
+    }
+    for name, (asked, advice) in refused.items():
+        if loaded.geometry.window_heads is not None and asked:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, but layers of {config.model} differ in their "
+                f"heads, with which that is not served: {advice}"
             )
 
 

@@ -59,10 +59,10 @@ def check_scales(config: EngineConfig, retentions: Sequence[Retention]) -> None:
     """Raise `ConfigError` if the KV cache needs scales and none of `retentions` has them."""
     if config.kv_cache_dtype != "int8" or any(entry.scales is not None for entry in retentions):
         return
-    if retentions[0].layout.geometry.value_dim is not None:
+    if not retentions[0].layout.geometry.takes_scales:
         raise ConfigError(
-            f"kv_cache_dtype is int8, but {config.model} has latent attention, for which profiles "
-            "have no scales: use fp8"
+            f"kv_cache_dtype is int8, but {config.model} has latent attention or heads of several "
+            "dimensions, for which profiles have no scales: use fp8"
         )
     raise ConfigError(
         "kv_cache_dtype is int8, but no profile gives the scales, without which most entries would "
@@ -201,7 +201,8 @@ def _count_gathered_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     longest = config.max_model_len or shape.max_positions
     entry_bytes = shape.entry_elements * loaded.dtype.itemsize
     largest = -(-shape.kv_heads * longest * entry_bytes // MOST_BYTES)
-    return MOST_BYTES * (1 if largest <= 1 else 1 + largest)
+    kinds = 1 if shape.window_heads is None else 2  # a window gathers no more than the usual ones
+    return MOST_BYTES * (kinds if largest <= 1 else kinds + largest)
 
 
 def _count_expanded_bytes(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -261,7 +261,7 @@ def calibrate_model(
     most = min(most_tokens or loaded.geometry.max_positions, loaded.geometry.max_positions)
     samples = [loaded.encode(text)[:most] for text in texts]
     # A latent is key and value, with one scale for both: it stays 1.
-    magnitudes = Magnitudes() if loaded.geometry.value_dim is None else None
+    magnitudes = Magnitudes() if loaded.geometry.takes_scales else None
     scores = score_source(loaded, scorer, chunk_tokens=config.chunk_tokens, magnitudes=magnitudes)
     foretell_calibration(scores, samples, config.chunk_tokens)
     options = ProfileOptions(

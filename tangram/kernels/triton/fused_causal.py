@@ -59,7 +59,8 @@ def _follows(rows: PrefillRows, run: CausalRun, number: int) -> bool:
         and run.tokens.stop == begin
         and position == begin - run.tokens.start
     )
-    one_sequence = np.ptp(rows.address["table"][0, [run.rows.start, number], 0]) == 0
+    # A window that does not slide begins elsewhere in the table of its layers.
+    one_sequence = not np.ptp(rows.address["table"][:, [run.rows.start, number], 0], axis=1).any()
     # No tails: they have too many lengths.
     return bool(together and one_sequence and end - begin == rows.queries[run.rows.start])
 

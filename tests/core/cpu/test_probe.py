@@ -43,6 +43,8 @@ def make(model_type: str, **changes: Any) -> PreTrainedModel:
         ("qwen2_moe", {"use_sliding_window": False}, [None] * 4),
         ("mistral", {"sliding_window": 512}, [None] * 4),
         ("mistral", {"sliding_window": 511}, [511] * 4),
+        ("llama4_text", {}, [32, 32, 32, None]),
+        ("llama4_text", {"attention_chunk_size": 100}, [100, 100, 100, None]),  # 512 end within one
     ],
 )
 def test_the_mask_says_which_window_a_layer_has(
@@ -67,7 +69,6 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
     ("model_type", "changes", "named"),
     [
         ("llama", {"is_causal": False}, "layer 0 after"),
-        ("llama4_text", {}, "layer 0 others"),  # chunks
         ("doge", {}, "layer 0 mask positions"),
         ("moshi", {}, "layer 0 mask 40"),
         ("deepseek_v32", {}, "layer 0 indices"),
@@ -88,7 +89,6 @@ def test_rounding_to_16_bits_refuses_no_model(model_type: str, tmp_path: Path) -
         ),
         ("stablelm", {}, "keyword"),
         ("diffllama", {}, "4 8"),
-        ("mimo_v2_flash", {}, "heads"),
     ],
 )
 def test_what_is_not_served_is_refused_whatever_the_config_says(

@@ -59,6 +59,12 @@ TINY_CONVOLUTIONS = tiny_config("lfm2")
 TINY_MAMBA = tiny_config(
     "falcon_h1", mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_d_state=16
 )
+# Two heads: no column of a page is unused.
+TINY_CHUNKS = tiny_config(
+    "llama4_text", num_key_value_heads=2, attention_chunk_size=96, no_rope_layers=[1, 0, 1, 0]
+)
+# torch rounds GELU otherwise behind the last whole vector: widths must be multiples of one.
+TINY_SHAPES = tiny_config("gemma4_text", num_key_value_heads=2, hidden_size_per_layer_input=64)
 C = 32
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROPERTY = settings(
@@ -120,11 +126,13 @@ class LonePrompts:
         (TINY_CONVOLUTIONS, 1.0, "auto"),
         (TINY_MAMBA, 0.5, "auto"),
         (tiny_config("gemma3n_text"), 0.5, "auto"),
+        (TINY_CHUNKS, 0.5, "auto"),
+        (TINY_SHAPES, 0.5, "auto"),
     ],
     ids=[
         *("heads", "latents", "uncompressed", "integers"),
         *("delta rule", "convolutions, uncompressed", "mamba"),
-        "shared layers",
+        *("shared layers", "chunks", "two shapes"),
     ],
 )
 def world(

@@ -35,7 +35,7 @@ def test_a_model_type_does_what_the_page_says(family: Family, tmp_path: Path) ->
         assert line.startswith(f"error: {family.model_type}") and line.endswith(verdict)
 
 
-@pytest.mark.parametrize("model_type", ["doge", "gemma4_text", "git", "gptj", "stablelm"])
+@pytest.mark.parametrize("model_type", ["doge", "git", "gptj", "stablelm"])
 def test_a_saved_model_is_refused_in_one_line(
     model_type: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -232,7 +232,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"global_head_dim": 512}, "global_head_dim 512"),
+        ({"per_layer_config": {"1": {"head_dim": 512}}}, "layers differ"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 num_hidden_layers 2"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads '8'"),
     ],
