@@ -42,7 +42,7 @@ FROM base AS cuda-packages
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
-RUN uv pip install --requirements pyproject.toml --extra otel \
+RUN uv pip install --requirements pyproject.toml --extra otel --extra recurrent \
     --constraint constraints.txt --constraint constraints-cuda.txt
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \

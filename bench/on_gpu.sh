@@ -7,6 +7,8 @@
 #   law      bits and kept positions by form (5)
 #   session  the late turn of an agent through the server (2)
 #   latents  decode and prefill of latents beside vLLM, with a timeline (4)
+#   hybrids  recurrent layers beside vLLM: decode, prefill and turns of the models in HYBRIDS, Qwen3.6-35B-A3B by
+#            default (9 each, reckoned). It runs only where it is named
 #   trace    the fastest sustained speed of TRACE, the file of a Mooncake trace, through both servers (7)
 #   plugin   tests of plugins/vllm, by the Python in PLUGIN_PYTHON (4)
 #   beside   the plugin's table beside vLLM (15)
@@ -27,6 +29,13 @@ measure() {
              timeout 300 python3 -m bench.serving.compare tangram --kv-retention 1 "${options[@]}" -o "$folder"
              PYTHONPATH=${VLLM_SITE:+$VLLM_SITE:}$PYTHONPATH timeout 300 \
                python3 -m bench.serving.compare vllm "${options[@]}" -o "$folder" ;;
+    hybrids) for model in ${HYBRIDS:-qwen3.6-35b-a3b}; do
+               options=(--model "$model" --series "$model" --max-num-seqs 64
+                        --cases decode-1x8k,decode-16x8k,decode-64x8k,prefill,sessions-40)
+               timeout 280 python3 -m bench.serving.compare tangram --kv-retention 1 "${options[@]}" -o "$folder"
+               PYTHONPATH=${VLLM_SITE:+$VLLM_SITE:}$PYTHONPATH timeout 280 \
+                 python3 -m bench.serving.compare vllm "${options[@]}" -o "$folder"
+             done ;;
     trace) CASES=trace TRACE=${TRACE:?the file of a trace} TRACE_S=45 WITHIN=0.5 SPEEDS=1,1.4 timeout 500 \
              bash bench/serving/lease.sh "$folder" http-0.25-host
            CASES=trace TRACE_S=45 WITHIN=0.5 SPEEDS=0.32,0.45 timeout 500 \
@@ -34,7 +43,7 @@ measure() {
     plugin) (cd plugins/vllm && timeout 900 "${PLUGIN_PYTHON:?}" -m pytest tests -p no:benchmark -n 5 -q) > "$folder/plugin.log" 2>&1
             tail -n 3 "$folder/plugin.log" ;;
     beside) lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
-    *) echo "$1 is no part: tests, law, session, latents, trace, plugin and beside are"; return 2 ;;
+    *) echo "$1 is no part: tests, law, session, latents, hybrids, trace, plugin and beside are"; return 2 ;;
   esac
 }
 for part in "${@:-tests law session latents trace plugin beside}"; do

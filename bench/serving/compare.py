@@ -213,6 +213,7 @@ CASES: dict[str, Case] = {
     "answers-16k": requests(64, 16384, 256),
     "answers-32k": requests(24, 32768, 256),
     "decode-64x16k": decoding(64, 16384, 256),
+    **{f"decode-{count}x8k": decoding(count, 8192, 256) for count in (1, 16, 64)},
     "batch-128": requests(256, 128, 128, repeats=3, warm_tokens=WARM_TOKENS),
     "batch-1k": requests(256, 1024, 256, repeats=3, warm_tokens=WARM_TOKENS),
     "batch-8k": requests(64, 8192, 256, repeats=3, warm_tokens=WARM_TOKENS),

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tangram.model.attention import attention
 from tangram.model.latent import OURS
 from tangram.model.modules import CompiledPart, copy_function, derive, remake, replace_modules
+from tangram.model.recurrent import RowByRow
 from tangram.model.rounding import RoundedLinear
 
 IMPLEMENTATION = f"{OURS}-apart"  # of attention: what no compiler looks into
@@ -61,4 +62,6 @@ def is_layer(part: nn.Module) -> bool:
 
 
 def _attends(name: str, part: nn.Module) -> bool:
-    return any(hasattr(inner, "layer_idx") for inner in part.modules())
+    return not isinstance(part, RowByRow) and any(
+        hasattr(inner, "layer_idx") for inner in part.modules()
+    )

@@ -38,6 +38,7 @@ _TOKENS = 16  # of the comparison with a layer's own attention
 # caps and are compared in the dtype of their matrix: bfloat16 rounds large scores by much.
 _SCORES, _LATENT_SCORES = 8.0, 1.0
 _ROUNDING = 1e-3  # of the largest element, and twenty times as much in 16 bits
+_SIMILAR = 0.1  # of the norm on a GPU; tiny models that drop a state are 0.33 to 1.9 apart
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,12 @@ def _near(ours: Tensor, theirs: Tensor) -> bool:
     return not bool((ours - theirs).abs().max() > rounding * theirs.abs().max())
 
 
+def _similar(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether they differ by no more than what kernels of a GPU round, which is not float32."""
+    apart, size = (torch.linalg.vector_norm(x.float()) for x in (ours - theirs, theirs))
+    return bool(apart <= _SIMILAR * size)
+
+
 def asked_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """The calls of attention for token 0 and then token 1, each with the mask that it got.
 
@@ -340,7 +347,8 @@ def check_states(model: PreTrainedModel, shapes: Sequence[StateShape]) -> None:
         states = continue_row(shapes, counts, model.device)
         _, logits = listen(model, numbers, numbers, numbers, states)
         ends.append([logits, *(states.memory.read(one.name, last) for one in shapes)])
-    if not all(map(_near, *ends)):
+    alike = _near if model.device.type == "cpu" else _similar
+    if not all(map(alike, *ends)):
         raise ModelError("its recurrent layers go on otherwise from a state than without a break")
 
 

@@ -4,13 +4,16 @@ Such a layer keeps a state of fixed size instead of KV entries. Transformers' mi
 the state before their tokens and give it the state behind them. In a pass of the engine
 `PassStates` is this cache. By the purity law a whole chunk begins from the state at its start and
 is computed alone, so the state at the end of a sealed chunk depends on the tokens alone.
+
+CUDA graphs contain the addresses of states and of their places, so both stay where they are: a pass
+writes its places into the buffer of its shape, and its graph reads them there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from inspect import unwrap
 from typing import Any, TypeVar
@@ -22,13 +25,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from tangram.cache.step import Row, RowKind
-from tangram.kernels.transfer import upload
+from tangram.kernels.transfer import stage, upload
+from tangram.model.mixer_kernels import choose_functions, fix_configs
 from tangram.model.modules import derive, remake, replace_modules
-from tangram.types import Int32, StateLoad
+from tangram.types import Int32, Int64, StateLoad
 
 _CONV, _RECURRENT = "conv_states", "recurrent_states"  # as Transformers' cache layers name them
 _GIVES = {"update_conv_state", "update_recurrent_state"}
 _SEALED, _NEWEST = range(2)
+# On a GPU so many tokens of a sequence at most go through a mixer in one call: the host launches
+# some forty kernels for it.
+JOINED_TOKENS = 4096
 _Made = TypeVar("_Made", Tensor, "tuple[Tensor, ...]")
 
 
@@ -72,13 +79,21 @@ def take_rows_apart(model: PreTrainedModel) -> None:
 
     @cache
     def by_row(kind: Any) -> type[nn.Module]:
-        return derive(kind, _ByRow)
+        chosen = choose_functions(kind.forward, model.device)
+        return derive(derive(kind, forward=chosen), RowByRow)
 
     replace_modules(
         model,
-        lambda name, part: _carries_state(type(part)) and not isinstance(part, _ByRow),
+        lambda name, part: _carries_state(type(part)) and not isinstance(part, RowByRow),
         lambda name, part: remake(part, by_row),
     )
+    if model.device.type != "cpu":
+        fix_configs()
+
+
+def count_state_bytes(shapes: Sequence[StateShape], slots: int) -> int:
+    """Bytes of the states of up to `slots` sequences in a `StateMemory`."""
+    return 2 * (slots + 1) * sum(one.bytes for one in shapes)
 
 
 def read_state_shapes(model: PreTrainedModel, **options: Any) -> tuple[StateShape, ...]:
@@ -128,16 +143,22 @@ class StateMemory:
     """The states of up to `slots` sequences, and their snapshots in pages of `pool`.
 
     A sequence has two: that at the end of its newest sealed chunk, and that behind its newest
-    token. A snapshot is the bytes of all states of `shapes`, one after the other.
+    token. One slot more is that of rows which pad a pass: they begin with zeros. A snapshot is the
+    bytes of all states of `shapes`, one after the other. Consecutive chunks of a sequence are
+    computed together up to `joined_tokens`.
     """
 
-    def __init__(self, shapes: Sequence[StateShape], slots: int, pool: Tensor) -> None:
-        self._slots, self._shapes, self._device = slots, tuple(shapes), pool.device
+    def __init__(
+        self, shapes: Sequence[StateShape], slots: int, pool: Tensor, joined_tokens: int = 0
+    ) -> None:
+        self._padding, self._slots, self._joined = slots, slots + 1, joined_tokens
+        self._shapes, self._device = tuple(shapes), pool.device
         self._held = {
-            one.name: torch.zeros(2 * slots, *one.shape, dtype=one.dtype, device=pool.device)
+            one.name: torch.zeros(2 * self._slots, *one.shape, dtype=one.dtype, device=pool.device)
             for one in shapes
         }
         self._pages = pool.view(len(pool), -1).view(torch.uint8)
+        self._places = dict[int, Tensor]()  # [2, rows], by rows
 
     def load(self, loads: Sequence[StateLoad]) -> None:
         """Sequences begin with the states of their snapshots, or with zeros."""
@@ -148,43 +169,65 @@ class StateMemory:
                 for state in self._held.values():
                     state[place].zero_()
                 continue
-            whole = self._pages[upload(load.pages, self._device)].view(-1)
+            whole = self._pages[upload(load.pages.astype(np.int64), self._device)].view(-1)
             parts = torch.split(whole[: sum(sizes)], sizes)
             for one, part in zip(self._shapes, parts, strict=True):
                 # A copy, because a part may begin at any byte.
                 self._held[one.name][place] = part.clone().view(one.dtype).view(one.shape)
 
-    def of_pass(self, rows: Sequence[Row]) -> PassStates:
-        """The states of a pass of `rows`, whose tokens lie end to end: those that decode first."""
-        decode = [row for row in rows if row.kind is RowKind.DECODE]
-        together = [decode] if decode else []
-        parts, begin = list[_Part](), 0
-        for alike in [*together, *([row] for row in rows[len(decode) :])]:
-            end = begin + sum(len(row.tokens) for row in alike)
-            parts.append(self._part(alike, slice(begin, end)))
-            begin = end
-        return PassStates(self, parts)
+    def of_pass(self, rows: Sequence[Row], width: int) -> PassStates:
+        """The states of a pass of `rows`, whose tokens lie end to end: those that decode first.
+
+        These are padded to `width` tokens. The states are valid until the next pass is begun.
+        """
+        decode = sum(row.kind is RowKind.DECODE for row in rows)
+        slots = np.full(width + len(rows) - decode, self._padding)
+        kinds = np.array([[_SEALED], [_NEWEST]]).repeat(len(slots), axis=1)
+        at = [*range(decode), *range(width, len(slots))]
+        slots[at] = [row.slot for row in rows]
+        kinds[0, at] = [
+            _NEWEST if row.start % row.retention.layout.chunk_tokens else _SEALED for row in rows
+        ]
+        kinds[1, at] = [_SEALED if row.kind is RowKind.SEAL else _NEWEST for row in rows]
+        begin, end = self._place(kinds * self._slots + slots)
+        parts = [_Part(slice(0, width), begin[:width], end[:width], None, decodes=True)]
+        first = width
+        for number, row in enumerate(rows[decode:], width):
+            place, last = slice(number, number + 1), first + len(row.tokens)
+            before = parts[-1]
+            if number > width and self._joins(rows[decode + number - width - 1], row, before):
+                whole = slice(before.tokens.start, last)
+                parts[-1] = replace(before, tokens=whole, snapshot=row.snapshot)
+            else:
+                parts.append(_Part(slice(first, last), begin[place], end[place], row.snapshot))
+            first = last
+        return PassStates(self, parts if width else parts[1:])
+
+    def _joins(self, before: Row, row: Row, part: _Part) -> bool:
+        """Whether `row` goes on behind `before`, which ends `part`, in the same call of a mixer."""
+        tokens = part.tokens.stop - part.tokens.start + len(row.tokens)
+        follows = row.slot == before.slot and before.kind is row.kind is RowKind.SEAL
+        return follows and before.snapshot is None and tokens <= self._joined
 
     def of_repetition(self, row: Row, tokens: int) -> PassStates:
         """The states of a pass that goes on behind the chunk of `row` and leaves nothing."""
         place = torch.tensor([_SEALED * self._slots + row.slot], device=self._device)
         return PassStates(self, [_Part(slice(0, tokens), place, None, None)])
 
-    def _part(self, rows: Sequence[Row], tokens: slice) -> _Part:
-        """`rows` that go through a mixer together: all that decode, or one other."""
-        slots = np.array([row.slot for row in rows])
-        ends = _SEALED if rows[0].kind is RowKind.SEAL else _NEWEST
-        begins = [
-            _NEWEST if row.start % row.retention.layout.chunk_tokens else _SEALED for row in rows
-        ]
-        begin, end = upload(
-            np.array([begins, [ends] * len(rows)]) * self._slots + slots, self._device
-        )
-        return _Part(tokens, begin, end, rows[0].snapshot, rows[0].kind is RowKind.DECODE)
+    def _place(self, places: Int64) -> Tensor:
+        """`places` [2, rows] on the device, always in the same buffer for so many rows."""
+        rows = places.shape[1]
+        if rows not in self._places:
+            self._places[rows] = torch.empty(2, rows, dtype=torch.int64, device=self._device)
+        return self._places[rows].copy_(stage(places, self._device), non_blocking=True)
 
     def read(self, name: StateName, places: Tensor) -> Tensor:
         """Copies [n, …] of the states at `places` int64 [n]."""
         return self._held[name].index_select(0, places)
+
+    def read_all(self, places: Tensor) -> dict[StateName, Tensor]:
+        """Copies of all states at `places`, by name."""
+        return {one.name: self.read(one.name, places) for one in self._shapes}
 
     def write(self, name: StateName, places: Tensor, states: Tensor) -> None:
         """Replace the states at `places` int64 [n] by `states` [n, …]."""
@@ -195,12 +238,13 @@ class StateMemory:
         parts = [states[one.name].contiguous().view(-1).view(torch.uint8) for one in self._shapes]
         whole = self._pages.new_zeros(len(pages), self._pages.shape[1])
         torch.cat(parts, out=whole.view(-1)[: sum(map(len, parts))])
-        self._pages[upload(pages, self._device)] = whole
+        self._pages[upload(pages.astype(np.int64), self._device)] = whole
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Tokens of a pass that go through a mixer in one call: a row, or all rows that decode.
+    """Tokens of a pass that go through a mixer in one call: all rows that decode, or another row
+    and those of its sequence behind it.
 
     Their states `begin` and `end` at places of a `StateMemory`, or are kept nowhere. `snapshot`
     int32 [n] are the pages of the state at the end.
@@ -213,7 +257,8 @@ class _Part:
     decodes: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: PyTorch 2.11 compiles layers for the values in a frozen argument.
+@dataclass(eq=False)
 class PassStates:
     """Plays Transformers' cache for one pass, whose tokens lie in `parts`."""
 
@@ -238,17 +283,20 @@ class PassStates:
             if part.end is not None:
                 for name, state in states.held.items():
                     self.memory.write(name, part.end, state)
-            if part.snapshot is not None:
+            if part.snapshot is not None and len(self.parts) > 1:
                 self._snapshots.setdefault(number, {}).update(states.held)
         whole = tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         return whole if isinstance(made, tuple) else whole[0]
 
     def save(self) -> None:
-        """Write the snapshots of the pass, after all layers."""
-        for number, states in self._snapshots.items():
-            snapshot = self.parts[number].snapshot
-            if snapshot is not None:
-                self.memory.save(states, snapshot)
+        """Write the snapshots of the pass, after all layers.
+
+        That of a row alone is still in memory, where a graph has left it, too.
+        """
+        for number, part in enumerate(self.parts):
+            if part.snapshot is not None and part.end is not None:
+                states = self._snapshots.get(number) or self.memory.read_all(part.end)
+                self.memory.save(states, part.snapshot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,9 +350,13 @@ class RowStates:
         return self.held[name]
 
 
-class _ByRow:
-    """Comes before the class of a mixer, whose rows go through it one by one in a `PassStates`."""
+class RowByRow:
+    """Comes before the class of a mixer, whose rows go through it one by one in a `PassStates`.
 
+    No compiler looks into it: it would compile for the rows of each pass.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """The mixer over `hidden_states` [1, T, hidden], with the cache among its `options`."""
         whole: Callable[..., Any] = super().forward  # type: ignore[misc]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.cache.step import Row, Step
+from tangram.cache.step import Row, RowKind, Step
 from tangram.compress.scorers import Scorer
 from tangram.engine.passes.batcher import Batcher
 from tangram.engine.passes.device_tables import DeviceTables
@@ -80,8 +80,15 @@ class Passes:
         if not self.takes_apart(rest):
             return PlannedStep(step, (self.batcher.build(step.rows, step.epoch),))
         parts = [rows for rows in (decode, *((row,) for row in rest)) if rows]
-        passes = [self.batcher.build(rows, step.epoch, padded=True) for rows in parts]
-        return PlannedStep(step, tuple(passes))
+        return PlannedStep(step, tuple(self._build_apart(rows, step.epoch) for rows in parts))
+
+    def _build_apart(self, rows: Sequence[Row], epoch: int) -> Pass:
+        """The pass of decode rows or of one other, which is padded.
+
+        A tail with a state is not: what pads it would be a part of the state behind it.
+        """
+        padded = self.states is None or rows[0].kind is not RowKind.TAIL
+        return self.batcher.build(rows, epoch, padded=padded)
 
     def takes_apart(self, rows: Sequence[Row]) -> bool:
         """Whether each of these prefill rows is a pass of its own, which a graph can replay."""
@@ -128,7 +135,7 @@ class Passes:
             self._meters.sealing,
             self.form,
             work.sealed_tokens,
-            None if self.states is None else self.states.of_pass(work.rows),
+            None if self.states is None else self.states.of_pass(work.rows, work.addresses.width),
         )
 
     def forward(
@@ -192,7 +199,7 @@ class Passes:
         """Capture the graphs of single prefill rows of the default ρ, before serving."""
         for row in self.batcher.typical():
             if self.takes_apart((row,)):
-                self.begin(self.batcher.build((row,), 0, padded=True), carry_nothing).logits()
+                self.begin(self._build_apart((row,), 0), carry_nothing).logits()
 
     @torch.inference_mode()
     def capture(

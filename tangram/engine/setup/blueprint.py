@@ -157,7 +157,6 @@ def check_states(config: EngineConfig, loaded: LoadedModel) -> None:
         "kv_offload_dtype": (config.kv_offload_dtype != "auto", "set it to auto"),
         "compile_decode": (config.compile_decode, "leave it out"),
         "save_failed_passes": (config.save_failed_passes is not None, "leave it out"),
-        "device": (loaded.device.type != "cpu", "set it to cpu"),
     }
     for name, (asked, advice) in refused.items():
         if loaded.states and asked:

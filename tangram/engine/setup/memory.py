@@ -23,6 +23,7 @@ from tangram.kernels.offload.host_forms import HOST_FORMS, HostForm
 from tangram.kernels.offload.host_memory import STAGING_BYTES
 from tangram.model.latent import latent_heads, output_like
 from tangram.model.load import LoadedModel, memory_ran_out
+from tangram.model.recurrent import JOINED_TOKENS, PassStates, continue_row
 
 GIB = 1 << 30
 _DEFAULT_CPU_BYTES = 4 * GIB
@@ -215,6 +216,16 @@ def _count_expanded_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     return config.max_num_batched_tokens * (expanded + 3 * results)
 
 
+def _states_of_step(config: EngineConfig, loaded: LoadedModel) -> PassStates | None:
+    """The states of a step of as many tokens as it may have, as many together as may be."""
+    if not loaded.states:
+        return None
+    most = max(config.chunk_tokens, JOINED_TOKENS)
+    whole, rest = divmod(config.max_num_batched_tokens, most)
+    counts = [most] * whole + [rest] * (rest > 0)
+    return continue_row(loaded.states, counts, loaded.device)
+
+
 def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """The largest memory use of a forward pass over the largest step."""
     tokens = torch.zeros(1, config.max_num_batched_tokens, dtype=torch.int64, device=loaded.device)
@@ -227,6 +238,7 @@ def _activation_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
         output = loaded.model(
             input_ids=tokens,
             position_ids=positions,
+            past_key_values=_states_of_step(config, loaded),
             use_cache=False,
             logits_to_keep=config.max_num_seqs + config.chunk_tokens,  # of prompts, if asked for
             tangram=_NoAttention(),

@@ -16,6 +16,7 @@ from tangram.engine.setup.memory import (
     table_bytes,
 )
 from tangram.errors import ConfigError
+from tangram.model.recurrent import count_state_bytes
 from tangram.speculative_config import DraftModel
 
 _log = logging.getLogger("tangram")
@@ -62,15 +63,16 @@ def _shapes(blueprint: Blueprint, drafting: Blueprint) -> tuple[PoolShape, PoolS
 def _count_bytes(blueprint: Blueprint) -> int:
     """Bytes of the served model's KV pages."""
     config, loaded, drafting = blueprint.config, blueprint.loaded, blueprint.drafting
-    tables = table_bytes(config, [retention.layout for retention in blueprint.served.retentions])
+    fixed = table_bytes(config, [retention.layout for retention in blueprint.served.retentions])
+    fixed += count_state_bytes(loaded.states, config.max_num_seqs)
     if blueprint.shares is not None:  # the fullest device decides
-        return agree_on_least(kv_bytes(config, loaded, tables), loaded.device)
+        return agree_on_least(kv_bytes(config, loaded, fixed), loaded.device)
     drafts = config.speculation
     if drafting is None or not isinstance(drafts, DraftModel):
-        return kv_bytes(config, loaded, tables)
+        return kv_bytes(config, loaded, fixed)
     served, other = _shapes(blueprint, drafting)
     beside = table_bytes(drafting.config, [other.layout]) + GRAPH_BYTES
-    total = kv_bytes(config, loaded, tables + beside)
+    total = kv_bytes(config, loaded, fixed + beside)
     return total - draft_bytes(total, drafts, served, other)
 
 

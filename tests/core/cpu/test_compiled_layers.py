@@ -31,6 +31,7 @@ pytestmark = [
 # Graphs of one code that a model needs: one for a single token and one for any number, one more
 # for so many tokens that experts are computed in another form, and two of layers without experts.
 MOST_GRAPHS = {"llama": 2, "gpt_oss": 3, "deepseek_v3": 5}
+MOST_OF_MIXED = 4  # the same for each of two kinds of layers
 PROMPTS = [[5, 9, 17], [(7 * place) % 90 + 3 for place in range(40)]]
 
 
@@ -117,3 +118,23 @@ def test_engines_answer_as_without_compiled_layers(tokenizer: PreTrainedTokenize
         assert backend.graphs == first > 0
         assert answer(1) == expected
     assert backend.graphs == 2 * first
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+def test_layers_with_states_are_compiled_around_their_mixers(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each pass has other rows, for which nothing is compiled."""
+    loaded = tiny_model(tiny_config(name), tokenizer)
+
+    def answer(prompts: list[list[int]]) -> list[list[int]]:
+        return run(small_engine(loaded, CpuKernels), prompts)
+
+    asked = [PROMPTS, [PROMPTS[1] * 3, PROMPTS[1][:9], *PROMPTS], [PROMPTS[1] * 2] * 3]
+    expected, backend = list(map(answer, asked)), CountedGraphs()
+    compile_layers(loaded.model, backend)
+    with limit_graphs(MOST_OF_MIXED):
+        assert list(map(answer, asked[:2])) == expected[:2]
+        needed = backend.graphs
+        assert answer(asked[2]) == expected[2]
+    assert backend.graphs == needed > 0

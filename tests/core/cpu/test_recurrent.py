@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import PretrainedConfig
 
 from tangram.cache.keys import ChunkKeys, state_key
 from tangram.cache.prefix import Link
+from tangram.cache.step import Row
 from tangram.engine.loop import Engine
 from tangram.errors import ConfigError, ModelError
 from tangram.model.load import LoadedModel
+from tangram.model.recurrent import PassStates
 from tangram.types import SamplingParams
 from tests.core.cpu.test_purity import DELTA, TINY_CONVOLUTIONS, TINY_DELTA, TINY_MAMBA, LonePrompts
 from tests.families import continuations, spread_weights
@@ -62,6 +65,36 @@ def test_tokens_are_those_of_transformers_together_again_and_alone(
     assert engine.stats().cached_tokens - before == reused
     for prompt, answer in list(zip(prompts, expected, strict=True))[1::2]:
         assert run(small_engine(loaded, max_model_len=1600), [prompt], ANSWER) == [answer]
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_chunks_that_go_through_a_mixer_together_leave_what_each_alone_leaves(
+    name: str, adopt_tiny: Callable[[PretrainedConfig], LoadedModel]
+) -> None:
+    """Also behind a chunk whose state is kept, which ends a call."""
+    loaded = adopt_tiny(MIXERS[name])
+    spread_weights(loaded.model)
+    shared = [(at * at) % 90 + 3 for at in range(3 * C)]
+    prompts = [[*shared, *range(number, 90)] for number in (3, 5, 7)] + [shared * 3]
+    engines = [small_engine(loaded, max_num_batched_tokens=8 * C) for _ in range(2)]
+    memory = engines[1]._runner.passes.states
+    assert memory is not None
+    memory._joined, of_pass, calls = 4 * C, memory.of_pass, Counter[int]()
+
+    def see(rows: Sequence[Row], width: int) -> PassStates:
+        states = of_pass(rows, width)
+        calls.update(part.tokens.stop - part.tokens.start for part in states.parts)
+        return states
+
+    memory.of_pass = see  # type: ignore[method-assign]
+    for prompt in prompts:
+        expected, found = (run(engine, [prompt], ANSWER) for engine in engines)
+        assert found == expected
+    assert calls[2 * C] and calls[4 * C] and not calls[5 * C]
+    kept = [sealed_state(engine) for engine in engines]
+    assert kept[0].keys() == kept[1].keys() and snapshots(engines[0]) == snapshots(engines[1])
+    for key, pages in kept[0].items():
+        torch.testing.assert_close(kept[1][key], pages, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 @pytest.fixture(scope="module")
