@@ -172,6 +172,17 @@ class EngineConfig:
         "dtype of that host memory: auto for that of the KV cache, fp8 or int4; sealed chunks are "
         "rounded to it",
     )
+    kv_disk_path: str | None = _memory(
+        None,
+        "folder for sealed chunks, which a restart finds again; KV entries can reveal text",
+        unset="none are written",
+    )
+    kv_disk_gib: float = _memory(
+        0.0,
+        "most GiB of the chunks in that folder, which come back by way of host memory",
+        bounds=Bounds(0.0, 1 << 20),
+        hint="0 means none",
+    )
     kv_cache_dtype: KvCacheDtype = _memory(
         "auto",
         "dtype of the KV cache: auto for that of the weights, or with the scales of the profiles "
@@ -299,6 +310,7 @@ class EngineConfig:
                 f"kv_offload_gib is {self.kv_offload_gib}, but without enable_prefix_caching "
                 "nothing is kept: enable it, or set kv_offload_gib to 0"
             )
+        self._check_disk()
         if self.kv_offload_dtype != "auto" and not self.kv_offload_gib:
             raise ConfigError(
                 f"kv_offload_dtype is {self.kv_offload_dtype}, but kv_offload_gib is 0: give host "
@@ -313,6 +325,19 @@ class EngineConfig:
         if self.tensor_parallel_size > 1:
             self._check_ranks()
 
+    def _check_disk(self) -> None:
+        """Raise `ConfigError` unless the options of the disk come with what they need."""
+        if (self.kv_disk_path is None) != (self.kv_disk_gib == 0.0):
+            raise ConfigError(
+                f"kv_disk_path is {self.kv_disk_path} and kv_disk_gib {self.kv_disk_gib}: give "
+                "both, or neither"
+            )
+        if self.kv_disk_path is not None and not self.kv_offload_gib:
+            raise ConfigError(
+                f"kv_disk_path is {self.kv_disk_path}, but kv_offload_gib is 0: chunks come back "
+                "by way of host memory, so give some, at least as much as the longest history"
+            )
+
     def _check_ranks(self) -> None:
         """Raise `ConfigError` for an option that several devices do not serve."""
         drafts = self.speculation
@@ -326,6 +351,7 @@ class EngineConfig:
                 None if self.load_format == "auto" else self.load_format,
                 "random weights are made on one device; save them as a checkpoint",
             ),
+            "kv_disk_path": (self.kv_disk_path, "a chunk's pages lie on several devices"),
             "save_failed_passes": (
                 self.save_failed_passes,
                 "what a pass reads lies on several devices",

@@ -149,6 +149,16 @@ class EngineStats:
     plans: Mapping[str, int]
     overflow: tuple[GroupOverflow, ...]
     speculation: SpeculationStats | None
+    disk_spans: Annotated[int, Held("Spans on disk")] = 0
+    disk_bytes: Annotated[int, Held("Bytes of the spans on disk")] = 0
+    disk_hits: Annotated[int, Total("Spans read from disk", "disk_spans_read")] = 0
+    disk_misses: Annotated[int, Total("Prompts of which no place had every chunk")] = 0
+    disk_corrupt: Annotated[
+        int, Total("Damaged spans that were removed from disk", "disk_spans_corrupt")
+    ] = 0
+    disk_dropped: Annotated[
+        int, Total("Spans that could not be written to disk", "disk_spans_dropped")
+    ] = 0
 
     @property
     def held_share(self) -> float:

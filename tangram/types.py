@@ -582,6 +582,33 @@ class PageMove:
     inward: bool
 
 
+@dataclass(frozen=True)
+class LinkName:
+    """The name of a link on disk: its prefix key, and that of the first chunk of its chain."""
+
+    root: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PageSave:
+    """`pages` int32 [n] of the pool, unchanged, are the link `name`, which is written to disk."""
+
+    pages: Int32
+    name: LinkName
+
+
+@dataclass(frozen=True, eq=False)
+class HostFill:
+    """`slots` int32 [n] of host memory get `words` int32 [n, words of a page], read from disk."""
+
+    slots: Int32
+    words: Int32
+
+
+Move = PageMove | PageSave | HostFill
+
+
 @dataclass(frozen=True, eq=False)
 class StateLoad:
     """The sequence in `slot` begins with the recurrent state in `pages` int32 [n], None = zeros."""

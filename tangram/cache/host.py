@@ -1,8 +1,8 @@
 """Host memory behind the pool: links that the device evicted, by prefix key. Integers only.
 
 The tier is inclusive: a link that is restored keeps its host copy, so that the device can evict it
-again without copying. Copies are noted as `PageMove`s in the order in which they must happen. The
-device makes them before the next step.
+again without copying. Copies are noted as `Move`s in the order in which they must happen. The
+device makes them before the next step. Links that were read from disk come in here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from tangram.cache.pages import Ledger
-from tangram.types import Int32, PageMove
+from tangram.types import HostFill, Int32, LinkName, Move, PageMove, PageSave
 from tangram.watch import ChunkPlace, LinkChange, LinkDropped, LinkOffloaded
 
 
@@ -33,7 +33,7 @@ class HostTier:
         self.arriving = np.zeros(device_pages, np.bool_)
         self.dropped = self.pages_out = self.pages_in = self.restored_tokens = 0
         self._parents: dict[bytes, bytes] = {}
-        self._moves: list[PageMove] = []
+        self._moves: list[Move] = []
         self._held: frozenset[bytes] = frozenset()
         self.changes: list[LinkChange] | None = None
 
@@ -74,13 +74,8 @@ class HostTier:
         ):  # what has not arrived yet cannot leave
             self.dropped += 1
         else:
-            self.links[key] = self.ledger.take(len(pages))
-            if parent is not None:
-                self._parents[key] = parent
-            self._note(PageMove(pages, self.links[key], inward=False))
+            self._note(PageMove(pages, self._enter(key, len(pages), parent), inward=False))
             self.pages_out += len(pages)
-            if self.changes is not None:
-                self.changes.append(LinkOffloaded(key))
 
     def restore(self, key: bytes, pages: Int32) -> None:
         """Copy link `key` to device `pages` int32 [n]."""
@@ -88,14 +83,37 @@ class HostTier:
         self.arriving[pages] = True
         self.pages_in += len(pages)
 
-    def take_moves(self) -> tuple[PageMove, ...]:
+    def fill(self, key: bytes, words: Int32, parent: bytes | None) -> None:
+        """Keep link `key` below `parent`, whose pages int32 [n, words of a page] were on disk.
+
+        It is dropped if its pages do not fit.
+        """
+        if not self._evict_for(len(words)):
+            self.dropped += 1
+            return
+        self._moves.append(HostFill(self._enter(key, len(words), parent), words))
+
+    def save(self, name: LinkName, pages: Int32) -> None:
+        """Write link `name`, whose `pages` int32 [n] are on the device, to disk."""
+        self._moves.append(PageSave(pages, name))
+
+    def drop_saves(self, root: bytes | None = None) -> None:
+        """Write nothing of what was noted: all links, or those of chains that begin with `root`."""
+        self._moves = [
+            move
+            for move in self._moves
+            if not isinstance(move, PageSave) or root not in (None, move.name.root)
+        ]
+
+    def take_moves(self) -> tuple[Move, ...]:
         """The moves noted since the last call.
 
         They must be done before the next step but one begins.
         """
         moves, self._moves = tuple(self._moves), []
         for move in moves:
-            self.arriving[move.pages] = False
+            if isinstance(move, PageMove):
+                self.arriving[move.pages] = False
         return moves
 
     def clear_pages(self, pages: Int32) -> None:
@@ -127,6 +145,15 @@ class HostTier:
         for slots in self.links.values():
             expected[slots] += 1
         self.ledger.check(expected)
+
+    def _enter(self, key: bytes, count: int, parent: bytes | None) -> Int32:
+        """`count` host pages, int32 [count], which are free, for link `key` below `parent`."""
+        slots = self.links[key] = self.ledger.take(count)
+        if parent is not None:
+            self._parents[key] = parent
+        if self.changes is not None:
+            self.changes.append(LinkOffloaded(key))
+        return slots
 
     def _drop(self, key: bytes) -> None:
         self.ledger.release(self.links.pop(key))

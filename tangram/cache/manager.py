@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from tangram.cache.disk import DiskTier
 from tangram.cache.host import HostTier
 from tangram.cache.keys import ChunkKeys, raw_key, state_key
 from tangram.cache.layout import Layout
@@ -25,7 +26,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.snapshots import keeps_snapshot
 from tangram.errors import IntegrityError
-from tangram.types import Int32, Int64, PageMove, StateLoad
+from tangram.types import Int32, Int64, LinkName, Move, StateLoad
 from tangram.watch import ChunkStored, LinkChange
 
 # Drafts read an open chunk less well than a sealed one: one may be open for so many sealed ones.
@@ -34,6 +35,8 @@ _CLOSED_OF_OPEN = 4
 
 class CacheManager:
     """The one owner of the pool's pages and of the `host_pages` behind them, if there are any.
+
+    Sealed chunks are written to `disk`, from where they come back by way of host memory.
 
     `tables` is int32 [max_sequences, width]: row `slot` holds the page ids of every group at
     `Layout.group_offset`. `lengths` is int32 [max_sequences, groups]: entries by group. `drafts`
@@ -53,10 +56,11 @@ class CacheManager:
         host_pages: int = 0,
         rounds_chunks: bool = False,
         state_pages: int = 0,
+        disk: DiskTier | None = None,
     ) -> None:
         layouts = [retention.layout for retention in retentions]
         self.ledger = Ledger(total_pages)
-        self.host = HostTier(host_pages, total_pages)
+        self.host, self.disk = HostTier(host_pages, total_pages), disk
         self.prefix = PrefixCache(self.ledger, self.host, state_pages > 0)
         self.state_pages = state_pages
         self._begun: dict[int, Node | None] = {}  # slots whose states the device does not have yet
@@ -157,7 +161,7 @@ class CacheManager:
 
     def take_moves(
         self, slots: Collection[int]
-    ) -> tuple[tuple[PageMove, ...], bool, tuple[StateLoad, ...]]:
+    ) -> tuple[tuple[Move, ...], bool, tuple[StateLoad, ...]]:
         """The copies that the device must make before the next step, in order.
 
         The second value is true if a row of `slots` touches a page that they fill. Later steps find
@@ -311,6 +315,9 @@ class CacheManager:
         self._drop_raw(seq)
         for node in reversed(seq.open_nodes):
             self.prefix.release(node)
+        if self.disk is not None and seq.chunk_nodes:
+            root, links = seq.chunk_nodes[0].key, [*seq.chunk_nodes, *seq.window_nodes]
+            self.disk.touch([LinkName(root, node.key) for node in links])
         while seq.window_spans:
             self._drop_oldest_window(seq)
         for pages in seq.spans:
@@ -614,6 +621,11 @@ class CacheManager:
         seq.raw_pages[page] = node.pages
         seq.raw_nodes.append(node)
 
+    def _save(self, name: LinkName, pages: Int32) -> None:
+        """Write a new link to disk, unless it is there since before."""
+        if self.disk is not None and not self.disk.store.has(name):
+            self.host.save(name, pages)
+
     def _adopt(
         self,
         seq: SequenceCache,
@@ -630,6 +642,8 @@ class CacheManager:
         node = self.prefix.find(key)
         if node is None:
             node = self.prefix.insert(key, parent, pages, link)
+            if self.disk is not None and link in (Link.CHUNK, Link.WINDOW):
+                self._save(LinkName(seq.keys.list_known(1)[0], key), pages)
         else:
             self.ledger.share(node.pages)
             self.ledger.release(pages)

@@ -10,6 +10,7 @@ used first, leaves before parents. Sealed chunks go to host memory, if there is 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -92,29 +93,32 @@ class PrefixCache:
         """The link with this key, if it is still here."""
         return self.nodes.get(key)
 
-    def longest(self, keys: ChunkKeys, tokens: Int64) -> Chain:
-        """The longest chain of `tokens` int64 [n] on the device or in host memory.
+    def longest(
+        self, keys: ChunkKeys, tokens: Int64, knows: Callable[[bytes], bool] | None = None
+    ) -> Chain:
+        """The longest chain of `tokens` int64 [n] of links that are known; None: see `knows`.
 
         One token is left to compute. The next query must find what it sees in its windows, so
         chunks without these parts are left out.
         """
+        knows = self.knows if knows is None else knows
         layout, chunks = keys.retention.layout, list[bytes]()
         for number in range(1, (len(tokens) - 1) // layout.chunk_tokens + 1):
             key = keys.after(number, tokens)
-            if not self.knows(key):
+            if not knows(key):
                 break
             chunks.append(key)
         known = len(chunks)
         while chunks:
             state = state_key(chunks[-1]) if self.states else None
-            if state is not None and not self.knows(state):
+            if state is not None and not knows(state):
                 chunks.pop()
                 continue
             first = max(0, len(chunks) - layout.window_chunks)
             windows = [
                 keys.window_after(number + 1, tokens) for number in range(first, len(chunks))
             ]
-            if all(map(self.knows, windows)):
+            if all(map(knows, windows)):
                 return Chain(chunks, windows, state, known)
             chunks.pop()
         return Chain([], [], None, known)

@@ -25,9 +25,10 @@ class Suspects:
     """Links that may be unsound, and the sequences that use them.
 
     `keys` are the keys of the links, `nodes` those that are on the device, and `slots` the
-    sequences that use these nodes.
+    sequences that use these nodes. Links on disk are those of chains that begin with `root`.
     """
 
+    root: bytes | None
     keys: set[bytes]
     nodes: list[Node]
     slots: list[int]
@@ -47,8 +48,9 @@ def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
     """
     layout = keys.retention.layout
     found = {raw_key(keys.after(0, tokens), tokens[: layout.page_tokens])}
-    if len(tokens) >= layout.chunk_tokens:
-        found.add(keys.after(1, tokens))
+    root = keys.after(1, tokens) if len(tokens) >= layout.chunk_tokens else None
+    if root is not None:
+        found.add(root)
     nodes = []
     for node in cache.prefix.nodes.values():  # parents come before children
         if node.key in found or (node.parent is not None and node.parent.key in found):
@@ -62,11 +64,14 @@ def suspects(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Suspects:
             for links in (seq.chunk_nodes, seq.open_nodes, seq.raw_nodes)
         )
     ]
-    return Suspects(found, nodes, slots)
+    return Suspects(root, found, nodes, slots)
 
 
 def purge(cache: CacheManager, found: Suspects) -> None:
-    """Forget the links, on the device and in host memory. No sequence may still use them."""
+    """Forget the links, wherever they are. No sequence may still use them."""
     for node in reversed(found.nodes):
         cache.prefix.remove(node)
     cache.host.forget(found.keys)
+    if cache.disk is not None and found.root is not None:
+        cache.host.drop_saves(found.root)
+        cache.disk.forget(found.root)

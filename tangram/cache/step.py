@@ -9,7 +9,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from tangram.cache.retention import Retention
-from tangram.types import Int32, Int64, PageMove, StateLoad
+from tangram.types import Int32, Int64, Move, StateLoad
 
 
 class RowKind(Enum):
@@ -68,7 +68,7 @@ class Step:
 
     rows: tuple[Row, ...]
     epoch: int
-    moves: tuple[PageMove, ...] = ()
+    moves: tuple[Move, ...] = ()
     awaited: bool = False
     loads: tuple[StateLoad, ...] = ()
 

@@ -233,6 +233,8 @@ class Engine:
         self._mail.stop()
         if self._thread is not None:
             self._thread.join()
+        if self._scheduler.cache.disk is not None:
+            self._scheduler.cache.disk.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -280,6 +282,7 @@ class Engine:
         self._commit(step)
         self._emit(flight)
         self._runner.collect()
+        self._save_last()
         return True
 
     def _schedule(self) -> Step | None:
@@ -297,9 +300,15 @@ class Engine:
             self._watching.tell_admissions()
         return step
 
+    def _save_last(self) -> None:
+        """Send to disk what the last step has published, if no other step may come."""
+        if self._scheduler.cache.disk is not None and not self._scheduler.running:
+            moves, awaited, _ = self._scheduler.cache.take_moves(())
+            self._runner.move(Step((), 0, moves, awaited))
+
     def _rest(self) -> bool:
-        """End what is in flight. Returns False if nothing is."""
-        if self._land():
+        """End what is in flight. Returns False if nothing is, and nothing is awaited."""
+        if self._land() or self._scheduler.fetching:
             return True
         self._runner.collect(awaited=True)  # no later step would
         self._check_once()
@@ -447,8 +456,8 @@ class Engine:
             _log.exception("the engine ends, and a part of its end has failed")
 
     def clear_cache(self) -> None:
-        """Forget every unused cached prefix."""
-        self._between_steps(self._clear_prefixes)
+        """Forget every unused cached prefix, on disk too."""
+        self._between_steps(self._clear_everywhere)
 
     @property
     def _caches(self) -> Iterator[CacheManager]:
@@ -461,6 +470,12 @@ class Engine:
         self._scheduler.open_chunks.forget()
         for cache in self._caches:
             cache.prefix.clear()
+            cache.host.drop_saves()
+
+    def _clear_everywhere(self) -> None:
+        self._clear_prefixes()
+        if (disk := self._scheduler.cache.disk) is not None:
+            disk.clear()
 
     def _check_pages(self) -> None:
         for cache in self._caches:

@@ -105,6 +105,8 @@ def replay_config(saved: SavedPass, **changes: Any) -> EngineConfig:
         config,
         kv_offload_gib=0.0,
         kv_offload_dtype="auto",
+        kv_disk_path=None,
+        kv_disk_gib=0.0,
         compile_decode=False,
         save_failed_passes=None,
         speculative_config=config.speculative_config if isinstance(drafts, CompressedKv) else None,

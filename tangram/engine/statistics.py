@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.cache.accounting import PageStates
+from tangram.cache.disk import DiskTier
 from tangram.engine.admission import Admission
 from tangram.engine.drafts.speculation import Speculation
 from tangram.engine.passes.meters import Meters
@@ -47,9 +48,9 @@ class StatsReader:
         total, longest = admission.total_pages, admission.max_model_len
         uses = [self.usage(sequence) for sequence in scheduler.running]
         holders = cache.sequences.values()
-        return EngineStats(
+        stats = EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(scheduler.fetching),
             pages_total=total,
             pages_held=pages.held,
             pages_cached=pages.cached,
@@ -93,3 +94,16 @@ class StatsReader:
             overflow=() if meters.overflow is None else meters.overflow.figures,
             speculation=None if speculation is None else speculation.counters.read(),
         )
+        return stats if cache.disk is None else _with_disk(stats, cache.disk)
+
+
+def _with_disk(stats: EngineStats, disk: DiskTier) -> EngineStats:
+    return replace(
+        stats,
+        disk_spans=disk.store.links,
+        disk_bytes=disk.store.used_bytes,
+        disk_hits=disk.hits,
+        disk_misses=disk.misses,
+        disk_corrupt=disk.store.corrupt,
+        disk_dropped=disk.dropped,
+    )

@@ -19,6 +19,7 @@ from tangram.engine.admission import Admission
 from tangram.engine.schedule.token_sequence import TokenSequence
 from tangram.engine.statistics import StatsReader
 from tangram.speculative_config import CompressedKv, SpeculativeConfig
+from tangram.types import PageMove
 from tangram.watch import (
     CacheShape,
     ChunkPlace,
@@ -168,7 +169,7 @@ class Watching:
             decode_tokens=step.decode_tokens,
             chunks=sum(row.kind is RowKind.SEAL for row in prefill),
             tail_tokens=sum(len(row.tokens) for row in prefill if row.kind is RowKind.TAIL),
-            moves=sum(len(move.pages) for move in step.moves),
+            moves=sum(len(move.pages) for move in step.moves if isinstance(move, PageMove)),
             drafted=drafted,
             accepted=accepted,
         )

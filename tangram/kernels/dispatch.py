@@ -8,7 +8,7 @@ from tangram.kernels.cpu.compiled_attention import runs_compiled
 from tangram.kernels.cpu.cpu_kernels import CpuKernels
 from tangram.kernels.interface import KvPool, PoolKernels
 from tangram.kernels.offload.host_forms import HostForm
-from tangram.kernels.offload.host_memory import HostMemory, PlainHostMemory
+from tangram.kernels.offload.host_memory import HostMemory, LinkWriter, PlainHostMemory
 from tangram.kernels.reference_kernels import ReferenceKernels
 from tangram.plan.schedule import Schedule
 
@@ -31,10 +31,15 @@ def host_kernels(pool: KvPool, schedule: Schedule | None = None) -> PoolKernels:
     return (CpuKernels if runs_compiled(pool.entries) else ReferenceKernels)(pool, schedule)
 
 
-def host_memory(pool: Tensor, pages: int, form: HostForm | None = None) -> HostMemory:
-    """`pages` host pages in `form` behind `pool` [N_pages, Hp, S, P, D]; 0 take no memory."""
+def host_memory(
+    pool: Tensor, pages: int, form: HostForm | None = None, writer: LinkWriter | None = None
+) -> HostMemory:
+    """`pages` host pages in `form` behind `pool` [N_pages, Hp, S, P, D]; 0 take no memory.
+
+    `writer` takes the links that go to disk; a GPU has none.
+    """
     if pool.is_cuda and pages:
         from tangram.kernels.offload.gpu_host_memory import GpuHostMemory
 
         return GpuHostMemory(pool, pages, form)
-    return PlainHostMemory(pool, pages, form)
+    return PlainHostMemory(pool, pages, form, writer)

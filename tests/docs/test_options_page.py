@@ -27,6 +27,7 @@ _OF_CHATS = {"chat_template", "tool_format", "thinking_format"}
 _OF_SERVING = {
     *("profile", "prompt_patience", "max_model_len"),
     *("enable_prefix_caching", "kv_offload_dtype", "kv_offload_gib", "speculative_config"),
+    *("kv_disk_path", "kv_disk_gib"),
     *("tensor_parallel_size", "generation_config"),
 } | _OF_CHATS
 # The options of the engine that a command does not take, and why. `serve` and `deploy` take all.

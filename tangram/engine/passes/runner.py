@@ -27,6 +27,7 @@ from tangram.kernels.interface import KernelChoice, KvPool, PoolKernels
 from tangram.kernels.layered import LayeredKernels
 from tangram.kernels.narrow import NARROW, stored_scales
 from tangram.kernels.offload.host_forms import HostForm
+from tangram.kernels.offload.host_memory import LinkWriter
 from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import upload
@@ -42,7 +43,8 @@ class RunnerSettings:
     """The pool of a `Runner`, and how it computes.
 
     The pool has so many `pages`, in `cache_dtype` or the model's own; `host_pages` lie behind it,
-    in `form`. `graphs` runs passes that only decode, and those of few prefill rows, as CUDA graphs.
+    in `form`, and `disk` writes links. `graphs` runs passes that only decode, and those of few
+    prefill rows, as CUDA graphs.
     `queries` are the numbers of tokens that a decode row may have. `meters` measure: those given,
     or new ones. `observer` is told the scores of chunks. With `records`, kept positions of up to so
     many chunks of a pass are noted (`recorder`). `saver` of the pool saves passes that fail.
@@ -52,6 +54,7 @@ class RunnerSettings:
     host_pages: int = 0
     cache_dtype: torch.dtype | None = None
     form: HostForm | None = None
+    disk: LinkWriter | None = None
     kernels: KernelChoice = pool_kernels
     graphs: bool = False
     queries: Sequence[int] = (1,)
@@ -101,7 +104,7 @@ class Runner:
             if loaded.states
             else None
         )
-        self._host = host_memory(self.pool, settings.host_pages, form)
+        self._host = host_memory(self.pool, settings.host_pages, form, settings.disk)
         limit = int(POOL_SHARE * self.pool.numel() * self.pool.itemsize)
         self.recorder = (
             KeptRecorder(retentions[0], records, loaded.device, limit) if records else None

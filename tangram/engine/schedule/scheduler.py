@@ -11,7 +11,7 @@ needed only when a chunk ends. If there are not enough pages then, the last sequ
 and later recomputed to the same state. The first one continues. If another sequence seals the same
 first chunk in this step, a sequence waits for the next step and finds the chunk in the cache. A
 sequence whose chunks come back from host memory joins one step later if others run: the step runs
-beside the copies.
+beside the copies. One whose chunks come from disk is queued when they are read.
 
 A step may be scheduled while the tokens of the one before are still on the device: only their
 number matters. Where prefill rows are computed in passes of their own, a prompt's first token does
@@ -39,6 +39,8 @@ from typing import Protocol
 import numpy as np
 from msgspec.structs import replace
 
+from tangram.cache.disk import Fetch
+from tangram.cache.fetching import begin_fetch, end_fetch
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
 from tangram.cache.recent import Conversations
@@ -51,6 +53,7 @@ from tangram.types import Int32, Int64, LossReason
 from tangram.watch import SequenceState
 
 _rank = attrgetter("rank")
+_MOMENT_S = 0.01
 
 
 @dataclass
@@ -97,6 +100,7 @@ class StepLimits:
 class Scheduler:
     """Two queues in order of rank, `waiting` and `running`, over one cache manager.
 
+    Sequences of `fetching` are not queued yet: chunks of them are read from disk.
     `drafts` says what may come behind the newest token of a sequence. `changes` are those noted,
     None before `note_changes`. `passes_apart` says whether prefill rows are computed in passes of
     their own beside decode rows.
@@ -106,6 +110,7 @@ class Scheduler:
     limits: StepLimits
     waiting: list[TokenSequence] = field(default_factory=list)
     running: list[TokenSequence] = field(default_factory=list)
+    fetching: dict[TokenSequence, Fetch] = field(default_factory=dict)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafts: Drafts | None = None
     changes: list[tuple[TokenSequence, SequenceState]] | None = None
@@ -140,7 +145,19 @@ class Scheduler:
         return self._fresh + entering - (self.limits.max_num_seqs - len(self.running))
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool."""
+        """Queue a sequence; its most pages (`Layout.most_pages`) must not exceed the pool.
+
+        If the disk has chunks of it that memory does not have, it is queued when they are read.
+        """
+        fetch = begin_fetch(self.cache, sequence.keys, sequence.reusable_tokens)
+        if fetch is None:
+            self._enter(sequence)
+        else:
+            self.fetching[sequence] = fetch
+            self._fresh += 1
+
+    def _enter(self, sequence: TokenSequence) -> None:
+        """Queue a sequence for the first time."""
         reusable = sequence.reusable_tokens
         new_tokens = self.cache.new_tokens(sequence.keys, reusable) + sequence.known - len(reusable)
         sequence.due_tokens = (
@@ -174,6 +191,8 @@ class Scheduler:
                 self.cache.drop_open(cache)
 
     def _forget(self, sequence: TokenSequence) -> None:
+        if self.fetching.pop(sequence, None) is not None:
+            self._fresh -= 1
         queue = self.waiting if sequence.cache is None else self.running
         at = bisect_left(queue, sequence.rank, key=_rank)
         if at < len(queue) and queue[at] is sequence:
@@ -207,6 +226,7 @@ class Scheduler:
         The pages of its rows are taken and their tables written.
         """
         budget = self.limits.max_num_batched_tokens
+        self._take_fetched()
         self._sealing.clear()
         if self.running or self.waiting:
             self.open_chunks.release()
@@ -289,6 +309,20 @@ class Scheduler:
                 self.cache.commit(sequence.cache, sequence.computable_tokens)
 
     # -- internals ---------------------------------------------------------------------------------
+
+    def _take_fetched(self) -> None:
+        """Queue the sequences whose chunks have been read from disk.
+
+        If there is nothing else to do, the first of them is awaited, for a moment.
+        """
+        if self.fetching and not self.running and not self.waiting:
+            next(iter(self.fetching.values())).wait(_MOMENT_S)
+        for sequence, fetch in list(self.fetching.items()):
+            if fetch.done:
+                del self.fetching[sequence]
+                self._fresh -= 1
+                end_fetch(self.cache, fetch)
+                self._enter(sequence)
 
     def _secure_promises(self, at_boundary: Iterable[TokenSequence]) -> None:
         """Promise each sequence that enters a new chunk that chunk's pages, in order."""

@@ -155,6 +155,7 @@ def check_states(config: EngineConfig, loaded: LoadedModel) -> None:
         "tensor_parallel_size": (config.tensor_parallel_size > 1, "set it to 1"),
         "speculation": (config.speculation is not None, "leave it out"),
         "kv_offload_dtype": (config.kv_offload_dtype != "auto", "set it to auto"),
+        "kv_disk_path": (config.kv_disk_path is not None, "leave it out"),
         "compile_decode": (config.compile_decode, "leave it out"),
         "save_failed_passes": (config.save_failed_passes is not None, "leave it out"),
     }

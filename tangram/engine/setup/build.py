@@ -16,6 +16,7 @@ from tangram.engine.ranks.rank_runner import RankRunner
 from tangram.engine.ranks.ranks import Ranks
 from tangram.engine.schedule.scheduler import Scheduler, StepLimits
 from tangram.engine.setup.blueprint import Blueprint, for_one_device, for_one_rank
+from tangram.engine.setup.disk_folder import open_disk
 from tangram.engine.setup.drafters import build_speculation
 from tangram.engine.setup.memory import explain_exhaustion
 from tangram.engine.setup.option_checks import check_options, load_checked
@@ -85,7 +86,8 @@ def build_parts(
     """The parts of the engine of `blueprint`, ready to serve. See `engine_of`."""
     config, loaded = blueprint.config, blueprint.loaded
     size = size_pool(blueprint)
-    cache = build_cache(blueprint, size.pages, size.host_pages)
+    disk = open_disk(blueprint, size.host_page_bytes)
+    cache = build_cache(blueprint, size.pages, size.host_pages, disk)
     runner = build_runner(blueprint, cache, kernels, records=records)
     admission = _build_admission(blueprint, size)
     announce(config, loaded, admission, size.host_pages)

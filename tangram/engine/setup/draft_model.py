@@ -38,6 +38,8 @@ def draft_config(config: EngineConfig, drafts: DraftModel, max_tokens: int) -> E
         kv_cache_dtype="auto" if config.kv_cache_dtype == "int8" else config.kv_cache_dtype,
         kv_offload_gib=0.0,
         kv_offload_dtype="auto",
+        kv_disk_path=None,
+        kv_disk_gib=0.0,
         overflow_every=None,
         save_failed_passes=None,
     )

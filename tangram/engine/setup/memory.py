@@ -48,11 +48,16 @@ def cache_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
 
 
 def check_cache_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if `device` has no kernels for the configured dtype of the KV cache."""
+    """Raise `ConfigError` if `device` does not serve the configured KV cache."""
     if config.kv_cache_dtype == "int8" and device.type != "cpu":
         raise ConfigError(
             f"kv_cache_dtype is int8, for which {device.type} has no kernels: use fp8, which has "
             "as many bits"
+        )
+    if config.kv_disk_path is not None and device.type != "cpu":
+        raise ConfigError(
+            f"kv_disk_path is {config.kv_disk_path}, but the KV entries of {device.type} are not "
+            "written to disk: leave kv_disk_path and kv_disk_gib out"
         )
 
 

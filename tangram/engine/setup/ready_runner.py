@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tangram.cache.disk import DiskTier
 from tangram.cache.manager import CacheManager
 from tangram.cache.part_tables import PartTables
 from tangram.config import EngineConfig
@@ -28,8 +29,10 @@ from tangram.model.prepare import Stage, Wanted, prepare
 from tangram.progress import show_progress
 
 
-def build_cache(blueprint: Blueprint, pages: int, host_pages: int) -> CacheManager:
-    """The cache manager of `pages` pages and of `host_pages` behind them."""
+def build_cache(
+    blueprint: Blueprint, pages: int, host_pages: int, disk: DiskTier | None = None
+) -> CacheManager:
+    """The cache manager of `pages` pages, of `host_pages` behind them, and of `disk`."""
     config = blueprint.config
     return CacheManager(
         blueprint.served.retentions,
@@ -38,6 +41,7 @@ def build_cache(blueprint: Blueprint, pages: int, host_pages: int) -> CacheManag
         prefix_caching=config.enable_prefix_caching,
         host_pages=host_pages,
         rounds_chunks=host_form(config) is not None,
+        disk=disk,
         state_pages=-(-blueprint.loaded.geometry.state_bytes // blueprint.page_bytes),
     )
 
@@ -64,6 +68,7 @@ def build_runner(
         host_pages=cache.host.total,
         cache_dtype=blueprint.cache_dtype,
         form=host_form(config),
+        disk=cache.disk,
         kernels=kernels,
         graphs=wanted.graphs,
         queries=query_counts(drafted),

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.errors import ConfigError
+from tangram.errors import ConfigError, IntegrityError
 from tangram.kernels.offload.host_forms import HostForm
 from tangram.kernels.offload.host_memory import STAGING_BYTES, page_words, words
 from tangram.kernels.transfer import upload_together
 from tangram.kernels.triton.page_copies import copy
-from tangram.types import PageMove
+from tangram.types import Move, PageMove
 
 _PARTS = 4  # of the staging memory: one is filled while others empty
 _PACKING = 8  # bytes that torch takes for packing, for each byte of the pages
@@ -52,8 +52,11 @@ class GpuHostMemory:
         # Compile the kernels.
         self.move([PageMove(first, first, inward) for inward in (False, True)], awaited=True)
 
-    def move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
-        """See `HostMemory`."""
+    def move(self, moves: Sequence[Move], *, awaited: bool) -> None:
+        """See `HostMemory`. Raises `IntegrityError` for moves to or from a disk."""
+        self._move([_of_host_memory(move) for move in moves], awaited=awaited)
+
+    def _move(self, moves: Sequence[PageMove], *, awaited: bool) -> None:
         main = torch.cuda.current_stream(self._device)
         if self._coming:
             main.wait_event(self._arrived)
@@ -111,6 +114,12 @@ class GpuHostMemory:
         with torch.cuda.stream(self._side):
             copy(staging, order, self._host, slots, programs=_TRAVELLING)
             emptied.record()
+
+
+def _of_host_memory(move: Move) -> PageMove:
+    if not isinstance(move, PageMove):
+        raise IntegrityError("a GPU's pages do not go to disk")
+    return move
 
 
 def _pin(pages: int, size: int) -> Tensor:

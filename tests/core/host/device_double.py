@@ -21,7 +21,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.schedule.token_sequence import TokenSequence
-from tangram.types import Geometry, Int32, Int64, PageMove
+from tangram.types import Geometry, HostFill, Int32, Int64, Move, PageMove, PageSave
 
 Label = tuple[Any, ...]
 
@@ -144,8 +144,12 @@ class Device:
         self._check_touched(work)
         self.move(step.moves)
         if not step.awaited:
-            copied = [move for move in step.moves if move.inward and move.slots is not None]
-            coming = {page for move in copied for page in move.pages.tolist()}
+            coming = {
+                page
+                for move in step.moves
+                if isinstance(move, PageMove) and move.inward and move.slots is not None
+                for page in move.pages.tolist()
+            }
             touched = {
                 place // self.page_tokens
                 for _, reads, writes in work
@@ -206,12 +210,19 @@ class Device:
                 tokens = sequence.tokens[: position + 1].tolist()
                 assert self.entries[place] == (*owner, group, position, hash(tuple(tokens)))
 
-    def move(self, moves: Sequence[PageMove]) -> None:
-        """Copies between the pool and host memory, one after the other; what leaves is read before
-        any comes in.
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies between the pool, host memory and the disk, one after the other; what leaves is
+        read before any comes in.
         """
         size, before = self.page_tokens, list(self.entries)
         for move in moves:
+            if isinstance(move, HostFill):
+                for slot, labels in zip(move.slots.tolist(), move.words, strict=True):
+                    self.host[slot * size : (slot + 1) * size] = labels
+                continue
+            if isinstance(move, PageSave):
+                self._save(move, before)
+                continue
             if move.slots is None:
                 for page in move.pages.tolist():
                     self.entries[page * size : (page + 1) * size] = [None] * size
@@ -231,6 +242,13 @@ class Device:
                     self.entries[inside] = self.host[outside]
                 else:
                     self.host[outside] = before[inside]
+
+    def _save(self, move: PageSave, entries: list[Label | None]) -> None:
+        size, disk = self.page_tokens, self.manager.disk
+        assert disk is not None
+        labels: Any = [entries[page * size : (page + 1) * size] for page in move.pages.tolist()]
+        if disk.accepts(1):
+            disk.save(move.name, 1, lambda: labels)
 
     def _check_touched(self, work: list[Work]) -> None:
         readers, writers = dict[int, set[int]](), dict[int, set[int]]()

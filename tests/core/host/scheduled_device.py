@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tangram.cache.fetching import begin_fetch
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
@@ -15,8 +16,9 @@ from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.schedule.rows import PRECEDING_TOKENS
 from tangram.engine.schedule.scheduler import Scheduler, StepLimits
 from tangram.engine.schedule.token_sequence import TokenSequence, sequence_of
-from tangram.types import Int64
+from tangram.types import Int64, PageMove
 from tests.core.host.device_double import Device, retentions
+from tests.core.host.disk_double import DiskDouble
 
 MAX_TOKENS = 48
 
@@ -79,6 +81,7 @@ class ScheduledDevice:
         kept: Sequence[Retention] = (),
         apart: int = 0,
         state_pages: int = 0,
+        disk: DiskDouble | None = None,
     ) -> None:
         self.retentions = kept or retentions(*layouts, one_chunk_a_step=one_chunk_a_step)
         self.ahead, self.drafts = ahead, drafts
@@ -92,7 +95,9 @@ class ScheduledDevice:
             prefix_caching=caching,
             host_pages=host_pages,
             state_pages=state_pages,
+            disk=disk,
         )
+        self.disk = disk
         self.scheduler = Scheduler(
             self.manager, self.limits, passes_apart=lambda rows: len(rows) <= apart
         )
@@ -107,7 +112,8 @@ class ScheduledDevice:
 
     @property
     def alive(self) -> list[TokenSequence]:
-        return self.scheduler.running + self.scheduler.waiting
+        scheduler = self.scheduler
+        return scheduler.running + scheduler.waiting + list(scheduler.fetching)
 
     def submit(
         self,
@@ -142,6 +148,7 @@ class ScheduledDevice:
         self.ended.append(sequence)
         assert not self.manager.ledger.references[pages].any()
         assert self.manager.new_tokens(sequence.keys, sequence.known_tokens) == sequence.known
+        assert begin_fetch(self.manager, sequence.keys, sequence.known_tokens) is None
 
     def step(self) -> Step | None:
         self._ask_for_drafts()
@@ -150,6 +157,8 @@ class ScheduledDevice:
             {entry: entry.preemptions for entry in self.alive},
         )
         starts = {entry: entry.cache.computed_tokens for entry in before if entry.cache is not None}
+        if self.disk is not None and not self.scheduler.running and not self.scheduler.waiting:
+            self.disk.reading.run()  # the scheduler waits for it
         step = self.scheduler.schedule()
         self._check_queues(before, preemptions)
         kept = sum(entry.preemptions == preemptions[entry] for entry in before)
@@ -264,6 +273,7 @@ class ScheduledDevice:
         """Who waits for a first turn is counted as the queue has it."""
         scheduler = self.scheduler
         fresh = sum(entry.cached_tokens is None for entry in scheduler.waiting)
+        fresh += len(scheduler.fetching)
         free = self.limits.max_num_seqs - len(scheduler.running)
         assert scheduler.excess(2) == fresh + 2 - free
 
@@ -272,7 +282,7 @@ class ScheduledDevice:
     ) -> None:
         self.check_excess()
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert sorted(entry.arrival_index for entry in running + waiting) == sorted(
+        assert sorted(entry.arrival_index for entry in self.alive) == sorted(
             entry.arrival_index for entry in preemptions
         )
         preempted = [entry for entry in before if entry.preemptions > preemptions[entry]]
@@ -447,7 +457,7 @@ class ScheduledDevice:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if not waiting or len(running) == self.limits.max_num_seqs:
             return
-        if any(move.inward for move in step.moves):
+        if any(isinstance(move, PageMove) and move.inward for move in step.moves):
             return
         head = waiting[0]
         if any(

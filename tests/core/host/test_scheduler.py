@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.core.host.device_double import (
     recount,
     retentions,
 )
+from tests.core.host.disk_double import DictStore, DiskDouble
 from tests.core.host.scheduled_device import MAX_TOKENS, ScheduledDevice
 from tests.examples import examples
 
@@ -45,9 +47,13 @@ class Traffic(RuleBasedStateMachine):
     one sequence.
     """
 
+    on_disk = False
+
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
-        self.service = ScheduledDevice(
+        self.store = DictStore(data.draw(st.sampled_from([3, 1000]))) if self.on_disk else None
+        self.start = partial(
+            ScheduledDevice,
             data.draw(layout_sets(max_tokens=MAX_TOKENS)),
             slack_pages=data.draw(st.integers(0, 40)),
             max_num_seqs=data.draw(st.integers(1, 4)),
@@ -55,11 +61,13 @@ class Traffic(RuleBasedStateMachine):
             caching=data.draw(st.sampled_from([True, True, True, False])),
             one_chunk_a_step=data.draw(st.sampled_from([frozenset(), frozenset(), frozenset([0])])),
             ahead=data.draw(st.booleans()),
-            host_pages=data.draw(st.sampled_from([0, 5, 30, 1000])),
+            host_pages=data.draw(st.sampled_from([30, 1000] if self.on_disk else [0, 5, 30, 1000])),
             patience=data.draw(st.sampled_from([0, 1, 16])),
             apart=data.draw(st.sampled_from([0, 1, 4])),
-            state_pages=data.draw(st.sampled_from([0, 0, 1, 4])),
+            state_pages=0 if self.on_disk else data.draw(st.sampled_from([0, 0, 1, 4])),
         )
+        self.service = self.start(disk=DiskDouble(self.store) if self.store else None)
+        self.start = partial(self.start, kept=self.service.retentions)
 
     def number(self, sequence: TokenSequence) -> int:
         return self.service.retentions.index(sequence.retention)
@@ -160,6 +168,35 @@ TestTraffic.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class Restarts(Traffic):
+    """The same over a disk that works beside the steps, and a process that is killed at times."""
+
+    on_disk = True
+
+    @rule(reads=st.integers(0, 2), writes=st.integers(0, 9), damaged=st.none() | st.integers(0, 99))
+    def read_and_write(self, reads: int, writes: int, damaged: int | None) -> None:
+        assert self.service.disk is not None and self.store is not None
+        self.service.disk.reading.run(reads)
+        self.service.disk.writing.run(writes)
+        if damaged is not None:
+            self.store.lose(damaged)
+
+    @rule(written=st.sampled_from([3, 1000]), busy=st.booleans())
+    def restart(self, written: int, busy: bool) -> None:
+        """What is not on disk is gone, what is there is found again."""
+        assert self.service.disk is not None and self.store is not None
+        if not busy:
+            self.service.drain()
+        self.service.disk.writing.run(written)
+        known = self.service.ended + self.service.alive
+        self.service = self.start(disk=DiskDouble(self.store))
+        self.service.ended = known
+
+
+TestRestarts = Restarts.TestCase
+TestRestarts.settings = TestTraffic.settings
 
 
 def crowd(seed: int, **options: object) -> ScheduledDevice:
