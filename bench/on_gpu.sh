@@ -12,7 +12,8 @@
 #   trace    the fastest sustained speed of TRACE, the file of a Mooncake trace, through both servers (7)
 #   plugin   tests of plugins/vllm, by the Python in PLUGIN_PYTHON (4)
 #   beside   the plugin's table beside vLLM (15)
-# VLLM_SITE, PLUGIN_SITE and TANGRAM_SITE are folders of packages, if those are not installed, separated by colons.
+# VLLM_SITE, PLUGIN_SITE and TANGRAM_SITE are folders of packages, if those are not installed, separated by colons:
+# bench/pack_for_gpu.sh packs them.
 set -uo pipefail
 folder=$(realpath -m "${1:?usage: on_gpu.sh FOLDER [PART...]}"); shift
 cd "$(dirname "$0")/.." && mkdir -p "$folder"
@@ -42,7 +43,7 @@ measure() {
              bash bench/serving/lease.sh "$folder" http-vllm-host ;;
     plugin) (cd plugins/vllm && timeout 900 "${PLUGIN_PYTHON:?}" -m pytest tests -p no:benchmark -n 5 -q) > "$folder/plugin.log" 2>&1
             tail -n 3 "$folder/plugin.log" ;;
-    beside) lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
+    beside) TRACE= lease http-vllm http-plugin0.5 http-plugin0.25 http-plugin1 http-plugin1-packs ;;
     *) echo "$1 is no part: tests, law, session, latents, hybrids, trace, plugin and beside are"; return 2 ;;
   esac
 }
