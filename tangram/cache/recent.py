@@ -100,12 +100,12 @@ def _cost(conversations: list[_Conversation]) -> int:
     return sum(other.cost_tokens for other in conversations)
 
 
-def _count_common(one: Int32, other: Int32) -> int:
+def _count_common(tokens: Int32, others: Int32) -> int:
     """How many tokens int32 [n] and [m] have in common at the beginning."""
-    most, begin, size = min(len(one), len(other)), 0, 128
+    most, begin, size = min(len(tokens), len(others)), 0, 128
     while begin < most:
         end = min(begin + size, most)
-        differs = one[begin:end] != other[begin:end]
+        differs = tokens[begin:end] != others[begin:end]
         first = int(differs.argmax())
         if differs[first]:
             return begin + first

@@ -27,7 +27,7 @@ def choose_functions(forward: Any, device: torch.device) -> FunctionType:
     called = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
     chosen = dict[str, Any]()
     if device.type == "cpu":
-        chosen = {name: unwrap(one) for name, one in called.items() if isfunction(one)}
+        chosen = {name: unwrap(value) for name, value in called.items() if isfunction(value)}
     elif _SCAN in called and find_spec("fla"):
         import_module("fla.ops.simple_gla")  # now, before `fix_configs`
         chosen = {_SCAN: scan_by_triton}
@@ -105,7 +105,9 @@ def fix_configs() -> None:
     for name, tuner in find_tuners():
         wanted = _CONFIGS.get(name, {}).items()
         tuner.configs = [
-            next((one for one in tuner.configs if wanted <= one.all_kwargs().items()), None)
+            next(
+                (config for config in tuner.configs if wanted <= config.all_kwargs().items()), None
+            )
             or tuner.configs[0]
         ]
 

@@ -346,7 +346,7 @@ def check_states(model: PreTrainedModel, shapes: Sequence[StateShape]) -> None:
     for counts in ([_TOKENS], [_TOKENS // 2] * 2):
         states = continue_row(shapes, counts, model.device)
         _, logits = listen(model, numbers, numbers, numbers, states)
-        ends.append([logits, *(states.memory.read(one.name, last) for one in shapes)])
+        ends.append([logits, *(states.memory.read(shape.name, last) for shape in shapes)])
     alike = _near if model.device.type == "cpu" else _similar
     if not all(map(alike, *ends)):
         raise ModelError("its recurrent layers go on otherwise from a state than without a break")

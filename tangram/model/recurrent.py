@@ -93,7 +93,7 @@ def take_rows_apart(model: PreTrainedModel) -> None:
 
 def count_state_bytes(shapes: Sequence[StateShape], slots: int) -> int:
     """Bytes of the states of up to `slots` sequences in a `StateMemory`."""
-    return 2 * (slots + 1) * sum(one.bytes for one in shapes)
+    return 2 * (slots + 1) * sum(shape.bytes for shape in shapes)
 
 
 def read_state_shapes(model: PreTrainedModel, **options: Any) -> tuple[StateShape, ...]:
@@ -154,15 +154,17 @@ class StateMemory:
         self._padding, self._slots, self._joined = slots, slots + 1, joined_tokens
         self._shapes, self._device = tuple(shapes), pool.device
         self._held = {
-            one.name: torch.zeros(2 * self._slots, *one.shape, dtype=one.dtype, device=pool.device)
-            for one in shapes
+            state.name: torch.zeros(
+                2 * self._slots, *state.shape, dtype=state.dtype, device=pool.device
+            )
+            for state in shapes
         }
         self._pages = pool.view(len(pool), -1).view(torch.uint8)
         self._places = dict[int, Tensor]()  # [2, rows], by rows
 
     def load(self, loads: Sequence[StateLoad]) -> None:
         """Sequences begin with the states of their snapshots, or with zeros."""
-        sizes = [one.bytes for one in self._shapes]
+        sizes = [state.bytes for state in self._shapes]
         for load in loads:
             place = _SEALED * self._slots + load.slot
             if load.pages is None:
@@ -171,9 +173,9 @@ class StateMemory:
                 continue
             whole = self._pages[upload(load.pages.astype(np.int64), self._device)].view(-1)
             parts = torch.split(whole[: sum(sizes)], sizes)
-            for one, part in zip(self._shapes, parts, strict=True):
+            for shape, part in zip(self._shapes, parts, strict=True):
                 # A copy, because a part may begin at any byte.
-                self._held[one.name][place] = part.clone().view(one.dtype).view(one.shape)
+                self._held[shape.name][place] = part.clone().view(shape.dtype).view(shape.shape)
 
     def of_pass(self, rows: Sequence[Row], width: int) -> PassStates:
         """The states of a pass of `rows`, whose tokens lie end to end: those that decode first.
@@ -227,7 +229,7 @@ class StateMemory:
 
     def read_all(self, places: Tensor) -> dict[StateName, Tensor]:
         """Copies of all states at `places`, by name."""
-        return {one.name: self.read(one.name, places) for one in self._shapes}
+        return {state.name: self.read(state.name, places) for state in self._shapes}
 
     def write(self, name: StateName, places: Tensor, states: Tensor) -> None:
         """Replace the states at `places` int64 [n] by `states` [n, …]."""
@@ -235,7 +237,9 @@ class StateMemory:
 
     def save(self, states: Mapping[StateName, Tensor], pages: Int32) -> None:
         """Write `states`, each [1, …], into the `pages` int32 [n] of a snapshot."""
-        parts = [states[one.name].contiguous().view(-1).view(torch.uint8) for one in self._shapes]
+        parts = [
+            states[shape.name].contiguous().view(-1).view(torch.uint8) for shape in self._shapes
+        ]
         whole = self._pages.new_zeros(len(pages), self._pages.shape[1])
         torch.cat(parts, out=whole.view(-1)[: sum(map(len, parts))])
         self._pages[upload(pages.astype(np.int64), self._device)] = whole
@@ -360,13 +364,15 @@ class RowByRow:
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """The mixer over `hidden_states` [1, T, hidden], with the cache among its `options`."""
         whole: Callable[..., Any] = super().forward  # type: ignore[misc]
-        given = [one for one in (*args, *options.values()) if isinstance(one, PassStates)]
+        given = [value for value in (*args, *options.values()) if isinstance(value, PassStates)]
         if not given:
             return whole(hidden_states, *args, **options)
 
         def mix(hidden: Tensor, states: RowStates) -> Any:
-            places = [states if one is given[0] else one for one in args]
-            named = {name: states if one is given[0] else one for name, one in options.items()}
-            return whole(hidden, *places, **named)
+            positional = [states if value is given[0] else value for value in args]
+            named = {
+                name: states if value is given[0] else value for name, value in options.items()
+            }
+            return whole(hidden, *positional, **named)
 
         return given[0].compute(mix, hidden_states)

@@ -182,7 +182,7 @@ def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...
         windows=tuple(windows[layer] for layer in storing),
         value_dim=None if latents is None else latents.rank,
         kv_layers=() if len(storing) == layers else _number_layers(storing, readers, layers),
-        state_bytes=sum(one.bytes for one in states),
+        state_bytes=sum(state.bytes for state in states),
         chunked=bool(chunks),
         window_heads=windowed,
     )

@@ -100,7 +100,7 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
         raise ConfigError(f"{config.name}: layers of one kind differ in what they store")
     ((kv_heads, head_dim),) = found.get(True) or found[False]
     others = [LayerHeads(heads, heads, dim) for heads, dim in found.get(False, set())]
-    window_heads = next((one for one in others if one[::2] != (kv_heads, head_dim)), None)
+    window_heads = next((shape for shape in others if shape[::2] != (kv_heads, head_dim)), None)
     chunked = "chunked_attention" in (config.content.get("layer_types") or ())
     return KVShape(config.name, kv_heads, head_dim, value_dim, windows, chunked, window_heads)
 

@@ -133,7 +133,7 @@ class CallGrammar:
         """The rule of text up to a control token that is not of `mark`; empty for none."""
         names = self.answer.marks.names
         controls = self.answer.control_token_ids
-        ids = [str(one) for one in controls if one not in names or names[one] not in mark]
+        ids = [str(token) for token in controls if token not in names or names[token] not in mark]
         return ("note", [f"note: TEXT <[{','.join(ids)}]>"]) if ids else ("", [])
 
     def _bodies(self) -> Iterator[str]:
