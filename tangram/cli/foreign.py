@@ -113,7 +113,7 @@ NONE = {
     "a conversation ends at --max-model-len, and no token is shifted out": (
         "*context-shift --keep --cache-reuse"
     ),
-    "models with state-space, linear-attention or shared layers are not served": (
+    "recurrent layers and layers that share entries need no option": (
         "*mamba* --gdn-* --kv-sharing-*"
     ),
     "prompts are always computed in chunks of --chunk-tokens": "*chunked-prefill *-prefills",
