@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 from tangram.cache.disk import DiskTier
 from tangram.cache.disk_store import open_store
@@ -17,9 +21,10 @@ from tangram.engine.setup.blueprint import Blueprint
 from tangram.engine.setup.memory import GIB
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
-from tangram.version import __version__
 
 _READERS = 2  # one waits for the disk while the other computes a checksum
+_COMPUTING = ("torch", "transformers", "numba", "llvmlite", "numpy")
+_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")  # by which products take other instructions
 _NICE = 10  # the threads of the disk give way to those that compute
 
 
@@ -50,11 +55,12 @@ def _largest_span(blueprint: Blueprint) -> int:
 
 
 def _dependencies(blueprint: Blueprint) -> Mapping[str, str | int]:
-    """What entries depend on that their prefix keys do not name: bits come of the same software."""
+    """What entries depend on that their prefix keys do not name, down to the last bit."""
     config, loaded, served = blueprint.config, blueprint.loaded, blueprint.served
     layout = served.retentions[0].layout
     return {
-        "weights": loaded.weights_digest,
+        "config": loaded.weights_digest,
+        "weights": loaded.exact_digest,
         "quantization": config.quantization or "none",
         "dtype": str(loaded.dtype),
         "kv_cache_dtype": str(blueprint.cache_dtype),
@@ -63,7 +69,19 @@ def _dependencies(blueprint: Blueprint) -> Mapping[str, str | int]:
         "chunk_tokens": layout.chunk_tokens,
         "page_tokens": layout.page_tokens,
         "heads_per_page": layout.heads_per_page,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "tangram": __version__,
+        "processor": f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "variables": " ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES),
+        "threads": torch.get_num_threads(),
+        "software": " ".join(f"{name} {version(name)}" for name in _COMPUTING),
+        "tangram": _hash_sources(),
     }
+
+
+@cache
+def _hash_sources() -> str:
+    """Of all of Tangram's modules: releases are not the only ones that compute otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

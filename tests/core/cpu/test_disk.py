@@ -133,6 +133,27 @@ def test_other_options_have_stores_of_their_own(tiny: LoadedModel, tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("change", ["one row", "rounded"])
+def test_nearly_the_same_weights_have_a_store_of_their_own(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path, change: str
+) -> None:
+    """Samples of the weights, by which profiles know a model, are the same."""
+    models = [adopt_tiny(TINY) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].model.parameters():
+            if change == "rounded":
+                parameter.copy_(parameter.bfloat16())
+            elif len(parameter) == TINY.vocab_size:
+                parameter[BAD] += 1.0
+    stores = set[str]()
+    for loaded in models:
+        engine = whole(loaded, tmp_path)
+        assert collect_events(engine, HISTORIES[0])[-1].usage.cached_tokens == 0
+        engine.stop()
+        stores |= {found.name for found in tmp_path.iterdir()}
+    assert len(stores) == 2
+
+
 def test_nothing_unsound_stays_on_disk(tiny: LoadedModel, tmp_path: Path) -> None:
     history = list(HISTORIES[0])
     history[C + 3] = BAD
