@@ -13,7 +13,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from llvmlite.binding import Linkage  # type: ignore[import-untyped]
+from llvmlite.binding import Linkage
 from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
