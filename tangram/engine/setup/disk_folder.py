@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 from tangram.cache.disk import DiskTier
 from tangram.cache.disk_store import open_store
@@ -21,6 +20,7 @@ from tangram.engine.setup.blueprint import Blueprint
 from tangram.engine.setup.memory import GIB
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
+from tangram.numba_cache import describe_processor
 
 _READERS = 2  # one waits for the disk while the other computes a checksum
 _COMPUTING = ("torch", "transformers", "numba", "llvmlite", "numpy")
@@ -69,7 +69,7 @@ def _dependencies(blueprint: Blueprint) -> Mapping[str, str | int]:
         "chunk_tokens": layout.chunk_tokens,
         "page_tokens": layout.page_tokens,
         "heads_per_page": layout.heads_per_page,
-        "processor": f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}",
+        "processor": describe_processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "variables": " ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES),
         "threads": torch.get_num_threads(),
