@@ -13,18 +13,13 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from llvmlite.binding import Linkage, get_host_cpu_features, get_host_cpu_name
+from llvmlite.binding import Linkage
 from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
 _log = logging.getLogger(__name__)
-
-
-def describe_processor() -> str:
-    """The name of this machine's processor and what it can, as LLVM says them."""
-    return f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"
 
 
 def compile_kept(

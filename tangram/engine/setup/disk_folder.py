@@ -20,7 +20,7 @@ from tangram.engine.setup.blueprint import Blueprint
 from tangram.engine.setup.memory import GIB
 from tangram.errors import ConfigError
 from tangram.foreign_files import expand_home
-from tangram.numba_cache import describe_processor
+from tangram.kernels.cpu.vectors import describe_processor
 
 _READERS = 2  # one waits for the disk while the other computes a checksum
 _COMPUTING = ("torch", "transformers", "numba", "llvmlite", "numpy")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import types
 from numba.core import cgutils
 
@@ -14,6 +15,11 @@ WIDE = torch.cpu._is_avx512_supported()
 LANES = 16 if WIDE else 8  # float32 elements of a vector
 WIDTHS = (LANES, 4, 1)  # of vectors: one of the last where dimensions are not whole vectors
 INDEX, WORD, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+
+
+def describe_processor() -> str:
+    """The name of this machine's processor and what it can, as LLVM says them."""
+    return f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
