@@ -115,6 +115,11 @@ class PassShape:
     tokens: int
     room: object = field(default=None, compare=False, kw_only=True)
 
+    @property
+    def form(self) -> type[PassShape]:
+        """Which shapes are captured, or refused, as this one is."""
+        return type(self)
+
 
 @dataclass(frozen=True)
 class PaddedShape(PassShape):

@@ -34,6 +34,11 @@ class LayersShape(PassShape):
 
     parts: tuple[PassShape, ...]
 
+    @property
+    def form(self) -> type[PassShape]:
+        """See `PassShape`."""
+        return self.parts[0].form
+
 
 @dataclass(frozen=True, eq=False)
 class _Part:

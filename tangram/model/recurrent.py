@@ -36,6 +36,8 @@ _SEALED, _NEWEST = range(2)
 # On a GPU so many tokens of a sequence at most go through a mixer in one call: the host launches
 # some forty kernels for it.
 JOINED_TOKENS = 4096
+# Kernels of fla-core cut a call into parts of so many tokens: joined chunks are cut as alone.
+MIXER_TOKENS = 64
 _Made = TypeVar("_Made", Tensor, "tuple[Tensor, ...]")
 
 
@@ -213,7 +215,7 @@ class StateMemory:
 
     def of_repetition(self, row: Row, tokens: int) -> PassStates:
         """The states of a pass that goes on behind the chunk of `row` and leaves nothing."""
-        place = torch.tensor([_SEALED * self._slots + row.slot], device=self._device)
+        place = upload(np.array([_SEALED * self._slots + row.slot]), self._device)
         return PassStates(self, [_Part(slice(0, tokens), place, None, None)])
 
     def _place(self, places: Int64) -> Tensor:

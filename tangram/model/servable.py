@@ -159,13 +159,13 @@ def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...
                 f"{len(by_layer)} of {layers} layers call Transformers' attention interface, "
                 f"{len(calls)} times in all; each layer must do so once"
             )
-        windows, chunks = dict[int, int | None](), set[int | None]()
+        windows, kinds = dict[int, int | None](), set[tuple[int | None, bool]]()
         for layer in sorted(expected):
             with _blaming(f"layer {layer}"):
                 windows[layer], chunked = _check_call(by_layer[layer], longest)
-                chunks |= {windows[layer]} if chunked else set()
-        if chunks and chunks != set(windows.values()) - {None}:
-            raise ModelError("layers attend within chunks and windows of several sizes")
+                kinds |= {(windows[layer], chunked)} - {(None, False)}
+        if len(kinds) > 1 and any(chunked for _, chunked in kinds):
+            raise ModelError("layers attend within chunks and windows, or chunks of several sizes")
         readers = _find_readers(calls, windows)
         full, windowed = _find_heads(by_layer, windows)
         check_cache(model.config, windows, longest)
@@ -183,7 +183,7 @@ def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...
         value_dim=None if latents is None else latents.rank,
         kv_layers=() if len(storing) == layers else _number_layers(storing, readers, layers),
         state_bytes=sum(state.bytes for state in states),
-        chunked=bool(chunks),
+        chunked=any(chunked for _, chunked in kinds),
         window_heads=windowed,
     )
     return geometry, states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def read_shape(model: str | Path | Mapping[str, Any] | ModelConfig) -> KVShape:
     ((kv_heads, head_dim),) = found.get(True) or found[False]
     others = [LayerHeads(heads, heads, dim) for heads, dim in found.get(False, set())]
     window_heads = next((shape for shape in others if shape[::2] != (kv_heads, head_dim)), None)
-    chunked = "chunked_attention" in (config.content.get("layer_types") or ())
+    chunked = "chunked_attention" in (_layer_types(config) or ())
     return KVShape(config.name, kv_heads, head_dim, value_dim, windows, chunked, window_heads)
 
 
@@ -127,7 +127,13 @@ def _heads(config: ModelConfig) -> tuple[int, int, None]:
         else query_heads
     )
     if config.is_given("head_dim"):
-        return kv_heads, config.count("head_dim", _WHAT), None
+        head_dim = config.count("head_dim", _WHAT)
+        if config.is_given("v_head_dim") and config.count("v_head_dim", _WHAT) != head_dim:
+            raise ConfigError(
+                f"{config.name}: v_head_dim is {config.content['v_head_dim']} and head_dim "
+                f"{head_dim}: keys and values of two sizes are not served"
+            )
+        return kv_heads, head_dim, None
     return kv_heads, config.count("hidden_size", _WHAT) // query_heads, None
 
 
@@ -155,6 +161,19 @@ def _latent_heads(config: ModelConfig) -> tuple[int, int, int]:
     return 1, rank + config.count("qk_rope_head_dim", _WHAT), rank
 
 
+def _layer_types(config: ModelConfig) -> Sequence[str] | None:
+    """The kinds of layers, which published configs of Llama 4 do not list."""
+    content = config.content
+    if content.get("layer_types") is not None or content.get("attention_chunk_size") is None:
+        stated: Sequence[str] | None = content.get("layer_types")
+        return stated
+    every = content.get("no_rope_layer_interval") or 4
+    rotates = content.get("no_rope_layers") or [
+        (layer + 1) % every for layer in range(config.count("num_hidden_layers", _WHAT))
+    ]
+    return ["chunked_attention" if turned else "full_attention" for turned in rotates]
+
+
 def _window(config: ModelConfig, layer: int) -> int | None:
     """The sliding window of one layer; None = it sees the whole context."""
     window, longest = _stated_window(config, layer), config.content.get("max_position_embeddings")
@@ -164,7 +183,7 @@ def _window(config: ModelConfig, layer: int) -> int | None:
 def _stated_window(config: ModelConfig, layer: int) -> int | None:
     """The sliding window of one layer, in the several forms of configs."""
     content = config.content
-    kinds = content.get("layer_types")
+    kinds = _layer_types(config)
     if kinds is not None:
         kind = kinds[layer] if layer < len(kinds) else "missing"
         if kind not in _WINDOW_FIELDS:

@@ -70,7 +70,7 @@ class PassGraphs:
         as many wanted places as any pass of the shape wants.
         """
         shape = attention.launch.shape
-        if shape is None or type(shape) in self._refused:
+        if shape is None or shape.form in self._refused:
             return self._forward(attention, *torch.split(inputs, sizes))
         entry = self._captured.get(shape)
         if entry is None or entry[0] != shape.room:
@@ -105,8 +105,8 @@ class PassGraphs:
             )
             return None
         except RuntimeError as error:
-            self._refused.add(type(shape))
-            which = "prefill rows run" if isinstance(shape, PaddedShape) else "decode runs"
+            self._refused.add(shape.form)
+            which = "prefill rows run" if issubclass(shape.form, PaddedShape) else "decode runs"
             _log.warning("%s without CUDA graphs: %s", which, str(error).splitlines()[0])
             return None
         finally:

@@ -32,7 +32,7 @@ from tangram.kernels.pool_memory import allocate_pool
 from tangram.kernels.stopwatch import Stopwatch
 from tangram.kernels.transfer import upload
 from tangram.model.load import LoadedModel
-from tangram.model.recurrent import JOINED_TOKENS, StateMemory
+from tangram.model.recurrent import JOINED_TOKENS, MIXER_TOKENS, StateMemory
 from tangram.model.rotary import layer_rotaries
 from tangram.model.sealing import ScoreObserver, Sealing
 from tangram.types import Int32
@@ -98,7 +98,8 @@ class Runner:
             if scales is not None and self.pool.dtype in NARROW.values()
             else None
         )
-        joined = JOINED_TOKENS if self.pool.is_cuda else 0
+        joins = self.pool.is_cuda and layout.chunk_tokens % MIXER_TOKENS == 0
+        joined = JOINED_TOKENS if joins else 0
         self._states = (
             StateMemory(loaded.states, len(cache.tables), self.pool, joined)
             if loaded.states

@@ -135,7 +135,7 @@ def kv_bytes(config: EngineConfig, loaded: LoadedModel, beside: int = 0) -> int:
             f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.1f} GiB; "
             f"weights and others take {(total - free) / GIB:.1f} GiB, a step of "
             f"{config.max_num_batched_tokens} tokens and graphs {needed / GIB:.1f} GiB, which "
-            "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens"
+            "leaves nothing for KV pages: raise it, or lower max_num_batched_tokens or max_num_seqs"
         )
     return left
 

@@ -198,6 +198,9 @@ def test_how_many_fit_leaves_space_for_the_peak() -> None:
             },
             (512, None),
         ),
+        # Llama 4 as it is published.
+        ({"attention_chunk_size": 512, "no_rope_layers": []}, (512, 512, 512, None)),
+        ({"attention_chunk_size": 512, "no_rope_layer_interval": 2}, (512, None) * 2),
     ],
 )
 def test_the_several_ways_to_declare_windows(
@@ -235,6 +238,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
         ({"per_layer_config": {"1": {"head_dim": 512}}}, "layers differ"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 num_hidden_layers 2"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads '8'"),
+        ({"head_dim": 24, "v_head_dim": 16}, "v_head_dim 16 head_dim 24"),
     ],
 )
 def test_what_would_come_out_wrong_is_refused(config: dict[str, Any], words: str) -> None:
