@@ -327,6 +327,8 @@ class EngineConfig:
 
     def _check_disk(self) -> None:
         """Raise `ConfigError` unless the options of the disk come with what they need."""
+        if self.kv_disk_path == "":
+            raise ConfigError("kv_disk_path is '': name a folder, or leave it out")
         if (self.kv_disk_path is None) != (self.kv_disk_gib == 0.0):
             raise ConfigError(
                 f"kv_disk_path is {self.kv_disk_path} and kv_disk_gib {self.kv_disk_gib}: give "

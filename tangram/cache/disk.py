@@ -180,7 +180,8 @@ class DiskTier:
     def _read(self, link: WantedLink) -> Int32 | None:
         try:
             return self.store.read(link.name, (link.pages, self.page_bytes // 4))
-        except MemoryError:  # it is computed again
+        except Exception as error:
+            _log.warning("KV pages cannot be read from disk, they are computed again: %r", error)
             return None
 
     def _write(
@@ -189,10 +190,11 @@ class DiskTier:
         try:
             self._failed += not self.store.write(name, read(), epoch)
             self._is_refused = False
-        except OSError as error:
+        except Exception as error:
             self._failed += 1
             if not self._is_refused:  # once: a full disk stays full
-                _log.warning("KV pages cannot be written to disk: %s", error)
+                kind = type(error).__name__
+                _log.warning("KV pages cannot be written to disk: %s: %s", kind, error)
             self._is_refused = True
         finally:
             self._ended_bytes += size_bytes

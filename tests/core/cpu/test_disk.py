@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import Gemma3TextConfig, PretrainedConfig
 
 from tangram.config import EngineConfig
 from tangram.engine.loop import Engine
@@ -16,7 +16,7 @@ from tangram.engine.setup.option_checks import check_options
 from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel
 from tests.core.cpu.test_broken_logits import BAD, poison
-from tests.core.cpu.test_offload import HISTORIES, MODELS, C, collect_events
+from tests.core.cpu.test_offload import HISTORIES, MODELS, SLIDING, C, collect_events
 from tests.core.cpu.test_purity import TINY, TINY_DELTA, LonePrompts
 from tests.mentions import mentioning
 from tests.small_engines import check_books, run, sealed_state, small_engine
@@ -163,6 +163,23 @@ def test_nothing_unsound_stays_on_disk(tiny: LoadedModel, tmp_path: Path) -> Non
     engine.stop()
     again = whole(tiny, tmp_path)
     assert collect_events(again, tuple(history))[-1].usage.cached_tokens == 0
+    again.stop()
+
+
+@pytest.mark.parametrize("form", ["auto", "int4"])
+def test_a_model_whose_layers_all_have_windows_finds_its_chunks_again(
+    adopt_tiny: Callable[[PretrainedConfig], LoadedModel], tmp_path: Path, form: str
+) -> None:
+    """Its chunks have no pages, but for their windows."""
+    layers = {"layer_types": ["sliding_attention"] * SLIDING.num_hidden_layers}
+    model = adopt_tiny(Gemma3TextConfig.from_dict(SLIDING.to_dict() | layers))
+    first = whole(model, tmp_path, kv_offload_dtype=form)
+    expected = run(first, HISTORIES)
+    first.stop()
+    again = whole(model, tmp_path, kv_offload_dtype=form)
+    assert run(again, HISTORIES) == expected
+    stats = again.stats()
+    assert stats.disk_hits >= 4 * len(HISTORIES) and stats.disk_corrupt == stats.disk_dropped == 0
     again.stop()
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -137,7 +140,7 @@ def test_a_writer_that_is_killed_leaves_nothing_wrong(tmp_path: Path, seed: int)
 def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
     store = open_at(tmp_path)
     put(store, 1)
-    begun = path_of(store, 1).with_name(".abc.partial")
+    begun = path_of(store, 1).with_name(f".{'a' * 32}.partial")
     begun.write_bytes(b"begun")
     store.look(store.limit_bytes)
     assert begun.exists() and store.links == 1
@@ -270,6 +273,210 @@ def test_a_store_of_something_else_is_left_alone_and_named(
     assert mentions(first, "weights") and "dtype" not in first
     assert mentions(second, "v9-0123456789abcdef format")
     assert (newer / "something").read_text() == "new" and read(open_at(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "named"),
+    [
+        ('{"weights": "def", "dtype": "float32", "unknown": 1}', "weights"),
+        ('{"weights": "def"}', "dtype, weights"),
+        ("[" * 30_000, "format"),
+        ('{"weights": "def"}' + " " * (64 << 10), "format"),
+        (b"\xff", "format"),
+        ("[]", "format"),
+        (os.mkfifo, "format"),
+    ],
+    ids=range(7),
+)
+def test_the_manifest_of_another_store_is_read_with_care(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    manifest: str | bytes | Callable[[Path], None],
+    named: str,
+) -> None:
+    other = tmp_path / "v9-0123456789abcdef"
+    other.mkdir()
+    if callable(manifest):
+        manifest(other / "store.json")
+    else:
+        (other / "store.json").write_bytes(
+            manifest if isinstance(manifest, bytes) else manifest.encode()
+        )
+    open_at(tmp_path)
+    (told,) = caplog.messages
+    assert f"another {named};" in told
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to(path.parents[1] / "kept")]
+)
+def test_what_is_in_the_place_of_the_manifest_is_replaced_and_nothing_behind_it(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    manifest = open_at(tmp_path).folder / "store.json"
+    (tmp_path / "kept").write_text("kept")
+    manifest.unlink()
+    make(manifest)
+    open_at(tmp_path)
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert manifest.is_file() and not manifest.is_symlink() and "abc" in manifest.read_text()
+
+
+@pytest.mark.parametrize("fault", ["symbolic link", "mode 770 chmod", "user"])
+def test_a_store_that_others_may_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder = open_at(tmp_path).folder
+    if fault == "user":
+        monkeypatch.setattr(disk_store.os, "geteuid", lambda: 12345)
+    elif fault == "symbolic link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.chmod(0o770)
+    with pytest.raises(ConfigError, match=mentioning(f"kv_disk_path {folder} {fault}")):
+        open_at(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EIO]
+)
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_sound_file_that_cannot_be_read_now_stays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    code: int,
+) -> None:
+    store = open_at(tmp_path)
+    put(store, 1, 2)
+    with monkeypatch.context() as broken:
+
+        def refuse(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        broken.setattr(disk_store.os, call, refuse)
+        store.advise([name_of(1)])
+        assert not read(store, 1) and not read(store, 1)
+    assert not store.corrupt and path_of(store, 1).exists() and len(caplog.messages) == 1
+    # What the disk has lost is not asked for again before it is written again.
+    assert store.has(name_of(1)) == read(store, 1) == (code != errno.EIO)
+    put(store, 1)
+    assert store.has(name_of(1)) and read(store, 1)
+
+
+def make_socket(path: Path) -> None:
+    at = os.open(path.parent, os.O_RDONLY)  # the path is longer than an address may be
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{at}/{path.name[:40]}")
+    path.with_name(path.name[:40]).rename(path)
+    os.close(at)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, make_socket, lambda path: path.symlink_to("/dev/zero"), Path.mkdir]
+)
+def test_what_is_no_file_in_the_place_of_a_link_is_removed_or_not_asked_for_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
+) -> None:
+    store = open_at(tmp_path)
+    put(store, 2)
+    make(path_of(store, 1))
+    store.look(store.limit_bytes)
+    assert store.links == 1
+    store.advise([name_of(1)])
+    assert store.has(name_of(1)) and not read(store, 1) and not store.has(name_of(1))
+    is_removed = not path_of(store, 1).exists()
+    assert store.corrupt == is_removed == (make is not Path.mkdir)
+    assert not read(store, 1) and len(caplog.messages) == 1
+    assert ("is removed," in caplog.messages[0]) == is_removed
+
+
+def test_a_link_without_pages_is_kept_like_others(tmp_path: Path) -> None:
+    """A chunk of a model all of whose layers have windows."""
+    store, empty = open_at(tmp_path), np.empty((0, 50), np.int32)
+    assert store.write(name_of(1), empty, store.epoch)
+    found = store.read(name_of(1), (0, 50))
+    assert found is not None and found.shape == (0, 50)
+    assert store.read(name_of(1), SHAPE) is None and store.corrupt == 1
+
+
+def test_a_file_that_the_disk_gives_piece_by_piece_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, real = open_at(tmp_path), os.preadv
+    put(store, 1)
+    monkeypatch.setattr(
+        disk_store.os, "preadv", lambda file, parts, at: real(file, [parts[0][:100]], at)
+    )
+    assert read(store, 1)
+
+
+def test_times_that_are_yet_to_come_keep_nothing_for_ever(tmp_path: Path) -> None:
+    store, ahead_s = open_at(tmp_path, 3), time.time() + 1e6
+    put(store, 1, 2, 3)
+    begun = path_of(store, 1).with_name(f".{'a' * 32}.partial")
+    begun.write_bytes(b"begun")
+    for path in (path_of(store, 1), begun):
+        os.utime(path, (ahead_s, ahead_s))
+    put(store, 4)
+    assert not read(store, 1) and read(store, 3) and not begun.exists()
+
+
+def test_what_it_did_not_write_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    store = open_at(tmp_path, 2)
+    put(store, 1)
+    strange = [
+        store.folder / "notes" / name_of(1).key.hex(),
+        *(path_of(store, 1).with_name(name) for name in ("notes", ".hidden", ".x.partial")),
+    ]
+    strange[0].parent.mkdir()
+    for path in strange:
+        path.write_bytes(b"x" * 10_000)
+        os.utime(path, (0, 0))
+    store.look(0)
+    assert store.links == store.used_bytes == 0 and not read(store, 1)
+    assert all(path.exists() for path in strange)
+
+
+def test_what_cannot_be_removed_counts_and_no_more_is_written_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are removed, also behind a partial file that stays."""
+    store = open_at(tmp_path, 3)
+    put(store, 1, 2, 3)
+    begun = path_of(store, 1).with_name(f".{'a' * 32}.partial")
+    begun.write_bytes(b"begun")
+    for number, path in enumerate([begun, *(path_of(store, number) for number in (1, 2, 3))]):
+        os.utime(path, ns=(number, number))
+    real, kept = os.unlink, {os.fspath(begun), os.fspath(path_of(store, 1))}
+
+    def refuse(path: str | os.DirEntry[str]) -> None:
+        if os.fspath(path) in kept:
+            raise PermissionError(errno.EPERM, "kept")
+        real(path)
+
+    monkeypatch.setattr(disk_store.os, "unlink", refuse)
+    put(store, 4)
+    assert read(store, 1) and not read(store, 2) and (store.links, begun.exists()) == (2, True)
+    kept.update(os.fspath(path_of(store, number)) for number in range(10))
+    with pytest.raises(OSError, match="cannot be removed"):
+        for number in range(5, 10):
+            put(store, number)
+    store.look(store.limit_bytes)
+    assert store.used_bytes <= store.limit_bytes
+
+
+def test_a_store_that_another_engine_has_removed_is_made_again(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    put(store, 1)
+    shutil.rmtree(store.folder)
+    put(store, 1)
+    assert read(store, 1) and (store.folder / "store.json").exists()
+    assert all(
+        path.stat().st_mode & 0o077 == 0 for path in [store.folder, *store.folder.rglob("*")]
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:

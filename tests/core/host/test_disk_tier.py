@@ -13,7 +13,7 @@ from tangram.types import LinkName
 from tests.core.host.device_double import geometry, layout
 from tests.core.host.disk_double import DictStore, DiskDouble
 from tests.core.host.scheduled_device import ScheduledDevice
-from tests.mentions import mentioning
+from tests.mentions import mentioning, mentions
 
 PROMPT = [at % 5 for at in range(28)]  # three chunks of 8, and some
 
@@ -44,7 +44,7 @@ def serve(service: ScheduledDevice, prompt: list[int], max_new: int = 2) -> int:
     return sequence.cached_tokens
 
 
-@pytest.mark.parametrize("windows", [(None, None), (None, 5)])
+@pytest.mark.parametrize("windows", [(None, None), (None, 5), (5, 5)])
 def test_a_restart_finds_whole_chunks_of_every_conversation(
     windows: tuple[int | None, ...],
 ) -> None:
@@ -133,6 +133,27 @@ def test_no_more_waits_to_be_written_than_memory_is_meant_for() -> None:
     assert disk.accepts(half) and disk.store.links == 2
 
 
+@pytest.mark.parametrize("error", [TypeError("wrong"), MemoryError(), OSError(5, "broken")])
+def test_whatever_a_store_raises_costs_the_link_alone_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    store = DictStore(1000)
+    service = start(store)
+    serve(service, PROMPT)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    service = start(store, service)
+    monkeypatch.setattr(store, "read", refuse)
+    assert serve(service, PROMPT) == 0 and mentions(caplog.text, type(error).__name__)
+    caplog.clear()
+    monkeypatch.setattr(store, "write", refuse)
+    serve(service, [4, *PROMPT])
+    assert service.disk is not None and service.disk.dropped == 3 and service.disk.accepts(1)
+    assert len(caplog.messages) == 1 and mentions(caplog.text, type(error).__name__)
+
+
 def test_the_longest_history_is_read_as_far_as_host_memory_holds_it() -> None:
     store = DictStore(1000)
     service = start(store)
@@ -156,6 +177,7 @@ def test_the_longest_history_is_read_as_far_as_host_memory_holds_it() -> None:
         ({"kv_disk_gib": 1.0}, "kv_disk_path None kv_disk_gib 1.0"),
         ({"kv_disk_path": "x", "kv_disk_gib": 1.0}, "kv_disk_path x kv_offload_gib 0"),
         ({"kv_disk_gib": -1.0}, "kv_disk_gib -1.0"),
+        ({"kv_disk_path": "", "kv_disk_gib": 1.0, "kv_offload_gib": 1.0}, "kv_disk_path '' folder"),
         (
             {
                 "kv_disk_path": "x",
