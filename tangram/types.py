@@ -606,7 +606,14 @@ class HostFill:
     words: Int32
 
 
-Move = PageMove | PageSave | HostFill
+@dataclass(frozen=True, eq=False)
+class LinkTouch:
+    """The links of `names`, parents before their children, are in use; the disk is told."""
+
+    names: Sequence[LinkName]
+
+
+Move = PageMove | PageSave | HostFill | LinkTouch
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,17 @@ pool like anything else. So the scheduler never counts on a link that the disk m
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tangram.types import Int32, LinkName
 
 MOST_WAITING_BYTES = 256 << 20  # of links that wait to be written; what comes then is dropped
+MOST_CLOSE_S = 30.0  # for what waits at the end: a disk that writes 10 MB in a second has done it
+_TOUCH_BYTES = 256  # of the objects of one name that waits
 _log = logging.getLogger("tangram")
 
 
@@ -88,29 +91,48 @@ class WantedLink:
     parent: bytes | None
 
 
-@dataclass(frozen=True, eq=False)
-class Fetch:
-    """Links that are being read, in the order of their chain. `epoch` is that of the store."""
+@dataclass(eq=False)
+class _Read:
+    """A link of so many `pages` that is being read for `users` fetches.
 
-    links: Sequence[WantedLink]
-    found: Sequence[Future[Int32 | None]]
+    `epoch` is that of the store when it began.
+    """
+
+    found: Future[Int32 | None]
+    pages: int
     epoch: int
+    users: int = 0
 
-    @property
-    def done(self) -> bool:
-        """Whether everything has been read."""
-        return all(found.done() for found in self.found)
+
+@dataclass(eq=False)
+class Fetch:
+    """`links` that are to be read, in order, for a prompt with the prefix keys `chain`.
+
+    The prompt is not to wait beyond `deadline_s` of the monotonic clock. There are no `reads` until
+    it has `begun`.
+    """
+
+    chain: Sequence[bytes]
+    links: Sequence[WantedLink]
+    deadline_s: float
+    reads: dict[LinkName, _Read] = field(default_factory=dict)
+    begun: bool = False
+
+    def has_read(self, name: LinkName) -> bool:
+        """Whether link `name` has been read, sound or not."""
+        return name in self.reads and self.reads[name].found.done()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is done, at most so long."""
-        wait(self.found, timeout_s)
+        """Wait until everything has been read, at most so long."""
+        wait([read.found for read in self.reads.values()], timeout_s)
 
 
 class DiskTier:
     """Reads and writes links of `store` on executors of their own; pages have `page_bytes`.
 
-    Counters since the start: `hits` links that were read, and `misses` prompts of which no place
-    had every chunk.
+    Counters since the start: `hits` links that were read and used, and `misses` prompts of which
+    no place had every chunk. `reading_pages` are those of the links that are being read, or were
+    and have not been taken.
     """
 
     def __init__(
@@ -118,7 +140,9 @@ class DiskTier:
     ) -> None:
         self.store, self.page_bytes = store, page_bytes
         self._reader, self._writer = reader, writer
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.reading_pages = 0
+        self._reads: dict[LinkName, _Read] = {}
+        self._late: list[Future[Int32 | None]] = []
         # Each by one thread alone: that of the steps, and that which writes.
         self._accepted_bytes = self._declined = 0
         self._ended_bytes = self._failed = 0
@@ -130,25 +154,68 @@ class DiskTier:
         """Links since the start that were not written."""
         return self._declined + self._failed
 
-    def fetch(self, links: Sequence[WantedLink]) -> Fetch:
-        """Begin to read `links`."""
-        self._reader.submit(self.store.advise, [link.name for link in links])
-        found = [self._reader.submit(self._read, link) for link in links]
-        return Fetch(links, found, self.store.epoch)
+    @property
+    def hangs(self) -> bool:
+        """Whether a read that was awaited for too long has still not ended."""
+        self._late = [found for found in self._late if not found.done()]
+        return bool(self._late)
 
-    def take(self, fetch: Fetch) -> list[Int32 | None]:
-        """What was read of the links of `fetch`, once it is done; None for each that is lost."""
-        found = [each.result() for each in fetch.found]
-        if fetch.epoch != self.store.epoch:
-            return [None] * len(found)
-        self.hits += sum(words is not None for words in found)
+    def count_new_pages(self, links: Sequence[WantedLink]) -> int:
+        """The pages of those of `links` that are not being read."""
+        return sum(link.pages for link in links if self._find_read(link.name) is None)
+
+    def begin(self, fetch: Fetch, links: Sequence[WantedLink]) -> None:
+        """Begin to read `links` for `fetch`, which wants no others any more.
+
+        What is being read for others is not read again.
+        """
+        new = [link for link in links if self._find_read(link.name) is None]
+        if new:
+            self._reader.submit(self.store.advise, [link.name for link in new])
+        for link in new:
+            found = self._reader.submit(self._read, link)
+            self._reads[link.name] = _Read(found, link.pages, self.store.epoch)
+            self.reading_pages += link.pages
+        fetch.links, fetch.begun = links, True
+        fetch.reads = {link.name: self._reads[link.name] for link in links}
+        for read in fetch.reads.values():
+            read.users += 1
+
+    def take(self, fetch: Fetch) -> dict[bytes, Int32]:
+        """End `fetch`: the sound links that were read by now, by key."""
+        found = dict[bytes, Int32]()
+        for name, read in fetch.reads.items():
+            if not read.found.done():
+                self._late += [read.found] * read.found.running()
+            elif read.epoch == self.store.epoch and (words := read.found.result()) is not None:
+                found[name.key] = words
+        self.drop(fetch)
         return found
+
+    def drop(self, fetch: Fetch) -> None:
+        """Read nothing for `fetch` any more, unless others want it, too."""
+        for name, read in fetch.reads.items():
+            read.users -= 1
+            if not read.users:
+                read.found.cancel()
+                self.reading_pages -= read.pages
+                if self._reads.get(name) is read:
+                    del self._reads[name]
+        fetch.reads = {}
+
+    def _find_read(self, name: LinkName) -> _Read | None:
+        """What reads link `name`, if that began since links were last forgotten."""
+        read = self._reads.get(name)
+        return read if read is not None and read.epoch == self.store.epoch else None
 
     def accepts(self, size_bytes: int) -> bool:
         """Whether `save` takes a link of so many bytes now. If not, it counts as dropped."""
-        room = self._accepted_bytes - self._ended_bytes + size_bytes <= MOST_WAITING_BYTES
+        room = self._has_room(size_bytes)
         self._declined += not room
         return room
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self._accepted_bytes - self._ended_bytes + size_bytes <= MOST_WAITING_BYTES
 
     def save(self, name: LinkName, size_bytes: int, read: Callable[[], Int32]) -> None:
         """Write link `name`, of so many bytes, when there is time: `read` gives its pages then."""
@@ -156,8 +223,14 @@ class DiskTier:
         self._writer.submit(self._write, name, size_bytes, read, self.store.epoch)
 
     def touch(self, names: Sequence[LinkName]) -> None:
-        """`names`, parents before their children, are in use."""
-        self._writer.submit(self.store.touch, names)
+        """`names`, parents before their children, are in use.
+
+        That is forgotten while too much waits: the links are then as old as their files.
+        """
+        size_bytes = len(names) * _TOUCH_BYTES
+        if self._has_room(size_bytes):
+            self._accepted_bytes += size_bytes
+            self._writer.submit(self._touch, names, size_bytes)
 
     def forget(self, root: bytes) -> None:
         """Forget the chains that begin with the chunk `root`, and what waits to be written."""
@@ -170,9 +243,23 @@ class DiskTier:
         self._look()
 
     def close(self) -> None:
-        """Write what waits, and end."""
-        self._reader.shutdown(cancel_futures=True)
+        """Write what waits, and end. A disk that hangs is not awaited for long."""
+        ending = threading.Thread(target=self._shut_down, name="tangram-disk-end", daemon=True)
+        ending.start()
+        ending.join(MOST_CLOSE_S)
+        if ending.is_alive():
+            _log.warning(
+                "the disk of kv_disk_path has not ended its work within %s s, and %d bytes are not "
+                "written: see whether it answers",
+                MOST_CLOSE_S,
+                self._accepted_bytes - self._ended_bytes,
+            )
+            self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _shut_down(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
+        self._reader.shutdown()
 
     def _look(self) -> None:
         self._writer.submit(self.store.look, self.store.limit_bytes)
@@ -183,6 +270,12 @@ class DiskTier:
         except Exception as error:
             _log.warning("KV pages cannot be read from disk, they are computed again: %r", error)
             return None
+
+    def _touch(self, names: Sequence[LinkName], size_bytes: int) -> None:
+        try:
+            self.store.touch(names)
+        finally:
+            self._ended_bytes += size_bytes
 
     def _write(
         self, name: LinkName, size_bytes: int, read: Callable[[], Int32], epoch: int

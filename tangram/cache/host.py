@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from tangram.cache.pages import Ledger
-from tangram.types import HostFill, Int32, LinkName, Move, PageMove, PageSave
+from tangram.types import HostFill, Int32, LinkName, LinkTouch, Move, PageMove, PageSave
 from tangram.watch import ChunkPlace, LinkChange, LinkDropped, LinkOffloaded
 
 
@@ -51,16 +51,15 @@ class HostTier:
     def holding(self, chain: Sequence[bytes]) -> Iterator[None]:
         """Protect the links of `chain` that are here from eviction, and mark them as used.
 
-        Parents are marked after their children.
+        Parents are marked after their children, at the end once more: links may have come in.
         """
-        for key in reversed(chain):
-            if key in self.links:
-                self.links.move_to_end(key)
+        self._mark(chain)
         self._held = frozenset(chain)
         try:
             yield
         finally:
             self._held = frozenset()
+            self._mark(chain)
 
     def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
         """The device evicts link `key` below `parent`: copy its `pages` int32 [n] to the host.
@@ -83,19 +82,27 @@ class HostTier:
         self.arriving[pages] = True
         self.pages_in += len(pages)
 
-    def fill(self, key: bytes, words: Int32, parent: bytes | None) -> None:
+    def fill(self, key: bytes, words: Int32, parent: bytes | None) -> bool:
         """Keep link `key` below `parent`, whose pages int32 [n, words of a page] were on disk.
 
-        It is dropped if its pages do not fit.
+        False, and it is dropped, if its pages do not fit.
         """
         if not self._evict_for(len(words)):
             self.dropped += 1
-            return
+            return False
         self._moves.append(HostFill(self._enter(key, len(words), parent), words))
+        return True
 
     def save(self, name: LinkName, pages: Int32) -> None:
         """Write link `name`, whose `pages` int32 [n] are on the device, to disk."""
         self._moves.append(PageSave(pages, name))
+
+    def touch(self, names: Sequence[LinkName]) -> None:
+        """The links of `names`, parents before their children, are in use.
+
+        The disk is told behind the links that were saved before: some of `names` may be these.
+        """
+        self._moves.append(LinkTouch(names))
 
     def drop_saves(self, root: bytes | None = None) -> None:
         """Write nothing of what was noted: all links, or those of chains that begin with `root`."""
@@ -154,6 +161,11 @@ class HostTier:
         if self.changes is not None:
             self.changes.append(LinkOffloaded(key))
         return slots
+
+    def _mark(self, chain: Sequence[bytes]) -> None:
+        for key in reversed(chain):
+            if key in self.links:
+                self.links.move_to_end(key)
 
     def _drop(self, key: bytes) -> None:
         self.ledger.release(self.links.pop(key))

@@ -317,7 +317,7 @@ class CacheManager:
             self.prefix.release(node)
         if self.disk is not None and seq.chunk_nodes:
             root, links = seq.chunk_nodes[0].key, [*seq.chunk_nodes, *seq.window_nodes]
-            self.disk.touch([LinkName(root, node.key) for node in links])
+            self.host.touch([LinkName(root, node.key) for node in links])
         while seq.window_spans:
             self._drop_oldest_window(seq)
         for pages in seq.spans:

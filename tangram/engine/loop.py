@@ -233,8 +233,10 @@ class Engine:
         self._mail.stop()
         if self._thread is not None:
             self._thread.join()
-        if self._scheduler.cache.disk is not None:
-            self._scheduler.cache.disk.close()
+        if (disk := self._scheduler.cache.disk) is not None:
+            if self.healthy:
+                self._attempt(self._save)
+            disk.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -303,11 +305,15 @@ class Engine:
     def _save_last(self) -> None:
         """Send to disk what the last step has published, if no other step may come."""
         if self._scheduler.cache.disk is not None and not self._scheduler.running:
-            moves, awaited, _ = self._scheduler.cache.take_moves(())
-            self._runner.move(Step((), 0, moves, awaited))
+            self._save()
+
+    def _save(self) -> None:
+        moves, awaited, _ = self._scheduler.cache.take_moves(())
+        self._runner.move(Step((), 0, moves, awaited))
 
     def _rest(self) -> bool:
         """End what is in flight. Returns False if nothing is, and nothing is awaited."""
+        self._save_last()  # of those that were aborted
         if self._land() or self._scheduler.fetching:
             return True
         self._runner.collect(awaited=True)  # no later step would

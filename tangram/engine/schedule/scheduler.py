@@ -40,7 +40,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tangram.cache.disk import Fetch
-from tangram.cache.fetching import begin_fetch, end_fetch
+from tangram.cache.fetching import begin_reads, end_fetch, is_over, plan_fetch
 from tangram.cache.manager import CacheManager
 from tangram.cache.purge import purge, suspects
 from tangram.cache.recent import Conversations
@@ -149,12 +149,13 @@ class Scheduler:
 
         If the disk has chunks of it that memory does not have, it is queued when they are read.
         """
-        fetch = begin_fetch(self.cache, sequence.keys, sequence.reusable_tokens)
+        fetch = plan_fetch(self.cache, sequence.keys, sequence.reusable_tokens)
         if fetch is None:
             self._enter(sequence)
         else:
             self.fetching[sequence] = fetch
             self._fresh += 1
+            begin_reads(self.cache, self.fetching.values())
 
     def _enter(self, sequence: TokenSequence) -> None:
         """Queue a sequence for the first time."""
@@ -191,8 +192,10 @@ class Scheduler:
                 self.cache.drop_open(cache)
 
     def _forget(self, sequence: TokenSequence) -> None:
-        if self.fetching.pop(sequence, None) is not None:
+        if (fetch := self.fetching.pop(sequence, None)) is not None:
             self._fresh -= 1
+            if self.cache.disk is not None:
+                self.cache.disk.drop(fetch)
         queue = self.waiting if sequence.cache is None else self.running
         at = bisect_left(queue, sequence.rank, key=_rank)
         if at < len(queue) and queue[at] is sequence:
@@ -311,18 +314,19 @@ class Scheduler:
     # -- internals ---------------------------------------------------------------------------------
 
     def _take_fetched(self) -> None:
-        """Queue the sequences whose chunks have been read from disk.
+        """Queue the sequences whose chunks have been read from disk, or take too long.
 
         If there is nothing else to do, the first of them is awaited, for a moment.
         """
         if self.fetching and not self.running and not self.waiting:
             next(iter(self.fetching.values())).wait(_MOMENT_S)
         for sequence, fetch in list(self.fetching.items()):
-            if fetch.done:
+            if is_over(self.cache, fetch):
                 del self.fetching[sequence]
                 self._fresh -= 1
-                end_fetch(self.cache, fetch)
+                end_fetch(self.cache, fetch, sequence.keys, sequence.reusable_tokens)
                 self._enter(sequence)
+        begin_reads(self.cache, self.fetching.values())
 
     def _secure_promises(self, at_boundary: Iterable[TokenSequence]) -> None:
         """Promise each sequence that enters a new chunk that chunk's pages, in order."""

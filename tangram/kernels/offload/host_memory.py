@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.offload.host_forms import HostForm
-from tangram.types import HostFill, Int32, LinkName, Move, PageSave
+from tangram.types import HostFill, Int32, LinkName, LinkTouch, Move, PageSave
 
 STAGING_BYTES = 256 << 20  # the most that is being copied out of a GPU, in device memory
 
@@ -26,6 +26,10 @@ class LinkWriter(Protocol):
 
         That gives the pages, int32 [n, words of a page].
         """
+        ...
+
+    def touch(self, names: Sequence[LinkName]) -> None:
+        """The links of `names`, parents before their children, are in use."""
         ...
 
 
@@ -63,6 +67,10 @@ class PlainHostMemory:
         for move in moves:
             if isinstance(move, HostFill):
                 self._host[torch.from_numpy(move.slots)] = torch.from_numpy(move.words)
+                continue
+            if isinstance(move, LinkTouch):
+                if self._writer is not None:
+                    self._writer.touch(move.names)
                 continue
             pages = torch.from_numpy(move.pages)
             if isinstance(move, PageSave):

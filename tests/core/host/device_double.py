@@ -21,7 +21,7 @@ from tangram.cache.retention import Retention
 from tangram.cache.sequence_cache import SequenceCache
 from tangram.cache.step import Row, RowKind, Step
 from tangram.engine.schedule.token_sequence import TokenSequence
-from tangram.types import Geometry, HostFill, Int32, Int64, Move, PageMove, PageSave
+from tangram.types import Geometry, HostFill, Int32, Int64, LinkTouch, Move, PageMove, PageSave
 
 Label = tuple[Any, ...]
 
@@ -222,6 +222,10 @@ class Device:
                 continue
             if isinstance(move, PageSave):
                 self._save(move, before)
+                continue
+            if isinstance(move, LinkTouch):
+                assert self.manager.disk is not None
+                self.manager.disk.touch(move.names)
                 continue
             if move.slots is None:
                 for page in move.pages.tolist():

@@ -19,7 +19,12 @@ class DeferredExecutor(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
-        self.jobs.append(lambda: future.set_result(fn(*args, **kwargs)))
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(fn(*args, **kwargs))
+
+        self.jobs.append(work)
         return future
 
     def run(self, most: int | None = None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tangram.cache.fetching import begin_fetch
+from tangram.cache.fetching import plan_fetch
 from tangram.cache.layout import Layout
 from tangram.cache.manager import CacheManager
 from tangram.cache.retention import Retention
@@ -148,7 +148,7 @@ class ScheduledDevice:
         self.ended.append(sequence)
         assert not self.manager.ledger.references[pages].any()
         assert self.manager.new_tokens(sequence.keys, sequence.known_tokens) == sequence.known
-        assert begin_fetch(self.manager, sequence.keys, sequence.known_tokens) is None
+        assert plan_fetch(self.manager, sequence.keys, sequence.known_tokens) is None
 
     def step(self) -> Step | None:
         self._ask_for_drafts()

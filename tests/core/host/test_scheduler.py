@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -182,6 +183,24 @@ class Restarts(Traffic):
         self.service.disk.writing.run(writes)
         if damaged is not None:
             self.store.lose(damaged)
+
+    @precondition(lambda self: self.service.scheduler.fetching)
+    @rule()
+    def lose_patience(self) -> None:
+        for fetch in self.service.scheduler.fetching.values():
+            fetch.deadline_s = 0.0
+
+    @invariant()
+    def reads_add_up(self) -> None:
+        """What is being read is what somebody waits for, once."""
+        if (disk := self.service.disk) is not None:
+            wanted = Counter(
+                read
+                for fetch in self.service.scheduler.fetching.values()
+                for read in fetch.reads.values()
+            )
+            assert all(read.users == users for read, users in wanted.items())
+            assert disk.reading_pages == sum(read.pages for read in wanted)
 
     @rule(written=st.sampled_from([3, 1000]), busy=st.booleans())
     def restart(self, written: int, busy: bool) -> None:
