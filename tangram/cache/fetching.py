@@ -88,3 +88,4 @@ def end_fetch(cache: CacheManager, fetch: Fetch, keys: ChunkKeys, tokens: Int64)
             key = link.name.key
             if key in used and not cache.prefix.knows(key):
                 disk.hits += cache.host.fill(key, found[key], link.parent)
+    cache.host.mark(fetch.chain)  # the beginning came in first

@@ -49,17 +49,19 @@ class HostTier:
 
     @contextmanager
     def holding(self, chain: Sequence[bytes]) -> Iterator[None]:
-        """Protect the links of `chain` that are here from eviction, and mark them as used.
-
-        Parents are marked after their children, at the end once more: links may have come in.
-        """
-        self._mark(chain)
+        """Protect the links of `chain` that are here from eviction, and `mark` them."""
+        self.mark(chain)
         self._held = frozenset(chain)
         try:
             yield
         finally:
             self._held = frozenset()
-            self._mark(chain)
+
+    def mark(self, chain: Sequence[bytes]) -> None:
+        """The links of `chain` that are here are in use, parents before their children."""
+        for key in reversed(chain):
+            if key in self.links:
+                self.links.move_to_end(key)
 
     def offer(self, key: bytes, pages: Int32, parent: bytes | None = None) -> None:
         """The device evicts link `key` below `parent`: copy its `pages` int32 [n] to the host.
@@ -161,11 +163,6 @@ class HostTier:
         if self.changes is not None:
             self.changes.append(LinkOffloaded(key))
         return slots
-
-    def _mark(self, chain: Sequence[bytes]) -> None:
-        for key in reversed(chain):
-            if key in self.links:
-                self.links.move_to_end(key)
 
     def _drop(self, key: bytes) -> None:
         self.ledger.release(self.links.pop(key))
