@@ -166,6 +166,9 @@ def probe_model(model: PreTrainedModel) -> tuple[Geometry, tuple[StateShape, ...
                 kinds |= {(windows[layer], chunked)} - {(None, False)}
         if len(kinds) > 1 and any(chunked for _, chunked in kinds):
             raise ModelError("layers attend within chunks and windows, or chunks of several sizes")
+        size = getattr(config, "attention_chunk_size", None)
+        if size is not None and size < longest and (size, True) not in kinds:
+            raise ModelError(f"attention_chunk_size is {size}, but no layer attends within chunks")
         readers = _find_readers(calls, windows)
         full, windowed = _find_heads(by_layer, windows)
         check_cache(model.config, windows, longest)
