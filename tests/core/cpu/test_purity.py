@@ -60,10 +60,15 @@ TINY_MAMBA = tiny_config(
     "falcon_h1", mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_d_state=16
 )
 # Two heads: no column of a page is unused.
+# torch rounds sigmoids and GELU otherwise behind the last whole vectors, of 32 numbers: as many
+# experts, and widths that are multiples.
 TINY_CHUNKS = tiny_config(
-    "llama4_text", num_key_value_heads=2, attention_chunk_size=96, no_rope_layers=[1, 0, 1, 0]
+    "llama4_text",
+    num_key_value_heads=2,
+    num_local_experts=32,
+    attention_chunk_size=96,
+    no_rope_layers=[1, 0, 1, 0],
 )
-# torch rounds GELU otherwise behind the last whole vector: widths must be multiples of one.
 TINY_SHAPES = tiny_config("gemma4_text", num_key_value_heads=2, hidden_size_per_layer_input=64)
 C = 32
 ANSWER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
