@@ -4,7 +4,7 @@
 #   bash bench/pack_for_gpu.sh OUTDIR INSTALLED
 # INSTALLED lists the packages of that machine, a name a line: `pip list --format=freeze | cut -d= -f1` there. This
 # machine needs uv (`.venv/bin/uv`), gcc and the registry; it takes some 15 minutes on two cores and 6 GB.
-# OUTDIR/tangram.part.*, .vllm.part.* have at most 32 MiB each, some 200 and 600 MiB in all. There, in the repository:
+# OUTDIR/tangram.part.* and OUTDIR/vllm.part.* have at most 32 MiB each, some 200 and 600 MiB in all. There, in the repository:
 #   bash OUTDIR/unpack.sh OUTDIR FOLDER && . FOLDER/sites && bash bench/on_gpu.sh RESULTS
 # Left out: FlashAttention 2, DeepGEMM, vllm-rs, FlashInfer's sources, headers of AMD, NCCL (the machine's serves one GPU:
 # functions that PyTorch 2.13 finds only in a newer one stand in a stub), and torchao, whose import starts CUDA before
