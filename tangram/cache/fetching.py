@@ -21,7 +21,8 @@ def plan_fetch(cache: CacheManager, keys: ChunkKeys, tokens: Int64) -> Fetch | N
     No more is read than host memory holds, together with what it has of the chain already.
     """
     layout, disk = keys.retention.layout, cache.disk
-    if disk is None or not (most := (len(tokens) - 1) // layout.chunk_tokens):
+    most = (len(tokens) - 1) // layout.chunk_tokens
+    if disk is None or not cache.prefix_caching or not most:
         return None
     known = cache.prefix.longest(keys, tokens).chunks
     if len(known) == most or disk.hangs:
