@@ -134,6 +134,19 @@ def continuations(
     return found, lead
 
 
+def check_answers(loaded: LoadedModel, prompts: list[list[int]], **options: Any) -> None:
+    """Answers of 12 tokens are Transformers': together, again with prefix hits, and alone."""
+    expected, lead = continuations(loaded.model, prompts)
+    assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
+    answer = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine = small_engine(loaded, **options)
+    assert run(engine, prompts, answer) == expected
+    assert run(engine, prompts, answer) == expected
+    assert engine.stats().cached_tokens > 1500
+    for prompt, tokens in list(zip(prompts, expected, strict=True))[::2]:
+        assert run(small_engine(loaded, **options), [prompt], answer) == [tokens]
+
+
 def judge_all() -> dict[str, str]:
     """`judge` of every family, by its name."""
     verdicts = dict[str, str]()

@@ -17,7 +17,7 @@ from tangram.errors import ConfigError
 from tangram.model.load import LoadedModel, load_model
 from tangram.sizing.cache_size import kv_size
 from tangram.types import SamplingParams
-from tests.families import continuations
+from tests.families import check_answers
 from tests.mentions import mentioning
 from tests.small_engines import profile_file, run, small_engine
 from tests.tiny_configs import tiny_config
@@ -50,14 +50,7 @@ def test_chunks_are_seen_as_they_are(loaded: LoadedModel, adopt_tiny: Adopt) -> 
 
 
 def test_answers_are_those_of_transformers(loaded: LoadedModel) -> None:
-    expected, lead = continuations(loaded.model, PROMPTS)
-    assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
-    engine = small_engine(loaded, **OPTIONS)
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert engine.stats().cached_tokens > 1500
-    for prompt, answer in list(zip(PROMPTS, expected, strict=True))[::2]:
-        assert run(small_engine(loaded, **OPTIONS), [prompt], ANSWER) == [answer]
+    check_answers(loaded, PROMPTS, **OPTIONS)
 
 
 @pytest.mark.parametrize("scorer", ["expected_attention", "kvzip", "keydiff"])

@@ -17,7 +17,7 @@ from tangram.errors import ConfigError, ModelError
 from tangram.model.load import LoadedModel, load_model
 from tangram.sizing.cache_size import kv_size
 from tangram.types import LayerHeads, SamplingParams
-from tests.families import continuations
+from tests.families import check_answers
 from tests.mentions import mentioning
 from tests.small_engines import profile_file, run, small_engine
 from tests.tiny_configs import WINDOW, tiny_config
@@ -60,14 +60,7 @@ def test_the_geometry_has_both_shapes(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("changes", [{}, MIXED], ids=["shared layers", "experts"])
 def test_answers_are_those_of_transformers(changes: dict[str, Any], adopt_tiny: Adopt) -> None:
     loaded = adopt_tiny(make_config(**changes))
-    expected, lead = continuations(loaded.model, PROMPTS)
-    assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
-    engine = small_engine(loaded, **OPTIONS)
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert engine.stats().cached_tokens > 1500
-    for prompt, answer in list(zip(PROMPTS, expected, strict=True))[::2]:
-        assert run(small_engine(loaded, **OPTIONS), [prompt], ANSWER) == [answer]
+    check_answers(loaded, PROMPTS, **OPTIONS)
 
 
 @pytest.mark.parametrize("scorer", ["expected_attention", "kvzip", "keydiff"])

@@ -21,7 +21,7 @@ from tangram.model.load import LoadedModel, load_model
 from tangram.model.servable import probe_model
 from tangram.model.shares import Share, take_share
 from tangram.types import SamplingParams
-from tests.families import continuations
+from tests.families import check_answers
 from tests.mentions import mentioning
 from tests.small_engines import profile_file, run, small_engine
 from tests.tiny_configs import WINDOW, tiny_config
@@ -70,14 +70,7 @@ def test_readers_between_other_layers_are_counted_out(adopt_tiny: Adopt) -> None
 
 
 def test_answers_are_those_of_transformers(loaded: LoadedModel) -> None:
-    expected, lead = continuations(loaded.model, PROMPTS)
-    assert lead > 1e-4, "a near-tie decides nothing: choose another seed"
-    engine = small_engine(loaded, **OPTIONS)
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert run(engine, PROMPTS, ANSWER) == expected
-    assert engine.stats().cached_tokens > LONGEST
-    for prompt, answer in list(zip(PROMPTS, expected, strict=True))[::2]:
-        assert run(small_engine(loaded, **OPTIONS), [prompt], ANSWER) == [answer]
+    check_answers(loaded, PROMPTS, **OPTIONS)
 
 
 @pytest.mark.parametrize("scorer", ["expected_attention", "kvzip", "snapkv"])
